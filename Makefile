@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up what it needs in .venv; a fresh clone needs Python 3.11 or newer, gcc and pip.
+
+# The system's Python before others: distributions compile theirs with all optimisations, pyenv by default without, and
+# that is a third of the server's speed. `make PYTHON=...` takes another.
+PYTHON ?= $(firstword $(shell for p in /usr/bin/python3 python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done) python3)
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install serve test check test-platforms bench protos clean
+
+help:
+	@echo "make install         .venv with the headrace command and all that runs on this machine"
+	@echo "make serve           serve the bundled models on localhost:8000 (HTTP) and :8001 (gRPC)"
+	@echo "make test            lint, types, import rules, and every test that needs no system package"
+	@echo "make check           lint, types, import rules, forbidden calls, generated files"
+	@echo "make test-platforms  tests that need Debian packages (installs them)"
+	@echo "make bench           measure Headrace beside its peers (installs them), about a quarter of an hour"
+	@echo "make protos          compile proto/ again"
+
+# Anew whenever the dependencies change. virtualenv steps in where Debian's python3-venv is not installed.
+$(VENV)/.installed: pyproject.toml scripts/make_venv.sh
+	bash scripts/make_venv.sh $(PYTHON) $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[all,test,check]'
+	touch $@
+
+install: $(VENV)/.installed
+	@$(BIN)/headrace --version
+
+serve: $(VENV)/.installed
+	$(BIN)/headrace serve
+
+test: check
+	$(BIN)/python -m pytest -m "not platform"
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_forbidden.py
+	$(BIN)/python scripts/compile_protos.py --check
+
+test-platforms: $(VENV)/.installed
+	bash scripts/install_platform_packages.sh
+	$(BIN)/python -m pytest -m platform
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m bench
+
+protos: $(VENV)/.installed
+	$(BIN)/python scripts/compile_protos.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

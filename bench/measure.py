@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Called by runs.py: measures one workload on one running server, or refuses to."""
+
+import time
+from dataclasses import dataclass
+
+from bench.cpu import machine_cpu, memory_of, server_cpu_seconds, server_processes
+from bench.dialects import request_for
+from bench.errors import BenchError
+from bench.load import put_load
+from bench.running import RunningServer
+from bench.verify import verified_response_bytes
+from bench.workloads import Workload
+
+WARM_UP_SECONDS = 1
+# Refused answers are far smaller than right ones; a little slack for requests cut off at the end of the run.
+LEAST_SHARE_OF_BYTES = 0.98
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The figures of one measurement, as they are written to the results file."""
+
+    server: str
+    workload: str
+    round: int
+    seconds: float
+    requests: int
+    requests_per_second: float
+    p50_ms: float
+    p99_ms: float
+    errors: int
+    bytes_per_response: float
+    server_cpu_ms_per_1000: float
+    server_cores: float
+    client_cpu_ms_per_1000: float
+    other_cores: float
+    stolen_cores: float
+    rss_mb: float
+    pss_mb: float
+    processes: int
+
+
+def measure(target: RunningServer, workload: Workload, round_number: int, seconds: int) -> Sample:
+    """Verify, warm up, measure, verify again."""
+    request = request_for(workload, target.server.dialect)
+    port = target.ports.grpc if workload.transport == "grpc" else target.ports.http
+    response_bytes = verified_response_bytes(workload, request, port)
+    put_load(workload, request, port, WARM_UP_SECONDS)
+
+    machine_before, server_before, clock_before = (
+        machine_cpu(),
+        server_cpu_seconds(target.pid),
+        time.monotonic(),
+    )
+    figures = put_load(workload, request, port, seconds)
+    machine_after, server_after, clock_after = machine_cpu(), server_cpu_seconds(target.pid), time.monotonic()
+
+    verified_response_bytes(workload, request, port)
+    if figures.requests == 0:
+        raise BenchError("no request was answered")
+    if figures.bytes_per_response < LEAST_SHARE_OF_BYTES * response_bytes:
+        raise BenchError(
+            f"answers under load had {figures.bytes_per_response:.0f} bytes on average where a right one has "
+            f"{response_bytes}: some were refusals"
+        )
+    pids = list(server_processes(target.pid))
+    memory = memory_of(pids)
+    elapsed = clock_after - clock_before
+    server_cpu = server_after - server_before
+    machine_busy = machine_after.busy_seconds - machine_before.busy_seconds
+    return Sample(
+        server=target.server.name,
+        workload=workload.name,
+        round=round_number,
+        seconds=elapsed,
+        requests=figures.requests,
+        requests_per_second=figures.requests_per_second,
+        p50_ms=figures.p50_ms,
+        p99_ms=figures.p99_ms,
+        errors=figures.errors,
+        bytes_per_response=figures.bytes_per_response,
+        server_cpu_ms_per_1000=server_cpu * 1e6 / figures.requests,
+        server_cores=server_cpu / elapsed,
+        client_cpu_ms_per_1000=figures.client_cpu_seconds * 1e6 / figures.requests,
+        other_cores=max(0.0, (machine_busy - server_cpu - figures.client_cpu_seconds) / elapsed),
+        stolen_cores=(machine_after.stolen_seconds - machine_before.stolen_seconds) / elapsed,
+        rss_mb=memory.rss_mb,
+        pss_mb=memory.pss_mb,
+        processes=len(pids),
+    )

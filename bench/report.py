@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Called by __main__.py: turns figures and verdicts into the Markdown of latest.md and of the README."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from bench.errors import BenchError
+from bench.servers import SERVERS
+from bench.summary import Figure, Verdict, two_processes_at_most
+from bench.workloads import WORKLOADS
+
+DETAILS_HEADING = "## All figures"
+START_MARKER, END_MARKER = "<!-- bench:start -->", "<!-- bench:end -->"
+OWN_PROTOCOL = "†"
+TARGETS_INTRODUCTION = (
+    "Headrace against the targets (the ratio of the figures above; for `processes`, requests per second "
+    "with 2 processes against 1, with the load generator on the same cores):"
+)
+MAIN_PACKAGES = {
+    "headrace": ("headrace",),
+    "triton-python": ("nvidia-pytriton", "numpy"),
+    "grpc-aio": ("grpcio", "uvloop"),
+    "fastapi": ("fastapi", "uvicorn", "pydantic"),
+    "mosec": ("mosec",),
+    "mlserver": ("mlserver", "grpcio"),
+    "litserve": ("litserve",),
+}
+
+
+def markdown(document: dict[str, Any], figures: list[Figure], verdicts: list[Verdict]) -> str:
+    """The whole of latest.md; everything above DETAILS_HEADING is also what the README shows."""
+    parts = [
+        "# Headrace beside its peers",
+        _circumstances(document, figures),
+        "Server CPU in milliseconds per 1,000 requests, the whole process tree; less is better.",
+        _cpu_matrix(figures),
+        TARGETS_INTRODUCTION,
+        _verdict_table(verdicts),
+        _processes_note(figures, document["machine"]["cpu_count"]),
+        DETAILS_HEADING,
+        _figure_table(figures),
+        _notes(document),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def put_into_readme(readme: Path, latest: Path) -> None:
+    """Replace what stands between the two markers by the summary of the latest full run."""
+    if not latest.is_file():
+        raise BenchError(f"{latest} does not exist yet: run 'python -m bench' first")
+    text = readme.read_text()
+    before, start, rest = text.partition(START_MARKER)
+    _, end, after = rest.partition(END_MARKER)
+    if not start or not end:
+        raise BenchError(f"{readme} has no {START_MARKER} ... {END_MARKER}")
+    summary = latest.read_text().partition(DETAILS_HEADING)[0].partition("\n")[2].strip()
+    readme.write_text(f"{before}{start}\n{summary}\n{end}{after}")
+
+
+def _circumstances(document: dict[str, Any], figures: list[Figure]) -> str:
+    machine, options = document["machine"], document["options"]
+    where = (
+        f"{document['date']}, {machine['cpu_model']} ({machine['architecture']}), "
+        f"{machine['cpu_count']} cores, {machine['system']}, "
+        f"kernel {machine['kernel']}, Python {machine['python']}, "
+        f"commit {machine['git_commit']}. Median of {options['rounds']} round(s) of {options['seconds']} s; "
+        "server and load generator share the cores."
+    )
+    lines = [where, "Versions: " + "; ".join(_version_line(document)) + "."]
+    noisy = [figure for figure in figures if figure.is_disturbed]
+    if noisy:
+        worst = max(figure.other_cores for figure in noisy)
+        lines.append(
+            f"**Disturbed**: something else used up to {worst:.1f} cores during {len(noisy)} of {len(figures)} figures."
+        )
+    return "\n\n".join(lines)
+
+
+def _version_line(document: dict[str, Any]) -> Iterable[str]:
+    for server, versions in document["versions"].items():
+        packages = [f"{name} {versions[name]}" for name in MAIN_PACKAGES.get(server, ()) if name in versions]
+        described = document["self_descriptions"].get(server)
+        if server == "triton-python" and described:
+            packages.insert(0, f"tritonserver {described['version']}")
+        yield f"{server}: {', '.join(packages) or 'unknown'}"
+
+
+def _cpu_matrix(figures: list[Figure]) -> str:
+    columns = [name for name in WORKLOADS if name != "processes" and any(f.workload == name for f in figures)]
+    known = {(figure.server, figure.workload): figure for figure in figures}
+    rows = []
+    for name in SERVERS:
+        cells = [known.get((name, column)) for column in columns]
+        if any(cells):
+            rows.append([_label(name), *(f"{cell.server_cpu_ms_per_1000:,.0f}" if cell else "-" for cell in cells)])
+    return _table(["server", *columns], rows)
+
+
+def _verdict_table(verdicts: list[Verdict]) -> str:
+    rows = [
+        [
+            v.workload,
+            v.against,
+            _number(v.ours, 0),
+            _number(v.theirs, 0),
+            _number(v.ratio, 2),
+            v.target,
+            v.result,
+        ]
+        for v in verdicts
+    ]
+    return _table(["workload", "against", "Headrace", "other", "ratio", "target", "result"], rows)
+
+
+def _processes_note(figures: list[Figure], cores: int) -> str:
+    ceiling = two_processes_at_most(figures, cores)
+    if ceiling is None:
+        return ""
+    return (
+        f"Two processes at most: {ceiling:.2f} times one, were the second free of cost, because the load "
+        f"generator needs its part of the same {cores} cores."
+    )
+
+
+def _figure_table(figures: list[Figure]) -> str:
+    order = list(WORKLOADS)
+    ordered = sorted(figures, key=lambda f: (order.index(f.workload), f.server_cpu_ms_per_1000))
+    rows = [[write(figure) for write in FIGURE_COLUMNS.values()] for figure in ordered]
+    return _table(list(FIGURE_COLUMNS), rows)
+
+
+def _notes(document: dict[str, Any]) -> str:
+    notes = [f"- {one.name}: {one.what}, {one.connections} connections." for one in WORKLOADS.values()]
+    own = '`{"input": [..]}` in JSON, or as bare bytes'
+    notes.append(f"- {OWN_PROTOCOL} speaks its own protocol: the same numbers as {own}.")
+    notes += [f"- Refused: {what}: {why}" for what, why in document["refused"].items()]
+    return "\n".join(notes)
+
+
+def _label(server: str) -> str:
+    names = {"headrace-2": "headrace, 2 processes"}
+    mark = f" {OWN_PROTOCOL}" if SERVERS[server].dialect != "v2" else ""
+    return names.get(server, server) + mark
+
+
+FIGURE_COLUMNS: dict[str, Callable[[Figure], str]] = {
+    "workload": lambda f: f.workload,
+    "server": lambda f: _label(f.server),
+    "requests/s": lambda f: f"{f.requests_per_second:,.0f}",
+    "p50 ms": lambda f: f"{f.p50_ms:.2f}",
+    "p99 ms": lambda f: f"{f.p99_ms:.2f}",
+    "server CPU ms/1,000": lambda f: f"{f.server_cpu_ms_per_1000:,.1f}",
+    "lowest - highest round": lambda f: f"{f.lowest_cpu_ms_per_1000:,.1f} - {f.highest_cpu_ms_per_1000:,.1f}",
+    "client CPU ms/1,000": lambda f: f"{f.client_cpu_ms_per_1000:,.1f}",
+    "PSS MB": lambda f: f"{f.pss_mb:,.0f}",
+    "RSS MB": lambda f: f"{f.rss_mb:,.0f}",
+    "processes": lambda f: str(f.processes),
+    "errors": lambda f: str(f.errors),
+    "others' cores": lambda f: f"{f.other_cores:.2f}",
+}
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    rule = ["---", *("---:" for _ in header[1:])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Called by runs.py: starts a server in a session of its own, waits until it is ready, surely stops it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+
+from bench.cpu import server_processes
+from bench.errors import BenchError
+from bench.servers import Launch, Ports, Server
+
+READY_SECONDS = 90
+STOP_SECONDS = 15
+POLL_SECONDS = 0.1
+# Servers finish warming up (workers, thread pools) shortly after they call themselves ready.
+SETTLE_SECONDS = 1.0
+READY_CALL = "/inference.GRPCInferenceService/ServerReady"
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that answers."""
+
+    server: Server
+    ports: Ports
+    pid: int
+    seconds_to_ready: float
+
+
+@contextmanager
+def running(server: Server) -> Iterator[RunningServer]:
+    """Start the server, hand it over once it is ready, stop all of its processes on the way out."""
+    ports = _free_ports()
+    launch = server.launch(ports)
+    with tempfile.TemporaryDirectory(prefix=f"headrace-bench-{server.name}-", ignore_cleanup_errors=True) as folder:
+        log = Path(folder, "log")
+        started = time.monotonic()
+        with log.open("wb") as output:
+            try:
+                process = subprocess.Popen(
+                    launch.command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    cwd=folder, env=_environment(launch, folder), start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                raise BenchError(f"{launch.command[0]} cannot be started: {error}") from error
+        try:
+            _wait_until_ready(server, ports, process, log)
+            took = time.monotonic() - started
+            time.sleep(SETTLE_SECONDS)
+            _refuse_if_exposed(server, process.pid)
+            yield RunningServer(server, ports, process.pid, took)
+        finally:
+            _stop(process)
+
+
+def self_description(target: RunningServer) -> dict[str, str]:
+    """Name and version from the v2 server metadata; empty for a server that has none."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{target.ports.http}/v2", timeout=5) as answer:
+            document = json.load(answer)
+    except (OSError, ValueError):
+        return {}
+    return {key: str(document[key]) for key in ("name", "version") if key in document}
+
+
+def _environment(launch: Launch, folder: str) -> dict[str, str]:
+    # The caller's virtual environment must not leak into a peer's interpreter.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    # Sockets and shared files that a killed server leaves behind go away with the folder.
+    return kept | {"TMPDIR": folder} | launch.environment
+
+
+def _free_ports() -> Ports:
+    # All three are held open together so that they differ.
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return Ports(*(one.getsockname()[1] for one in sockets))
+
+
+def _wait_until_ready(server: Server, ports: Ports, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise BenchError(f"{server.name} ended with status {process.returncode} at start:\n{_tail(log)}")
+        if _is_ready(server, ports):
+            return
+        time.sleep(POLL_SECONDS)
+    raise BenchError(f"{server.name} was not ready after {READY_SECONDS} seconds:\n{_tail(log)}")
+
+
+def _is_ready(server: Server, ports: Ports) -> bool:
+    if server.ready_path is None:
+        with grpc.insecure_channel(f"127.0.0.1:{ports.grpc}") as channel:
+            try:
+                # ServerReadyResponse{ready: true} is field 1 with the value 1.
+                return bool(channel.unary_unary(READY_CALL)(b"", timeout=1) == b"\x08\x01")
+            except grpc.RpcError:
+                return False
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports.http}{server.ready_path}", timeout=1) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _refuse_if_exposed(server: Server, pid: int) -> None:
+    for member in server_processes(pid):
+        try:
+            connections = psutil.Process(member).net_connections(kind="inet")
+        except psutil.Error:
+            continue
+        for connection in connections:
+            if connection.status == psutil.CONN_LISTEN and not _is_loopback(connection.laddr.ip):
+                raise BenchError(f"{server.name} listens on {connection.laddr.ip}, not on 127.0.0.1 only")
+
+
+def _is_loopback(address: str) -> bool:
+    return address.removeprefix("::ffff:").startswith("127.") or address == "::1"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    members = []
+    for pid in server_processes(process.pid):
+        try:
+            members.append(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            continue
+    _signal_group(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    # Whoever is left, in the group or escaped from it, has had its time.
+    _signal_group(process.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs([member for member in members if member.pid != process.pid], timeout=1)
+    for member in alive:
+        member.kill()
+    process.wait()
+    psutil.wait_procs(alive, timeout=STOP_SECONDS)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-1500:]

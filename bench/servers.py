@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of servers, read by runs.py: which workloads each one can do, and the command that starts it.
+
+Every command binds 127.0.0.1 only. The servers' own code is under peers/, run by the peer's own interpreter.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.errors import BenchError
+from bench.venvs import PEERS, site_packages, venv_of
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Free ports of 127.0.0.1 picked for one run of a server."""
+
+    http: int
+    grpc: int
+    metrics: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to execute, and what to add to the environment."""
+
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Server:
+    """One column of the comparison."""
+
+    name: str
+    workloads: tuple[str, ...]
+    launch: Callable[[Ports], Launch]
+    # The path that answers 200 when the server is ready; None for a server that speaks gRPC only.
+    ready_path: str | None
+    dialect: str = "v2"
+    is_peer: bool = True
+
+
+def _triton_python(ports: Ports) -> Launch:
+    venv = venv_of("triton-python")
+    packages = site_packages(venv)
+    distribution = packages / "pytriton/tritonserver"
+    stub = _python_stub(venv, distribution)
+    # Triton looks for the stub beside the backend; the wheel keeps one per Python version elsewhere.
+    shutil.copy2(stub, distribution / "backends/python/triton_python_backend_stub")
+    command = [
+        str(distribution / "bin/tritonserver"),
+        "--model-repository", str(PEERS / "triton-python/models"),
+        "--backend-directory", str(distribution / "backends"),
+        "--http-address", "127.0.0.1", "--http-port", str(ports.http),
+        "--grpc-address", "127.0.0.1", "--grpc-port", str(ports.grpc),
+        "--metrics-address", "127.0.0.1", "--metrics-port", str(ports.metrics),
+    ]  # fmt: skip
+    # The stub embeds Python and finds its packages through the first python3 on PATH.
+    path = f"{venv / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+    return Launch(command, {"PATH": path, "LD_LIBRARY_PATH": str(packages / "nvidia_pytriton.libs")})
+
+
+def _python_stub(venv: Path, distribution: Path) -> Path:
+    version = site_packages(venv).parent.name.removeprefix("python")
+    stub = distribution / "python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.is_file():
+        raise BenchError(f"the nvidia-pytriton wheel has no Python backend stub for Python {version}")
+    stub.chmod(0o755)
+    libraries = subprocess.run(["ldd", str(stub)], capture_output=True, text=True, check=False).stdout
+    if f"libpython{version}.so.1.0 => not found" in libraries:
+        raise BenchError(f"Triton's Python backend needs libpython{version}.so: install libpython{version}")
+    return stub
+
+
+def _grpc_aio(ports: Ports) -> Launch:
+    return _script("grpc-aio", "grpc_aio_server.py", str(ports.grpc))
+
+
+def _fastapi(ports: Ports) -> Launch:
+    return Launch([
+        str(venv_of("fastapi") / "bin/uvicorn"), "fastapi_app:app", "--app-dir", str(PEERS / "fastapi"),
+        "--host", "127.0.0.1", "--port", str(ports.http), "--workers", "1", "--loop", "uvloop",
+        "--http", "httptools", "--no-access-log", "--log-level", "warning",
+    ])  # fmt: skip
+
+
+def _litserve(ports: Ports) -> Launch:
+    return _script("litserve", "litserve_server.py", str(ports.http))
+
+
+def _mosec(ports: Ports) -> Launch:
+    return _script(
+        "mosec",
+        "mosec_server.py",
+        "--address",
+        "127.0.0.1",
+        "--port",
+        str(ports.http),
+        "--log-level",
+        "warning",
+    )
+
+
+def _mlserver(ports: Ports) -> Launch:
+    settings = {
+        "MLSERVER_HOST": "127.0.0.1",
+        "MLSERVER_HTTP_PORT": str(ports.http),
+        "MLSERVER_GRPC_PORT": str(ports.grpc),
+        "MLSERVER_METRICS_PORT": str(ports.metrics),
+        "MLSERVER_DEBUG": "false",  # the default, true, writes an access log
+        "PYTHONPATH": str(PEERS / "mlserver"),
+    }
+    return Launch([str(venv_of("mlserver") / "bin/mlserver"), "start", str(PEERS / "mlserver/models")], settings)
+
+
+def _script(peer: str, name: str, *arguments: str) -> Launch:
+    return Launch([str(venv_of(peer) / "bin/python"), str(PEERS / peer / name), *arguments])
+
+
+def _headrace(ports: Ports, *more: str) -> Launch:
+    program = Path(sys.executable).with_name("headrace")
+    if not program.is_file():
+        raise BenchError(f"{program} does not exist: run 'make install' (or pip install -e .) first")
+    return Launch([str(program), "serve", "--http-port", str(ports.http), "--grpc-port", str(ports.grpc), *more])
+
+
+def _headrace_two_processes(ports: Ports) -> Launch:
+    return _headrace(ports, "--processes", "2")
+
+
+READY = "/v2/health/ready"
+EVERYTHING = ("json16", "binary16", "grpc16", "binary600k", "grpc600k")
+
+SERVERS: dict[str, Server] = {
+    server.name: server
+    for server in (
+        Server("headrace", (*EVERYTHING, "processes"), _headrace, READY, is_peer=False),
+        Server("headrace-2", ("processes",), _headrace_two_processes, READY, is_peer=False),
+        Server("triton-python", EVERYTHING, _triton_python, READY),
+        Server("grpc-aio", ("grpc16", "grpc600k"), _grpc_aio, None),
+        Server("fastapi", ("json16", "binary16", "binary600k"), _fastapi, READY),
+        Server("mosec", ("json16", "binary16", "binary600k"), _mosec, "/metrics", dialect="simple"),
+        Server("mlserver", ("json16", "grpc16", "grpc600k"), _mlserver, READY),
+        Server("litserve", ("json16",), _litserve, "/health", dialect="simple"),
+    )
+}

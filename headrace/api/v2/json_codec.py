@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""v2 over HTTP, bytes to messages and back: JSON, and JSON followed by binary tensors.
+
+Called by `http`. A binary tensor becomes a view of the received body and leaves as a view of the model's array.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import orjson
+
+from headrace.api.v2.layouts import NAME_LENGTH, RequestLayout, can_be_learnt
+from headrace.core.dtypes import BF16, BYTES, bf16_to_float32, dtype_named
+from headrace.core.errors import InvalidArgument
+from headrace.core.limits import TENSOR_COUNT
+from headrace.core.messages import NO_PARAMETERS, InferRequest, InferResponse, Parameters, RequestedOutput
+from headrace.core.tensors import Buffer, Tensor, tensor_from_buffer, tensor_from_values
+
+_REMEMBERED_BYTES = 4096
+"""A JSON header is remembered up to this size, counted with the names in its path."""
+_REMEMBERED_LAYOUTS = 1024
+_NUMPY = orjson.OPT_SERIALIZE_NUMPY
+
+
+class JsonCodec:
+    """Holds the layouts of binary requests seen before."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[tuple[str, str, bytes], RequestLayout] = {}
+
+    def decode_request(
+        self, model_name: str, model_version: str, body: Buffer, header_length: bytes | None
+    ) -> InferRequest:
+        """Parse a request body; `header_length` is the value of `Inference-Header-Content-Length`."""
+        if header_length is None:
+            return _decode(model_name, model_version, body, b"")
+        size = _header_size(header_length, len(body))
+        view = memoryview(body)
+        text, binary = bytes(view[:size]), view[size:]
+        key = (model_name, model_version, text)
+        layout = self._layouts.get(key)
+        if layout is not None and layout.size == len(binary):
+            return layout.request(binary)
+        request = _decode(model_name, model_version, text, binary)
+        known = size + len(model_name) + len(model_version)
+        if known <= _REMEMBERED_BYTES and len(binary) and can_be_learnt(request):
+            if len(self._layouts) >= _REMEMBERED_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = RequestLayout(request, len(binary))
+        return request
+
+
+def _decode(model_name: str, model_version: str, text: Buffer, binary: Buffer) -> InferRequest:
+    try:
+        document = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"failed to parse the request JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise InvalidArgument("the request must be a JSON object with 'inputs'")
+    inputs = _decode_inputs(model_name, document.get("inputs"), binary)
+    outputs = document.get("outputs")
+    request_id = document.get("id", "")
+    if not isinstance(request_id, str):
+        raise InvalidArgument("'id' must be a string")
+    return InferRequest(
+        model_name,
+        inputs,
+        model_version,
+        request_id,
+        () if outputs is None else _decode_outputs(outputs),
+        _parameters(document) if "parameters" in document else NO_PARAMETERS,
+    )
+
+
+def encode_response(response: InferResponse, request: InferRequest) -> tuple[int | None, list[Buffer]]:
+    """The response body as buffers, and the length of its JSON part if binary tensors follow it."""
+    binary_all = request.parameters.get("binary_data_output") is True
+    wanted = {output.name: output.parameters for output in request.outputs} if request.outputs else None
+    pieces: list[bytes] = [_response_start(response.model_name, response.model_version)]
+    if response.id:
+        pieces.append(b'"id":%b,' % orjson.dumps(response.id))
+    pieces.append(b'"outputs":[')
+    buffers: list[Buffer] = []
+    separator = b""
+    for tensor in response.outputs:
+        binary = binary_all
+        if wanted is not None and tensor.name in wanted:
+            binary = wanted[tensor.name].get("binary_data", binary_all) is True
+        start = _output_start(tensor.name, tensor.dtype.name, tensor.array.shape)
+        if binary:
+            data = tensor.to_buffer()
+            pieces.append(b'%b%b"parameters":{"binary_data_size":%d}}' % (separator, start, len(data)))
+            buffers.append(data)
+        else:
+            pieces.append(b'%b%b"data":%b}' % (separator, start, orjson.dumps(_json_data(tensor), option=_NUMPY)))
+        separator = b","
+    pieces.append(b"]}")
+    text = b"".join(pieces)
+    if not buffers:
+        return None, [text]
+    return len(text), [text, *buffers]
+
+
+# A server gives few different answers but for their numbers, so what surrounds the numbers is written once.
+
+
+@lru_cache(maxsize=1024)
+def _response_start(model_name: str, model_version: str) -> bytes:
+    return b'{"model_name":%b,"model_version":%b,' % (orjson.dumps(model_name), orjson.dumps(model_version))
+
+
+@lru_cache(maxsize=4096)
+def _output_start(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
+    return orjson.dumps({"name": name, "datatype": datatype, "shape": shape})[:-1] + b","
+
+
+def _header_size(text: bytes, body_length: int) -> int:
+    if not text.isdigit() or len(text) > 12:
+        raise InvalidArgument("Inference-Header-Content-Length must be a whole number")
+    size = int(text)
+    if size > body_length:
+        raise InvalidArgument(f"Inference-Header-Content-Length is {size}, but the body has only {body_length} bytes")
+    return size
+
+
+def _decode_inputs(model_name: str, described: Any, binary: Buffer) -> list[Tensor]:
+    if not isinstance(described, list) or not described:
+        raise InvalidArgument("'inputs' must be a list with at least one tensor")
+    if len(described) > TENSOR_COUNT:
+        raise InvalidArgument(f"at most {TENSOR_COUNT} inputs are allowed")
+    tensors: list[Tensor] = []
+    position = 0
+    for entry in described:
+        try:
+            name, datatype, shape = entry["name"], entry["datatype"], entry["shape"]
+        except (KeyError, TypeError):
+            raise InvalidArgument("each input needs 'name', 'shape' and 'datatype'") from None
+        if not (isinstance(name, str) and isinstance(datatype, str) and isinstance(shape, list)):
+            raise InvalidArgument("an input's 'name' and 'datatype' must be strings and its 'shape' a list")
+        if len(name) > NAME_LENGTH:
+            raise InvalidArgument(f"an input's 'name' may have {NAME_LENGTH} characters")
+        dtype = dtype_named(datatype)
+        size = _parameters(entry).get("binary_data_size") if "parameters" in entry else None
+        if size is None:
+            if "data" not in entry:
+                raise InvalidArgument(f"input '{name}' needs 'data', or 'binary_data_size' and binary data")
+            tensors.append(tensor_from_values(name, dtype, shape, entry["data"]))
+            continue
+        if "data" in entry:
+            raise InvalidArgument(f"input '{name}' has both 'data' and 'binary_data_size': give one")
+        if type(size) is not int or size < 0:
+            raise InvalidArgument(f"the 'binary_data_size' of input '{name}' must be a whole number of 0 or more")
+        if size > len(binary) - position:
+            raise InvalidArgument(
+                f"input '{name}' says it has {size} binary bytes, but {len(binary) - position} are left in the body"
+            )
+        whole = position == 0 and size == len(binary)
+        piece = binary if whole else memoryview(binary)[position : position + size]
+        tensors.append(tensor_from_buffer(name, dtype, shape, piece))
+        position += size
+    if position != len(binary):
+        raise InvalidArgument(
+            f"unexpected additional input data for model '{model_name[:256]}': "
+            f"{len(binary) - position} bytes belong to no input"
+        )
+    return tensors
+
+
+def _decode_outputs(described: Any) -> list[RequestedOutput]:
+    if not isinstance(described, list) or len(described) > TENSOR_COUNT:
+        raise InvalidArgument(f"'outputs' must be a list of at most {TENSOR_COUNT} outputs")
+    outputs = []
+    for entry in described:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise InvalidArgument("each requested output needs a 'name'")
+        outputs.append(RequestedOutput(entry["name"], _parameters(entry)))
+    return outputs
+
+
+def _parameters(entry: dict[str, Any]) -> Parameters:
+    parameters = entry.get("parameters")
+    if parameters is None:
+        return NO_PARAMETERS
+    if not isinstance(parameters, dict):
+        raise InvalidArgument("'parameters' must be a JSON object")
+    return parameters
+
+
+def _json_data(tensor: Tensor) -> Any:
+    array = tensor.array
+    if tensor.dtype is BYTES:
+        try:
+            return [element.decode() for element in array.ravel()]
+        except UnicodeDecodeError:
+            raise InvalidArgument(
+                f"output '{tensor.name}' is not UTF-8 and cannot be JSON: ask for it with binary_data"
+            ) from None
+    if tensor.dtype is BF16:
+        array = bf16_to_float32(array)
+    return np.ascontiguousarray(array).reshape(-1)

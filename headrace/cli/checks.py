@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From options to settings: what the user typed is checked here, and told in a sentence when it is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from headrace.core.errors import HeadraceError, InvalidArgument
+from headrace.telemetry.logs import LogFormat
+from headrace.wire.sockets import Address
+from headrace.wire.tls import TlsFiles
+
+BAD_USE = 2
+
+
+@contextmanager
+def or_exit() -> Iterator[None]:
+    """Turn an error meant for the user into its text and exit code 2."""
+    try:
+        yield
+    except (HeadraceError, ValueError) as error:
+        typer.secho(f"headrace: {error}", fg="red", err=True)
+        raise typer.Exit(BAD_USE) from None
+
+
+def address_of(host: str, port: int, unix_socket: str) -> Address:
+    """Where to listen: the socket if one is named, otherwise the port."""
+    if unix_socket:
+        return Address.parse(f"unix:{unix_socket}")
+    return Address.parse(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+
+def tls_of(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
+    """The TLS files, or None when no option names one."""
+    if not (certificate or key or client_ca):
+        return None
+    if not (certificate and key):
+        raise InvalidArgument("TLS needs both --tls-certificate and --tls-key")
+    return TlsFiles(certificate, key, client_ca or None)
+
+
+def log_format_of(text: str) -> LogFormat:
+    """One of the log formats."""
+    known: dict[str, LogFormat] = {"auto": "auto", "json": "json", "text": "text"}
+    if text not in known:
+        raise InvalidArgument(f"--log-format is auto, json or text, not {text!r}")
+    return known[text]

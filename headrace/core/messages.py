@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request for inference and its answer, in no protocol's words.
+
+Made by the codecs of `api`, carried by the engine, read back by the codecs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from headrace.core.tensors import Tensor
+
+ParameterValue = bool | int | float | str
+Parameters = Mapping[str, ParameterValue]
+
+NO_PARAMETERS: Parameters = MappingProxyType({})
+
+
+class RequestedOutput:
+    """An output the caller asked for, with its own parameters."""
+
+    __slots__ = ("name", "parameters")
+
+    def __init__(self, name: str, parameters: Parameters = NO_PARAMETERS) -> None:
+        self.name = name
+        self.parameters = parameters
+
+
+class InferRequest:
+    """What a caller wants computed. `model_version` is "" for the newest; no `outputs` means all of them."""
+
+    __slots__ = ("id", "inputs", "model_name", "model_version", "outputs", "parameters")
+
+    def __init__(
+        self,
+        model_name: str,
+        inputs: Sequence[Tensor],
+        model_version: str = "",
+        id: str = "",
+        outputs: Sequence[RequestedOutput] = (),
+        parameters: Parameters = NO_PARAMETERS,
+    ) -> None:
+        self.model_name = model_name
+        self.model_version = model_version
+        self.id = id
+        self.inputs = inputs
+        self.outputs = outputs
+        self.parameters = parameters
+
+
+class InferResponse:
+    """What was computed, and by which version."""
+
+    __slots__ = ("id", "model_name", "model_version", "outputs", "parameters")
+
+    def __init__(
+        self,
+        model_name: str,
+        model_version: str,
+        outputs: Sequence[Tensor],
+        id: str = "",
+        parameters: Parameters = NO_PARAMETERS,
+    ) -> None:
+        self.model_name = model_name
+        self.model_version = model_version
+        self.id = id
+        self.outputs = outputs
+        self.parameters = parameters

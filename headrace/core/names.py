@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which names are allowed. One regex for everything that may become a path, a label or an id.
+
+A name never starts with a dot or a dash and has no separator, so it cannot leave a folder, hide, or read as an option.
+"""
+
+from __future__ import annotations
+
+import re
+
+from headrace.core.errors import InvalidArgument
+
+NAME_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}"
+"""Model, job, workspace and service names: 1 to 255 letters, digits, `_`, `.`, `-`; first a letter, digit or `_`."""
+
+_NAME = re.compile(NAME_PATTERN)
+_VERSION = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` may name a model, job, workspace or service."""
+    return _NAME.fullmatch(text) is not None and ".." not in text
+
+
+def check_name(text: str, what: str = "model") -> str:
+    """Return `text` if it is a name; otherwise tell the caller what a name looks like."""
+    if not is_name(text):
+        shown = ascii(text[:64])
+        raise InvalidArgument(
+            f"{what} name {shown} is not allowed: use 1 to 255 letters, digits, '_', '.' or '-', "
+            "starting with a letter, digit or '_', without '..'"
+        )
+    return text
+
+
+def parse_version(text: str) -> int:
+    """Return the number of a version directory or of a version in a request; versions are 0, 1, 2, ..."""
+    if _VERSION.fullmatch(text) is None:
+        raise InvalidArgument(f"model version {text[:64]!a} is not allowed: use a whole number such as 1")
+    return int(text)

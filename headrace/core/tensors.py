@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor of a request or response: a name, a data type, a shape and a numpy array that views the received bytes.
+
+Called by the codecs of `api`; checked here, so that no array with a wrong size ever reaches the engine.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.dtypes import (
+    BF16,
+    BYTES,
+    FP32,
+    NOT_UTF8,
+    DType,
+    bf16_to_float32,
+    decode_bytes_elements,
+    dtype_of,
+    encode_bytes_elements,
+    float32_to_bf16,
+    to_bytes,
+)
+from headrace.core.errors import InvalidArgument
+from headrace.core.limits import TENSOR_RANK
+
+_MAX_ELEMENTS = 1 << 48
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Tensor:
+    """One named array. `array` has the numpy form of `dtype` (see `core.dtypes`) and exactly `shape`."""
+
+    __slots__ = ("array", "dtype", "name")
+
+    def __init__(self, name: str, dtype: DType, array: npt.NDArray[Any]) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions, outermost first."""
+        return self.array.shape
+
+    @classmethod
+    def of(cls, name: str, array: npt.NDArray[Any]) -> Tensor:
+        """Wrap an array whose numpy type tells its data type; a copy only where its numpy form is another."""
+        dtype = dtype_of(array)
+        if array.dtype != dtype.numpy:
+            array = _bytes_array(array.ravel()).reshape(array.shape) if dtype is BYTES else array.astype(dtype.numpy)
+        return cls(name, dtype, array)
+
+    def to_buffer(self) -> Buffer:
+        """The elements as wire bytes, row by row; a view where the array already lies that way."""
+        if self.dtype is BYTES:
+            return encode_bytes_elements(self.array.ravel())
+        array = self.array
+        if not array.flags.c_contiguous:
+            array = np.ascontiguousarray(array)
+        if not array.size:
+            return b""
+        # A zero-dimensional memoryview has no length: one element is still `item_bytes` long on the wire.
+        return array.reshape(-1).data.cast("B")
+
+    def __repr__(self) -> str:
+        """Name, type and shape; never the data, which may be large or private."""
+        return f"Tensor({self.name!r}, {self.dtype.name}, {list(self.shape)})"
+
+
+def element_count(name: str, shape: Sequence[int]) -> int:
+    """Multiply a client's shape out, refusing what could overflow, be negative, or not be whole numbers."""
+    if len(shape) > TENSOR_RANK:
+        raise InvalidArgument(f"tensor '{name}' has {len(shape)} dimensions; at most {TENSOR_RANK} are allowed")
+    reach = 1
+    for size in shape:
+        # `True` is an int to Python and a mistake to everyone else.
+        if type(size) is not int or size < 0:
+            raise InvalidArgument(f"tensor '{name}' has dimension {_shown(size)}; use whole numbers of 0 or more")
+        # Dimensions beside a 0 count too: numpy refuses a shape it could not address even when it is empty.
+        reach *= size or 1
+        if reach > _MAX_ELEMENTS:
+            raise InvalidArgument(f"tensor '{name}' has a shape of more than {_MAX_ELEMENTS} elements")
+    return math.prod(shape)
+
+
+def tensor_from_buffer(name: str, dtype: DType, shape: Sequence[int], buffer: Buffer) -> Tensor:
+    """View `buffer` as a tensor, without a copy except for BYTES. The size must agree to the byte."""
+    count = element_count(name, shape)
+    if dtype is BYTES:
+        return Tensor(name, dtype, decode_bytes_elements(memoryview(buffer), count).reshape(shape))
+    expected = count * dtype.item_bytes
+    if len(buffer) != expected:
+        raise InvalidArgument(
+            f"input byte size mismatch for input '{name}'. Expected {expected}, got {len(buffer)}: "
+            f"shape {list(shape)} of {dtype.name} needs {expected} bytes"
+        )
+    return Tensor(name, dtype, np.frombuffer(buffer, dtype.numpy).reshape(shape))
+
+
+def tensor_from_values(name: str, dtype: DType, shape: Sequence[int], values: Any) -> Tensor:
+    """Build a tensor from parsed JSON values: flat or nested, in row order."""
+    count = element_count(name, shape)
+    leaves, kinds = _flatten(name, values)
+    if len(leaves) != count:
+        raise InvalidArgument(f"tensor '{name}' has {len(leaves)} elements, but shape {list(shape)} needs {count}")
+    kind = dtype.numpy.kind if dtype is not BF16 else "f"
+    if not kinds <= _ACCEPTS[kind]:
+        wrong = next(leaf for leaf in leaves if type(leaf) not in _ACCEPTS[kind])
+        raise InvalidArgument(f"tensor '{name}' of {dtype.name} has {_shown(wrong)}, which is not {_WORDS[kind]}")
+    try:
+        array = _bytes_array(leaves) if dtype is BYTES else _numeric_array(dtype, leaves)
+    except (OverflowError, struct.error):
+        raise InvalidArgument(f"tensor '{name}' has values that do not fit {dtype.name}") from None
+    return Tensor(name, dtype, array.reshape(shape))
+
+
+# The Python types that JSON values, or the elements of a protobuf field, may have for each kind of numpy type.
+_ACCEPTS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}, "O": {str, bytes}}
+_WORDS = {"b": "true or false", "i": "a whole number", "u": "a whole number", "f": "a number", "O": "a string"}
+
+
+def _flatten(name: str, values: Any) -> tuple[Sequence[Any], set[type]]:
+    """The values without their nesting, and the types among them.
+
+    Done before numpy sees them: it would lay strings out at the width of the longest, so that a megabyte of text among
+    ten thousand short ones takes forty gigabytes; and of mixed types it would make something instead of refusing.
+    """
+    leaves = values if type(values) is list or _is_row(values) else [values]
+    while True:
+        kinds = set(map(type, leaves))
+        if list not in kinds:
+            return leaves, kinds
+        if len(kinds) > 1 or len(set(map(len, leaves))) > 1:
+            raise InvalidArgument(f"tensor '{name}' has rows of different lengths")
+        leaves = list(chain.from_iterable(leaves))
+
+
+def _is_row(values: Any) -> bool:
+    return isinstance(values, Sequence) and not isinstance(values, str | bytes)
+
+
+def _numeric_array(dtype: DType, leaves: Sequence[Any]) -> npt.NDArray[Any]:
+    # `struct` rounds like numpy, refuses what does not fit by itself, and is quicker than asking numpy to.
+    if dtype is not BF16:
+        return np.frombuffer(struct.pack(f"<{len(leaves)}{_STRUCT_CODES[dtype.name]}", *leaves), dtype.numpy)
+    wide = _numeric_array(FP32, leaves)
+    array = float32_to_bf16(wide)
+    if np.any(np.isinf(bf16_to_float32(array)) & np.isfinite(wide)):
+        raise OverflowError
+    return array
+
+
+_STRUCT_CODES = {
+    "BOOL": "?",
+    "UINT8": "B",
+    "UINT16": "H",
+    "UINT32": "I",
+    "UINT64": "Q",
+    "INT8": "b",
+    "INT16": "h",
+    "INT32": "i",
+    "INT64": "q",
+    "FP16": "e",
+    "FP32": "f",
+    "FP64": "d",
+}
+
+
+def _bytes_array(elements: Iterable[Any]) -> npt.NDArray[np.object_]:
+    # Text is nearly all there is in JSON, so it does not pay for a call each.
+    try:
+        flat = [element.encode() if type(element) is str else to_bytes(element) for element in elements]
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(NOT_UTF8) from error
+    array = np.empty(len(flat), dtype=object)
+    array[:] = flat
+    return array
+
+
+def _shown(value: object) -> str:
+    """A client's value for an error message: short, and safe to print."""
+    if isinstance(value, str | bytes):
+        return ascii(value[:32])
+    # A number can have more digits than Python is willing to print.
+    if isinstance(value, int) and not -_MAX_ELEMENTS < value < _MAX_ELEMENTS:
+        return "a very large number"
+    return ascii(value) if isinstance(value, int | float | None) else f"a value of type {type(value).__name__}"

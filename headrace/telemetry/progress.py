@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a long task has come: a download, a model that loads, a rollout.
+
+A room that works for long takes a `Progress` and reports through a `Reporter`; `cli` turns the events into bars or JSON
+lines, `api` into status and event streams. Must not know who looks, nor how fast they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressEvent:
+    """Where one task stands."""
+
+    task: str
+    """What is being done, the same in all events of the task: "download resnet50"."""
+    done: float = 0
+    total: float | None = None
+    """None while it is not known."""
+    unit: str = ""
+    """What is counted: "bytes", "files", "layers"."""
+    message: str = ""
+    """The phase, or the last words, for people."""
+    state: Literal["running", "finished", "failed"] = "running"
+
+
+Progress = Callable[[ProgressEvent], None]
+"""Where events go. Called on the worker's thread; must return quickly and never raise."""
+
+
+def silent(event: ProgressEvent) -> None:
+    """Let progress go unseen: the `Progress` for callers that have none."""
+
+
+class Reporter:
+    """Reports one task, at most one event in `every_seconds`; the first and the last one always.
+
+    As a context manager it ends the task: finished, or failed when an exception passes.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        clock: Clock,
+        task: str,
+        *,
+        total: float | None = None,
+        unit: str = "",
+        every_seconds: float = 0.1,
+    ) -> None:
+        self._progress = progress
+        self._clock = clock
+        self._task = task
+        self._unit = unit
+        self._every_seconds = every_seconds
+        self._due = clock.monotonic()
+        self._ended = False
+        self.done: float = 0
+        self.total = total
+        self.message = ""
+
+    def advance(self, amount: float = 1) -> None:
+        """Say that `amount` more is done."""
+        self.done += amount
+        self._report_when_due()
+
+    def update(self, *, done: float | None = None, total: float | None = None, message: str | None = None) -> None:
+        """Say how things stand. A new message is a new phase, and is reported at once."""
+        new_phase = message is not None and message != self.message
+        self.done = self.done if done is None else done
+        self.total = self.total if total is None else total
+        self.message = self.message if message is None else message
+        self._report_when_due(now=new_phase)
+
+    def finish(self, message: str = "") -> None:
+        """Say that the task is done. Nothing is reported after this."""
+        self._end("finished", message)
+
+    def fail(self, message: str) -> None:
+        """Say that the task will not be done, and why. Nothing is reported after this."""
+        self._end("failed", message)
+
+    def __enter__(self) -> Reporter:
+        """Report the start."""
+        self._report_when_due()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Report the end, unless the task said it itself."""
+        if error is None:
+            self.finish()
+        else:
+            # The text of an exception that is not ours may say more than an onlooker should read.
+            self.fail(error.message if isinstance(error, HeadraceError) else type(error).__name__)
+
+    def _report_when_due(self, *, now: bool = False) -> None:
+        if self._ended:
+            return
+        time = self._clock.monotonic()
+        if now or time >= self._due:
+            self._due = time + self._every_seconds
+            self._emit("running")
+
+    def _end(self, state: Literal["finished", "failed"], message: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self.message = message or self.message
+            self._emit(state)
+
+    def _emit(self, state: Literal["running", "finished", "failed"]) -> None:
+        self._progress(ProgressEvent(self._task, self.done, self.total, self._unit, self.message, state))

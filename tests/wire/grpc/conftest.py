@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server with the echo service for each file of tests, and a grpcio channel to it for each test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from echoing import channel_to
+from serving import EchoCalls, Serving, echo_site, serving
+
+
+@pytest.fixture(scope="module")
+def calls() -> EchoCalls:
+    return EchoCalls()
+
+
+@pytest.fixture(scope="module")
+def server(calls: EchoCalls) -> Iterator[Serving]:
+    with serving(echo_site(calls=calls)) as running:
+        yield running
+
+
+@pytest.fixture
+def channel(server: Serving, calls: EchoCalls) -> Iterator[grpc.Channel]:
+    calls.events.clear()
+    calls.held.clear()
+    with channel_to(server) as made:
+        yield made
