@@ -125,11 +125,11 @@ def listed(body: Body) -> list[Buffer]:
     return body if isinstance(body, list) else list(body)
 
 
-def encoded(accept: bytes, buffers: list[Buffer], extra: Fields) -> tuple[list[Buffer], Fields]:
-    """Compress a body if the client accepts it and it is worth it."""
+def encoded(accept: bytes, head: ResponseHead, buffers: list[Buffer], extra: Fields) -> tuple[list[Buffer], Fields]:
+    """Compress a body if the client accepts it, it is worth it, and the handler has not done so already."""
     size = sum(map(len, buffers))
     coding = choose_coding(accept) if _COMPRESS_BYTES[0] <= size <= _COMPRESS_BYTES[1] else None
-    if coding is None or any(name == b"content-encoding" for name, _ in extra):
+    if coding is None or any(name == b"content-encoding" for name, _ in (*head.fields, *extra)):
         return buffers, extra
     return [deflate(coding, buffers)], (*extra, (b"content-encoding", coding), (b"vary", b"accept-encoding"))
 

@@ -13,6 +13,7 @@ from headrace.wire.http.heads import Fields, RequestHead, ResponseHead, check_fi
 if TYPE_CHECKING:
     from headrace.wire.http.routes import Route
     from headrace.wire.http1.protocol import Http1Protocol
+    from headrace.wire.site import Site
 
 _JOIN_BYTES = 16 * 1024
 """A response up to this size is joined and written in one piece; a larger one is written buffer by buffer."""
@@ -78,6 +79,11 @@ class Http1Exchange(Exchange):
         return self._connection.peer
 
     @property
+    def site(self) -> Site:
+        """The site it came to, for a protocol that takes the connection over."""
+        return self._connection.site
+
+    @property
     def started(self) -> bool:
         """See `Exchange.started`."""
         return self.stage != Stage.WAITING
@@ -97,7 +103,7 @@ class Http1Exchange(Exchange):
         request = self.head
         accept = request.by_name.get(b"accept-encoding")
         if accept is not None:
-            buffers, extra = encoded(accept, buffers, extra)
+            buffers, extra = encoded(accept, head, buffers, extra)
         length = 0
         for buffer in buffers:
             length += len(buffer)

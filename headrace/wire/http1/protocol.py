@@ -317,6 +317,10 @@ class Http1Protocol(asyncio.BufferedProtocol):
                 transport.resume_reading()
             transport.write_eof()
         else:
+            # TLS says goodbye both ways: a client that was idle anyway has the linger to answer, one that may still be
+            # reading a response has as long as any reader. The transport does not tell what it has left to send.
+            idle = self._current is None and self._idle_since < self.site.now
+            self._closing_at = self.site.now + (_LINGER_SECONDS if idle else self.site.limits.write_idle_seconds)
             transport.close()
 
     # Inside.

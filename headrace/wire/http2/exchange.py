@@ -153,7 +153,7 @@ class Http2Exchange(Stream, Exchange):
         buffers = listed(body)
         accept = self.head.get(b"accept-encoding")
         if accept is not None:
-            buffers, extra = encoded(accept, buffers, extra)
+            buffers, extra = encoded(accept, head, buffers, extra)
         size = sum(map(len, buffers))
         status = head.status
         block = response_block(head) + self.connection.site.date_block

@@ -54,7 +54,7 @@ def accept(
         refuse(exchange, HandshakeRefused(400, "a WebSocket needs HTTP/1.1 here: connect without HTTP/2"))
         return None
     head = exchange.head
-    site = _site_of(exchange)
+    site = exchange.site
     try:
         frames, fields = negotiate(
             head, subprotocols=subprotocols, compression=compression, message_bytes=site.limits.message_bytes
@@ -94,10 +94,6 @@ def _begin(
     connection.guard(on_open, connection)
     if rest:
         connection.data_received(rest)
-
-
-def _site_of(exchange: Http1Exchange) -> Site:
-    return exchange._connection.site
 
 
 def _switching(site: Site, fields: Fields) -> bytes:

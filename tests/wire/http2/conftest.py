@@ -31,6 +31,7 @@ def world(shared_world: World) -> Iterator[World]:
         yield shared_world
         shared_world.disconnect()
         shared_world.check_alive()
+        shared_world.disconnect()
 
 
 @pytest.fixture

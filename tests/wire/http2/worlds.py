@@ -41,6 +41,7 @@ class World:
         return found
 
     def disconnect(self) -> None:
+        """Close every client and wait until the server has noticed."""
         self._stack.close()
         self.until(lambda: not self.server.site.connections)
         for record in (self.handlers.held, self.handlers.events, self.calls.held, self.calls.events):
