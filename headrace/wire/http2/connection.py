@@ -133,8 +133,7 @@ class Http2Connection(SendingSide, asyncio.BufferedProtocol):
         """See `site.Connection`."""
         limits = self.site.limits
         if self._closing_at is not None:
-            if now >= self._closing_at:
-                self.abort()
+            self._sweep_closing(now)
         elif self.write_paused:
             self.sweep_unread(now)
         elif (self._reader.in_head and now - self._head_since > limits.header_seconds) or (
@@ -193,10 +192,14 @@ class Http2Connection(SendingSide, asyncio.BufferedProtocol):
         if transport is None or self._closing_at is not None:
             return
         self._out = None
-        self._closing_at = self.site.now + _LINGER_SECONDS
+        now = self.site.now
+        self._closing_at = now + _LINGER_SECONDS
         if transport.can_write_eof():
             transport.write_eof()
         else:
+            if self._idle_since == now:
+                # TLS does not tell what it has left to send: a client may still be reading its last answer.
+                self._closing_at = now + self.site.limits.write_idle_seconds
             transport.close()
 
     # Called by the reader.
@@ -371,6 +374,17 @@ class Http2Connection(SendingSide, asyncio.BufferedProtocol):
         for stream in streams:
             stream.forget()
             _told(stream, stream.on_reset, code)
+
+    def _sweep_closing(self, now: float) -> None:
+        transport = self._transport
+        if transport is None or self._closing_at is None:
+            return
+        if transport.get_write_buffer_size():
+            # Answers are still on their way: they have the time that every answer has, and the linger begins after it.
+            self._closing_at = now + _LINGER_SECONDS
+            self.sweep_unread(now)
+        elif now >= self._closing_at:
+            self.abort()
 
     def _sweep_streams(self, now: float) -> None:
         """Give up streams that the client lets stand still, and with the last of them the connection."""
