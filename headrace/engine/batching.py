@@ -77,13 +77,18 @@ class Batcher:
             for _, _, done in batch:
                 _deliver(done, failure)
             return
+        if len(batch) == 1:
+            tensor, request_id, done = batch[0]
+            outputs = (Tensor(OUTPUT_NAME, tensor.dtype, together),)
+            _deliver(done, InferResponse(self._model_name, VERSION, outputs, request_id))
+            return
         dtype = batch[0][0].dtype
         start = 0
         for tensor, request_id, done in batch:
             stop = start + len(tensor.array)
-            output = Tensor(OUTPUT_NAME, dtype, together[start:stop])
+            outputs = (Tensor(OUTPUT_NAME, dtype, together[start:stop]),)
             start = stop
-            _deliver(done, InferResponse(self._model_name, VERSION, (output,), request_id))
+            _deliver(done, InferResponse(self._model_name, VERSION, outputs, request_id))
 
     def _checked(self, rows: Array) -> Array:
         self.rows += len(rows)

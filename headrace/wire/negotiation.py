@@ -83,8 +83,13 @@ class NegotiatingProtocol(asyncio.Protocol):
         feed(protocol, first)
 
 
-def feed(protocol: asyncio.BufferedProtocol, data: bytes) -> None:
-    """Give bytes that were received elsewhere to a buffered protocol, as the event loop would."""
+def feed(protocol: asyncio.BaseProtocol, data: bytes) -> None:
+    """Give bytes that were received elsewhere to a protocol, as the event loop would."""
+    if isinstance(protocol, asyncio.Protocol):
+        protocol.data_received(data)
+        return
+    if not isinstance(protocol, asyncio.BufferedProtocol):
+        raise TypeError("a protocol reads by data_received or by get_buffer")
     view = memoryview(data)
     while view:
         buffer = memoryview(protocol.get_buffer(len(view)))

@@ -16,13 +16,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from doc_blocks import Block, Step, blocks_of, steps_of
+from ports import free_port
 
 COMMAND_SECONDS = 30.0
 WAIT_SECONDS = 15.0
@@ -140,8 +140,7 @@ class Session:
 
     def _port(self, number: str) -> int:
         if number not in self._ports:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                self._ports[number] = probe.getsockname()[1]
+            self._ports[number] = free_port()
         return self._ports[number]
 
 

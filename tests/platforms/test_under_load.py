@@ -19,6 +19,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from ports import free_port
 
 from headrace.core.schemas import Schema
 
@@ -27,12 +28,6 @@ pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
 SECONDS = 10
 INFER = "/v2/models/identity/infer"
 BODY = json.dumps({"inputs": [{"name": "INPUT0", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}).encode()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Server:

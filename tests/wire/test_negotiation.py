@@ -90,10 +90,7 @@ def negotiate(site: Site, *pieces: bytes, transport: Transport | None = None) ->
     transport.protocol = first
     first.connection_made(transport)
     for piece in pieces:
-        if transport.protocol is first:
-            first.data_received(piece)
-        elif isinstance(transport.protocol, asyncio.BufferedProtocol):
-            feed(transport.protocol, piece)
+        feed(transport.protocol, piece)
     return transport
 
 
@@ -217,6 +214,15 @@ class TestTime:
         assert made.closed
 
 
+def receive_until(client: socket.socket, end: bytes) -> bytes:
+    received = b""
+    while not received.endswith(end):
+        data = client.recv(1 << 20)
+        assert data, f"the connection ended without {end!r}"
+        received += data
+    return received
+
+
 def wait_for(server: Serving, connections: int) -> None:
     deadline = time.monotonic() + 20
     while server.connections() != connections:
@@ -257,9 +263,9 @@ class TestSockets:
                 one.sendall(b"POST /echo HTTP/1.1\r\nHost: one\r\nContent-Length: 10\r\n\r\n01234")
                 for _ in range(10):
                     two.sendall(b"POST /echo HTTP/1.1\r\nHost: two\r\nContent-Length: 10\r\n\r\nabcdefghij")
-                    assert two.recv(1000).endswith(b"\r\n\r\nabcdefghij")
+                    receive_until(two, b"\r\n\r\nabcdefghij")
                 one.sendall(b"56789")
-                assert one.recv(1000).endswith(b"\r\n\r\n0123456789")
+                receive_until(one, b"\r\n\r\n0123456789")
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +295,7 @@ class TestTls:
         with self.connect(tls, protocols) as client:
             for _ in range(2):
                 client.sendall(GET)
-                assert client.recv(1000).endswith(b"hello")
+                receive_until(client, b"\r\n\r\nhello")
 
     def test_http_2_by_alpn(self, tls: tuple[Serving, trustme.CA]) -> None:
         with self.connect(tls, ["h2", "http/1.1"]) as client:
@@ -301,12 +307,7 @@ class TestTls:
         body = bytes(range(256)) * 8000
         with self.connect(tls, []) as client:
             client.sendall(b"POST /echo HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n" % len(body) + body + GET)
-            received = b""
-            while not received.endswith(b"\r\n\r\nhello"):
-                data = client.recv(1 << 20)
-                assert data
-                received += data
-            assert body in received
+            assert body in receive_until(client, b"\r\n\r\nhello")
 
     def test_connection_close_over_tls(self, tls: tuple[Serving, trustme.CA]) -> None:
         with self.connect(tls, []) as client:
@@ -339,4 +340,4 @@ class TestTls:
             self.connect((server, tls[1]), [])
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as alive:
             alive.sendall(GET)
-            assert alive.recv(1000).endswith(b"hello")
+            receive_until(alive, b"\r\n\r\nhello")

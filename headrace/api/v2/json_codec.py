@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import orjson
 
 from headrace.api.v2.layouts import NAME_LENGTH, RequestLayout, can_be_learnt
@@ -79,26 +78,23 @@ def encode_response(response: InferResponse, request: InferRequest) -> tuple[int
     """The response body as buffers, and the length of its JSON part if binary tensors follow it."""
     binary_all = request.parameters.get("binary_data_output") is True
     wanted = {output.name: output.parameters for output in request.outputs} if request.outputs else None
-    pieces: list[bytes] = [_response_start(response.model_name, response.model_version)]
+    start = _response_start(response.model_name, response.model_version)
     if response.id:
-        pieces.append(b'"id":%b,' % orjson.dumps(response.id))
-    pieces.append(b'"outputs":[')
+        start += b'"id":%b,' % orjson.dumps(response.id)
+    described: list[bytes] = []
     buffers: list[Buffer] = []
-    separator = b""
     for tensor in response.outputs:
         binary = binary_all
         if wanted is not None and tensor.name in wanted:
             binary = wanted[tensor.name].get("binary_data", binary_all) is True
-        start = _output_start(tensor.name, tensor.dtype.name, tensor.array.shape)
+        output = _output_start(tensor.name, tensor.dtype.name, tensor.array.shape)
         if binary:
             data = tensor.to_buffer()
-            pieces.append(b'%b%b"parameters":{"binary_data_size":%d}}' % (separator, start, len(data)))
+            described.append(b'%b"parameters":{"binary_data_size":%d}' % (output, len(data)))
             buffers.append(data)
         else:
-            pieces.append(b'%b%b"data":%b}' % (separator, start, orjson.dumps(_json_data(tensor), option=_NUMPY)))
-        separator = b","
-    pieces.append(b"]}")
-    text = b"".join(pieces)
+            described.append(b'%b"data":%b' % (output, orjson.dumps(_json_data(tensor), option=_NUMPY)))
+    text = b'%b"outputs":[{%b}]}' % (start, b"},{".join(described)) if described else start + b'"outputs":[]}'
     if not buffers:
         return None, [text]
     return len(text), [text, *buffers]
@@ -114,7 +110,7 @@ def _response_start(model_name: str, model_version: str) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _output_start(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
-    return orjson.dumps({"name": name, "datatype": datatype, "shape": shape})[:-1] + b","
+    return orjson.dumps({"name": name, "datatype": datatype, "shape": shape})[1:-1] + b","
 
 
 def _header_size(text: bytes, body_length: int) -> int:
@@ -200,4 +196,4 @@ def _json_data(tensor: Tensor) -> Any:
             ) from None
     if tensor.dtype is BF16:
         array = bf16_to_float32(array)
-    return np.ascontiguousarray(array).reshape(-1)
+    return array.ravel()

@@ -99,7 +99,7 @@ class Http1Exchange(Exchange):
             return
         connection = self._connection
         status = head.status
-        buffers = listed(body)
+        buffers = body if body.__class__ is list else listed(body)
         request = self.head
         accept = request.by_name.get(b"accept-encoding")
         if accept is not None:
@@ -110,16 +110,17 @@ class Http1Exchange(Exchange):
         if request.method == b"HEAD" or status in _BODILESS:
             buffers = []
         close = not self.keep_alive or (connection.ending and connection.closes_after(self))
-        text = head.http1 + connection.site.date_line
-        if status not in _BODILESS:
-            text = b"%bcontent-length: %d\r\n" % (text, length)
-        if extra:
-            text += _lines(extra)
-        if close:
-            text += b"connection: close\r\n\r\n"
-        else:
-            # An HTTP/1.0 client that asked to keep the connection has to be told that it is kept.
-            text += b"\r\n" if request.version == "1.1" else b"connection: keep-alive\r\n\r\n"
+        # An HTTP/1.0 client that asked to keep the connection has to be told that it is kept.
+        ending = (
+            b"connection: close\r\n" if close else b"" if request.version == "1.1" else b"connection: keep-alive\r\n"
+        )
+        text = b"%b%b%b%b%b\r\n" % (
+            head.http1,
+            connection.site.date_line,
+            b"" if status in _BODILESS else b"content-length: %d\r\n" % length,
+            _lines(extra) if extra else b"",
+            ending,
+        )
         if length <= _JOIN_BYTES:
             data = b"".join([text, *buffers])
             # Only now: what fails above, a bad field or a body that is no bytes, can still be answered by an error.

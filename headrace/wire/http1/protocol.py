@@ -17,6 +17,7 @@ import orjson
 from headrace.core.errors import Unavailable
 from headrace.wire.http.coding import inflate
 from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
+from headrace.wire.http1.direct import BodyReceiver
 from headrace.wire.http1.exchange import Http1Exchange, Pause, Stage
 from headrace.wire.http1.reader import Phase, Refusal, RequestReader
 from headrace.wire.peers import peer_name
@@ -35,14 +36,13 @@ _LINGER_SECONDS = 2.0
 """How long a closing connection still reads, so that a reset does not eat the response on its way."""
 
 
-class Http1Protocol(asyncio.BufferedProtocol):
+class Http1Protocol(asyncio.Protocol):
     """See the module. Public methods are for `reader`, `exchange` and the server (`site.Connection`)."""
 
     def __init__(self, site: Site) -> None:
         # For the life of the connection.
         self.site = site
         self.write_paused = False
-        self._receive = site.receive_buffer
         self._transport: asyncio.Transport | None = None
         self._reader: RequestReader
         self._peer: str | None = None
@@ -56,6 +56,8 @@ class Http1Protocol(asyncio.BufferedProtocol):
         self.open = True
         """Whether more requests may be taken from the bytes that come, or that have been read."""
         self._at_eof = False
+        self._receiving = False
+        """Whether a `BodyReceiver` reads in our place."""
         self._closing_at: float | None = None
         self._upload: Http1Exchange | None = None
         """The streamed request that went into line last: only its body can be unfinished."""
@@ -76,24 +78,19 @@ class Http1Protocol(asyncio.BufferedProtocol):
         self._idle_since = self.site.now
         self.site.connections.add(self)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes should go."""
-        reader = self._reader
-        direct = reader.direct
-        return self._receive if direct is None else reader.direct_rest(direct)
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """Bytes have arrived where `get_buffer` said."""
+    def data_received(self, data: bytes) -> None:
+        """Bytes have arrived."""
         if not self.open:
             return
         reader = self._reader
-        if reader.direct is not None:
-            reader.direct_filled(nbytes)
-            return
         try:
-            reader.feed(self._receive[:nbytes])
+            reader.feed(data)
         except Refusal as refusal:
             self._refuse(refusal)
+            return
+        if reader.direct is not None and self._transport is not None:
+            self._receiving = True
+            self._transport.set_protocol(BodyReceiver(self))
 
     def eof_received(self) -> bool:
         """The client will send no more. It may still read, so what was asked is answered, then the socket closes."""
@@ -135,6 +132,30 @@ class Http1Protocol(asyncio.BufferedProtocol):
             self._advance()
         elif current.on_writable is not None:
             self.guard(current, current.on_writable)
+
+    # Called by the body's receiver.
+
+    def body_buffer(self) -> memoryview:
+        """Where the kernel should write."""
+        reader = self._reader
+        direct = reader.direct
+        # A body that was given up is still read, so that the client can read its answer; but not kept.
+        return self.site.receive_buffer if direct is None else reader.direct_rest(direct)
+
+    def body_received(self, size: int) -> None:
+        """The kernel has written there."""
+        reader = self._reader
+        if reader.direct is None:
+            return
+        if reader.direct_filled(size):
+            self.receive_requests()
+            reader.direct_complete()
+
+    def receive_requests(self) -> None:
+        """The body is whole: read requests again."""
+        if self._receiving and self._transport is not None:
+            self._receiving = False
+            self._transport.set_protocol(self)
 
     # Called by the server.
 
@@ -349,7 +370,7 @@ class Http1Protocol(asyncio.BufferedProtocol):
         self._advancing = True
         try:
             limit = self.site.limits.pipelined_requests
-            while self._current is None and self._waiting and not self.write_paused and self._closing_at is None:
+            while self._current is None and self._waiting and not self.write_paused:
                 exchange = self._waiting.popleft()
                 self._current = exchange
                 if self._paused_by:

@@ -105,10 +105,13 @@ class RequestReader:
 
     # Fed by the connection.
 
-    def feed(self, data: memoryview) -> None:
+    def feed(self, received: bytes) -> None:
         """Parse received bytes; raises `Refusal` when the connection cannot go on."""
         if self.phase == Phase.BETWEEN:
-            data = self._feed_known(data)
+            received = self._feed_known(received)
+            if not received:
+                return
+        data = memoryview(received)
         while data:
             self._digested = False
             try:
@@ -143,29 +146,31 @@ class RequestReader:
         """Where the kernel should write the rest of a large body, and nothing after it."""
         return direct[self._filled :]
 
-    def direct_filled(self, size: int) -> None:
-        """`size` bytes were written into `direct_rest`."""
+    def direct_filled(self, size: int) -> bool:
+        """`size` bytes were written into `direct_rest`; whether that is all of the body."""
         self._filled += size
         self.since = self._site.now
-        if self._filled == self._want:
-            # llhttp still waits for a body it will never see: the next request gets a new parser.
-            self._parser = httptools.HttpRequestParser(self)
-            self._complete_direct()
+        return self._filled == self._want
 
-    def _feed_known(self, data: memoryview) -> memoryview:
+    def direct_complete(self) -> None:
+        """Hand the large body over."""
+        # llhttp still waits for a body it will never see: the next request gets a new parser.
+        self._parser = httptools.HttpRequestParser(self)
+        self._complete_direct()
+
+    def _feed_known(self, data: bytes) -> bytes:
         """Take the requests whose head was seen before, letter for letter; return what llhttp has to read.
 
         Clients repeat themselves, and the same bytes mean the same request: one dictionary look-up replaces the parser.
         """
         connection = self._connection
         while data:
-            start = bytes(data[:_KNOWN_HEAD_BYTES])
-            end = start.find(b"\r\n\r\n") + 4
-            text = start[:end]
+            end = data.find(b"\r\n\r\n", 0, _KNOWN_HEAD_BYTES) + 4
+            text = data[:end]
             known = self._known.get(text)
             if known is None:
                 # Empty lines before a request are no part of its head, so only what begins with a method is kept.
-                self._candidate = text if end > 4 and start[:1].isupper() else None
+                self._candidate = text if end > 4 and data[:1].isupper() else None
                 return data
             exchange = Http1Exchange(connection, known.head, known.route, True)
             if known.params:
@@ -180,11 +185,11 @@ class RequestReader:
                 self._filled = len(data) - end
                 self.direct = uninitialised(self._want)
                 self.direct[: self._filled] = data[end:]
-                return data[:0]
-            exchange.body = start[end:stop] if stop <= len(start) else bytes(data[end:stop])
+                return b""
+            exchange.body = data[end:stop]
             connection.request_complete(exchange)
-            if not connection.open:
-                return data[:0]
+            if stop == len(data) or not connection.open:
+                return b""
             data = data[stop:]
         return data
 

@@ -27,6 +27,10 @@ class FakeTransport(asyncio.Transport):
         self.ended = False
         self.closed = False
         self.aborted = False
+        self.protocol: asyncio.BaseProtocol | None = None
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return ("192.0.2.1", 4242) if name == "peername" else default
@@ -79,6 +83,7 @@ class FakeWire:
         self.site = site or http1_site(self.handlers, limits)
         self.transport = FakeTransport()
         self.protocol = Http1Protocol(self.site)
+        self.transport.set_protocol(self.protocol)
         self.protocol.connection_made(self.transport)
 
     def feed(self, *pieces: bytes) -> FakeWire:
@@ -86,8 +91,15 @@ class FakeWire:
         for piece in pieces:
             if not self.transport.reading:
                 raise AssertionError("reading is paused: a loop would not deliver this")
-            if not self.transport.is_closing():
-                feed(self.protocol, piece)
+            view = memoryview(piece)
+            while view and not self.transport.is_closing():
+                reader = self.transport.protocol
+                # A loop asks a buffered protocol for room and fills no more than that; then another may read on.
+                size = len(view)
+                if isinstance(reader, asyncio.BufferedProtocol):
+                    size = min(size, len(memoryview(reader.get_buffer(size))))
+                feed(reader, bytes(view[:size]))
+                view = view[size:]
         return self
 
     # Calls and not attributes, which a type checker would believe to stay as they were.

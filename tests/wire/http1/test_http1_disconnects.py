@@ -220,9 +220,19 @@ class TestHalfClosed:
 
     def test_large_answers_in_line_arrive_whole(self, server: Serving, handlers: Handlers) -> None:
         """The last requests wait until the client has read the first answers, and it has half-closed by then."""
-        data = self.ask(server, get("/big/5000000") * 3 + get())
-        assert data.count(b"HTTP/1.1 200 OK") == 4
+        data = self.ask(server, get("/big/15000000") * 2 + get())
+        assert data.count(b"HTTP/1.1 200 OK") == 3
         assert data.endswith(b"\r\n\r\nhello")
+
+    def test_requests_in_line_for_a_slow_reader_are_answered(self) -> None:
+        wire = FakeWire()
+        wire.protocol.pause_writing()
+        wire.feed(get() + get())
+        wire.eof()
+        assert not wire.closed()
+        wire.protocol.resume_writing()
+        assert [answer.get("connection") for answer in wire.answers()] == [None, "close"]
+        assert wire.closed()
 
     def test_a_held_answer_that_nobody_watches_arrives(
         self, client: Client, server: Serving, handlers: Handlers

@@ -129,6 +129,16 @@ class TestConnection:
         assert closing(wire) == [(b"hello", "close")]
         assert wire.handlers.paths() == ["/hello"]
 
+    def test_nothing_is_executed_after_the_last_answer_to_a_known_head(self) -> None:
+        wire = FakeWire()
+        wire.feed(get() + get("/nowhere"))
+        wire.transport.written.clear()
+        wire.handlers.seen.clear()
+        wire.protocol.drain()
+        wire.feed(get() + get() + get("/nowhere") + b"garbage")
+        assert closing(wire) == [(b"hello", "close")]
+        assert wire.handlers.paths() == ["/hello"]
+
     def test_http_1_0(self) -> None:
         wire = FakeWire()
         wire.protocol.drain()

@@ -209,6 +209,17 @@ class TestPipelining:
         assert [len(client.answer().body) for _ in range(6)] == [3_000_000] * 6
         assert client.answer().body == b"hello"
 
+    def test_an_answer_that_fills_the_socket_holds_the_line(self) -> None:
+        wire = FakeWire()
+        wire.feed(get("/hold") + get("/hold") + get())
+        wire.protocol.pause_writing()
+        answer_plain(wire.handlers.held.pop())
+        assert wire.handlers.paths() == ["/hold"]
+        wire.protocol.resume_writing()
+        assert wire.handlers.paths() == ["/hold", "/hold"]
+        answer_plain(wire.handlers.held.pop())
+        assert wire.statuses() == [200] * 3
+
     def test_while_a_client_does_not_read_no_further_request_is_executed(self) -> None:
         wire = FakeWire()
         wire.protocol.pause_writing()
