@@ -164,34 +164,35 @@ class RequestReader:
         Clients repeat themselves, and the same bytes mean the same request: one dictionary look-up replaces the parser.
         """
         connection = self._connection
-        while data:
-            end = data.find(b"\r\n\r\n", 0, _KNOWN_HEAD_BYTES) + 4
-            text = data[:end]
+        size = len(data)
+        start = 0
+        while True:
+            end = data.find(b"\r\n\r\n", start, start + _KNOWN_HEAD_BYTES) + 4
+            text = data[start:end]
             known = self._known.get(text)
             if known is None:
                 # Empty lines before a request are no part of its head, so only what begins with a method is kept.
-                self._candidate = text if end > 4 and data[:1].isupper() else None
-                return data
+                self._candidate = text if end > start + 4 and text[:1].isupper() else None
+                return data[start:]
             exchange = Http1Exchange(connection, known.head, known.route, True)
             if known.params:
                 exchange.params = known.params
             stop = end + known.body_bytes
-            if stop > len(data):
+            if stop > size:
                 self.exchange = exchange
                 self._streams = False
                 self.phase = Phase.BODY
                 self.since = self._site.now
                 self._want = known.body_bytes
-                self._filled = len(data) - end
+                self._filled = size - end
                 self.direct = uninitialised(self._want)
                 self.direct[: self._filled] = data[end:]
                 return b""
             exchange.body = data[end:stop]
             connection.request_complete(exchange)
-            if stop == len(data) or not connection.open:
+            if stop == size or not connection.open:
                 return b""
-            data = data[stop:]
-        return data
+            start = stop
 
     # Called by httptools.
 

@@ -157,7 +157,7 @@ class Http2Exchange(Stream, Exchange):
         size = sum(map(len, buffers))
         status = head.status
         block = response_block(head) + self.connection.site.date_block
-        if status >= 200 and status != 204:
+        if status not in _BODILESS:
             extra = (*extra, (b"content-length", b"%d" % size))
         block += encode_fields(extra)
         self._log(status)

@@ -15,6 +15,9 @@ from headrace.wire.http1.protocol import Http1Protocol
 from headrace.wire.negotiation import feed
 from headrace.wire.site import Site
 
+READ_BYTES = 256 * 1024
+"""uvloop reads no more at once."""
+
 
 class FakeTransport(asyncio.Transport):
     """Writing after `write_eof` raises, as it does on uvloop; what is unsent stays until the test says otherwise."""
@@ -27,7 +30,7 @@ class FakeTransport(asyncio.Transport):
         self.ended = False
         self.closed = False
         self.aborted = False
-        self.protocol: asyncio.BaseProtocol | None = None
+        self.protocol = asyncio.BaseProtocol()
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self.protocol = protocol
@@ -95,7 +98,7 @@ class FakeWire:
             while view and not self.transport.is_closing():
                 reader = self.transport.protocol
                 # A loop asks a buffered protocol for room and fills no more than that; then another may read on.
-                size = len(view)
+                size = min(len(view), READ_BYTES)
                 if isinstance(reader, asyncio.BufferedProtocol):
                     size = min(size, len(memoryview(reader.get_buffer(size))))
                 feed(reader, bytes(view[:size]))

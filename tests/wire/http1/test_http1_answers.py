@@ -306,6 +306,14 @@ class TestCompression:
         assert answer.get("content-encoding") == "gzip"
         assert gzip.decompress(answer.body) == random_text()
 
+    def test_nor_is_what_a_fixed_head_says_is_compressed(self) -> None:
+        packed = gzip.compress(random_text())
+        head = ResponseHead(200, [(b"content-encoding", b"gzip")])
+        wire = hooked(lambda exchange: exchange.respond(head, packed))
+        wire.feed(get("/hook", "Accept-Encoding: gzip"))
+        assert wire.answers()[0].get("content-encoding") == "gzip"
+        assert wire.answers()[0].body == packed
+
     def test_curl_unpacks(self, server: Serving, handlers: Handlers) -> None:
         out = curl("--compressed", "-w", "%{size_download} %{size_header}", f"http://127.0.0.1:{server.port}/big/50000")
         body, _, sizes = out.rpartition("\0")

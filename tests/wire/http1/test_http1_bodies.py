@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import random
 import zlib
@@ -122,6 +123,64 @@ class TestDirect:
             wire.feed(request, request[:-3], request[-3:-2], request[-2:] + request, request[:-size], body)
             assert [answer.body for answer in wire.answers()] == [body] * 4, size
             wire.transport.written.clear()
+
+    def test_the_kernel_writes_it_where_it_stays(self) -> None:
+        """And nothing after it: what follows is read as requests again."""
+        wire = FakeWire()
+        body = random_bytes(600_000)
+        request = post("/hold", body)
+        wire.feed(request[:-500_000])
+        receiver = wire.transport.protocol
+        assert isinstance(receiver, asyncio.BufferedProtocol)
+        assert len(memoryview(receiver.get_buffer(1 << 20))) == 500_000
+        wire.feed(request[-500_000:])
+        assert wire.transport.protocol is wire.protocol
+        assert isinstance(wire.handlers.held[0].body, memoryview)
+        assert bytes(wire.handlers.held[0].body) == body
+
+    @pytest.mark.parametrize("event", ["slow", "drain", "expire", "eof", "lost"])
+    def test_what_happens_while_it_arrives(self, event: str) -> None:
+        """Another protocol reads the body: everything else must reach the connection all the same."""
+        wire = FakeWire()
+        request = post("/echo", random_bytes(600_000))
+        wire.feed(request[:-1000])
+        receiver = wire.transport.protocol
+        assert isinstance(receiver, asyncio.BufferedProtocol)
+        if event == "slow":
+            wire.sweep(61.0)
+            assert wire.statuses() == [408]
+            wire.feed(request[-1000:] + get() * 2)
+            assert wire.statuses() == [408], "what still comes is dropped"
+            wire.sweep(3.0)
+            assert wire.aborted()
+        elif event == "drain":
+            wire.protocol.drain()
+            wire.sweep(1.0)
+            wire.feed(request[-1000:])
+            assert wire.answers()[0].get("connection") == "close"
+        elif event == "expire":
+            wire.protocol.expire()
+            assert wire.statuses() == [503]
+        elif event == "eof":
+            assert not receiver.eof_received()
+        else:
+            receiver.connection_lost(None)
+            assert wire.site.connections == set()
+        assert wire.handlers.paths() == (["/echo"] if event == "drain" else [])
+
+    def test_back_pressure_while_it_arrives(self) -> None:
+        wire = FakeWire()
+        request = post("/echo", random_bytes(600_000))
+        wire.feed(get("/hold") + request[:-1000])
+        receiver = wire.transport.protocol
+        assert isinstance(receiver, asyncio.BufferedProtocol)
+        receiver.pause_writing()
+        assert wire.protocol.write_paused
+        answer_plain(wire.handlers.held[0])
+        wire.feed(request[-1000:])
+        assert wire.statuses() == [200], "the second answer waits for the reader"
+        wire.protocol.resume_writing()
+        assert wire.statuses() == [200, 200]
 
     def test_the_memory_goes_with_the_client(self) -> None:
         wire = FakeWire()

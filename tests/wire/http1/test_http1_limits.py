@@ -295,6 +295,15 @@ class TestTime:
             wire.feed(bytes([byte]))
         assert wire.statuses() == [200]
 
+    def test_a_large_body_that_moves_has_time(self) -> None:
+        wire = FakeWire()
+        request = post("/echo", bytes(400_000))
+        wire.feed(request[:-4])
+        for byte in request[-4:]:
+            wire.sweep(50.0)
+            wire.feed(bytes([byte]))
+        assert wire.statuses() == [200]
+
     def test_a_streamed_body_that_stands_still(self) -> None:
         wire = FakeWire()
         wire.feed(post("/upload", bytes(10))[:-1])

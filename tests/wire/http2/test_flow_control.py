@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from adversary import Client
@@ -21,9 +22,11 @@ from by_hand import (
     raw,
     request_fields,
 )
+from fake_transport import Unplugged
 from hyperframe.frame import SettingsFrame
 from worlds import World
 
+from headrace.wire.http.heads import OK_PLAIN
 from headrace.wire.http2.frames import ErrorCode
 
 MAX_WINDOW = 2**31 - 1
@@ -112,6 +115,25 @@ def test_the_end_needs_no_window(world: World) -> None:
     client = world.connect({INITIAL_WINDOW: 8})
     client.request(1, path="/stream/1")
     client.expect_ok(1, b"piece 0\n")
+
+
+@pytest.mark.parametrize("trailers", [None, b"\x00\x01a\x01b"])
+def test_the_end_needs_no_window_after_the_socket_was_full_either(trailers: bytes | None) -> None:
+    """6.9.1: the body has used the window up, and its end waited for the socket only."""
+    unplugged = Unplugged()
+    unplugged.feed(raw(HEADERS, END_HEADERS | 1, 1, literal(request_fields("POST", "/hold"))))
+    exchange: Any = unplugged.handlers.held[0]
+    exchange.start(OK_PLAIN)
+    exchange.send(bytes(65_535))
+    unplugged.connection.pause_writing()
+    unplugged.frames()
+    exchange.send_data([], end=trailers is None, trailers=trailers)
+    assert unplugged.frames() == []
+    unplugged.connection.resume_writing()
+    (end,) = unplugged.frames()
+    assert end.type == (DATA if trailers is None else HEADERS)
+    assert "END_STREAM" in end.flags
+    assert unplugged.connection.streams == {}
 
 
 def test_headers_need_no_window(world: World) -> None:
