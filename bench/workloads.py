@@ -49,7 +49,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("grpc600k", "a 602,112-byte tensor over gRPC", "grpc", "grpc", "first1000", IMAGE, 8),
         # Wider than json16, so that the load generator, on the same cores, is a small part of the work.
         Workload(
-            "processes", "512 floats as JSON, by 1 and by 2 processes", "http", "json", "identity", (1, 512), 32, 2
+            "processes", "2,048 floats as JSON, by 1 and by 2 processes", "http", "json", "identity", (1, 2048), 32, 1
         ),
     )
 }

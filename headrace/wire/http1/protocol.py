@@ -440,9 +440,10 @@ class Http1Protocol(asyncio.Protocol):
         if transport is None:
             return
         unread = transport.get_write_buffer_size()
-        if unread != self._stuck_bytes:
-            self._stuck_bytes = unread
+        # That we have written more meanwhile is no sign of life.
+        if unread < self._stuck_bytes:
             self._stuck_since = now
         elif now - self._stuck_since > self.site.limits.write_idle_seconds:
             log.info("a client stopped reading", extra={"peer": self.peer})
             self.abort()
+        self._stuck_bytes = unread
