@@ -21,6 +21,7 @@ from headrace.wire.http1.direct import BodyReceiver
 from headrace.wire.http1.exchange import Http1Exchange, Pause, Stage
 from headrace.wire.http1.reader import Phase, Refusal, RequestReader
 from headrace.wire.peers import peer_name
+from headrace.wire.unread import UnreadWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,8 +50,7 @@ class Http1Protocol(asyncio.Protocol):
         self._waiting: deque[Http1Exchange] = deque()
         self._paused_by = 0
         self._idle_since = 0.0
-        self._stuck_since = 0.0
-        self._stuck_bytes = 0
+        self._unread = UnreadWatch()
         self.ending = False
         """Draining, or the client has said its last word: the connection ends with what has arrived by now."""
         self.open = True
@@ -122,7 +122,7 @@ class Http1Protocol(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The client reads more slowly than we write."""
         self.write_paused = True
-        self._stuck_since = self.site.now
+        self._unread.begin(self.site.now)
 
     def resume_writing(self) -> None:
         """The client has caught up."""
@@ -437,13 +437,6 @@ class Http1Protocol(asyncio.Protocol):
 
     def _sweep_unread(self, now: float) -> None:
         transport = self._transport
-        if transport is None:
-            return
-        unread = transport.get_write_buffer_size()
-        # That we have written more meanwhile is no sign of life.
-        if unread < self._stuck_bytes:
-            self._stuck_since = now
-        elif now - self._stuck_since > self.site.limits.write_idle_seconds:
+        if transport is not None and self._unread.gave_up(transport, now, self.site.limits.write_idle_seconds):
             log.info("a client stopped reading", extra={"peer": self.peer})
             self.abort()
-        self._stuck_bytes = unread

@@ -23,6 +23,7 @@ from headrace.wire.http2.frames import (
     frame_header,
 )
 from headrace.wire.peers import peer_name
+from headrace.wire.unread import UnreadWatch
 
 if TYPE_CHECKING:
     from headrace.wire.http.exchange import Buffer
@@ -57,8 +58,7 @@ class SendingSide:
         self._table_bytes = frames.DEFAULT_TABLE_BYTES
         self._table_update = b""
         self._unread_answers = 0
-        self._stuck_since = 0.0
-        self._stuck_bytes = 0
+        self._unread = UnreadWatch()
 
     # Called by the event loop.
 
@@ -66,7 +66,7 @@ class SendingSide:
         """The client reads more slowly than we write."""
         self.write_paused = True
         self._straight = False
-        self._stuck_since = self.site.now
+        self._unread.begin(self.site.now)
 
     def resume_writing(self) -> None:
         """The client has caught up."""
@@ -89,20 +89,11 @@ class SendingSide:
             self._transport.abort()
 
     def sweep_unread(self, now: float) -> None:
-        """The socket has been full since the last sweep: give up a client that reads nothing.
-
-        That we have written more meanwhile is no sign of life.
-        """
+        """The socket has been full since the last sweep: give up a client that reads nothing."""
         transport = self._transport
-        if transport is None:
-            return
-        unread = transport.get_write_buffer_size()
-        if unread < self._stuck_bytes:
-            self._stuck_since = now
-        elif now - self._stuck_since > self.site.limits.write_idle_seconds:
+        if transport is not None and self._unread.gave_up(transport, now, self.site.limits.write_idle_seconds):
             log.info("a client stopped reading", extra={"peer": self.peer})
             self.abort()
-        self._stuck_bytes = unread
 
     # Called by streams.
 
