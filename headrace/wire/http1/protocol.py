@@ -331,6 +331,7 @@ class Http1Protocol(asyncio.Protocol):
             return
         self._waiting.clear()
         self._stop_reading()
+        self._unread.begin(self.site.now)
         if transport.can_write_eof() and not self._at_eof:
             self._closing_at = self.site.now + _LINGER_SECONDS
             if self._paused_by:

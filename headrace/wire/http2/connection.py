@@ -193,6 +193,7 @@ class Http2Connection(SendingSide, asyncio.BufferedProtocol):
             return
         self._out = None
         now = self.site.now
+        self._unread.begin(now)
         self._closing_at = now + _LINGER_SECONDS
         if transport.can_write_eof():
             transport.write_eof()
