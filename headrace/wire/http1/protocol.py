@@ -56,8 +56,6 @@ class Http1Protocol(asyncio.Protocol):
         self.open = True
         """Whether more requests may be taken from the bytes that come, or that have been read."""
         self._at_eof = False
-        self._receiving = False
-        """Whether a `BodyReceiver` reads in our place."""
         self._closing_at: float | None = None
         self._upload: Http1Exchange | None = None
         """The streamed request that went into line last: only its body can be unfinished."""
@@ -89,7 +87,6 @@ class Http1Protocol(asyncio.Protocol):
             self._refuse(refusal)
             return
         if reader.direct is not None and self._transport is not None:
-            self._receiving = True
             self._transport.set_protocol(BodyReceiver(self))
 
     def eof_received(self) -> bool:
@@ -147,15 +144,10 @@ class Http1Protocol(asyncio.Protocol):
         reader = self._reader
         if reader.direct is None:
             return
-        if reader.direct_filled(size):
-            self.receive_requests()
-            reader.direct_complete()
-
-    def receive_requests(self) -> None:
-        """The body is whole: read requests again."""
-        if self._receiving and self._transport is not None:
-            self._receiving = False
+        if reader.direct_filled(size) and self._transport is not None:
+            # First: the handler that gets the body may answer at once, and the next request is ours to read.
             self._transport.set_protocol(self)
+            reader.direct_complete()
 
     # Called by the server.
 
