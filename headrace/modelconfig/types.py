@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's configuration as the engine and the backends see it: typed, frozen, defaults filled in.
+
+Made by `reading.typed_config` from a ModelConfig message; the message itself stays in `ModelConfig.proto`, for the
+protocols that show it and for a backend's own settings. Names are the schema's, units are in the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from headrace.core.dtypes import DType
+
+Dims = tuple[int, ...]
+"""Sizes without the batch dimension; -1 for any size."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One input, as the configuration declares it."""
+
+    name: str
+    dtype: DType | None
+    """None: any, which only built-in models say."""
+    dims: Dims | None
+    """None: any rank and size, which only built-in models say."""
+    reshape: Dims | None = None
+    """The shape the model itself wants, where it is not that of the request."""
+    optional: bool = False
+    allow_ragged_batch: bool = False
+    pad_value: float | None = None
+    """Headrace's own: requests of different sizes are batched, the smaller ones filled up with this."""
+    finite: bool = False
+    """Headrace's own: refuse NaN and infinities."""
+    is_shape_tensor: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """One output, as the configuration declares it."""
+
+    name: str
+    dtype: DType | None
+    dims: Dims | None
+    reshape: Dims | None = None
+    """The shape the model itself gives, where it is not that of the response."""
+    label_filename: str = ""
+    padded_like: str = ""
+    """Headrace's own: variable sizes are cut back to those this input had before it was padded."""
+    is_shape_tensor: bool = False
+
+
+BatchInputKind = Literal[
+    "BATCH_ELEMENT_COUNT",
+    "BATCH_ACCUMULATED_ELEMENT_COUNT",
+    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
+    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE",
+    "BATCH_ITEM_SHAPE",
+    "BATCH_ITEM_SHAPE_FLATTEN",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInput:
+    """An input that describes the batch itself, made by the engine for ragged batches."""
+
+    kind: BatchInputKind
+    target_names: tuple[str, ...]
+    dtype: DType
+    source_input: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutput:
+    """Outputs that are cut apart by the shapes of an input (`BATCH_SCATTER_WITH_INPUT_SHAPE`)."""
+
+    target_names: tuple[str, ...]
+    source_input: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPolicy:
+    """Which of the version folders are served."""
+
+    kind: Literal["latest", "all", "specific"] = "latest"
+    latest: int = 1
+    specific: tuple[int, ...] = ()
+
+    def choose(self, present: set[int]) -> set[int]:
+        """The versions to serve, of those whose folders are there."""
+        if self.kind == "all":
+            return set(present)
+        if self.kind == "specific":
+            return present & set(self.specific)
+        return set(sorted(present)[-self.latest :])
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """Something an execution needs a number of, across all models that name it (`rate_limiter.resources`)."""
+
+    name: str
+    count: int
+    is_global: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceGroup:
+    """Instances of one kind. After normalisation `kind` is never "auto" and `name` never empty."""
+
+    name: str
+    kind: Literal["auto", "cpu", "gpu", "model"] = "cpu"
+    count: int = 1
+    gpus: tuple[int, ...] = ()
+    passive: bool = False
+    resources: tuple[Resource, ...] = ()
+    priority: int = 0
+    """`rate_limiter.priority`: 1 goes first; 0 is not set, and counts as 1."""
+    runs: Literal["auto", "inline", "thread"] = "auto"
+    """Headrace's own: where a model computes that need not have a process of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePolicy:
+    """What may wait in one level of the queue, and for how long."""
+
+    timeout_action: Literal["reject", "delay"] = "reject"
+    default_timeout_microseconds: int = 0
+    """0: none."""
+    allow_timeout_override: bool = False
+    max_queue_size: int = 0
+    """0: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicBatching:
+    """How requests are joined into batches."""
+
+    preferred_batch_sizes: tuple[int, ...] = ()
+    max_queue_delay_microseconds: int = 0
+    preserve_ordering: bool = False
+    priority_levels: int = 0
+    """0: no priorities. Otherwise 1 is the most urgent."""
+    default_priority_level: int = 0
+    default_queue_policy: QueuePolicy = QueuePolicy()
+    priority_queue_policies: Mapping[int, QueuePolicy] = MappingProxyType({})
+    auto_delay: bool = False
+    """Headrace's own: `max_queue_delay_microseconds: auto`."""
+    latency_target_ms: float = 0.0
+    """Headrace's own: what the chosen delay keeps the 99th percentile under."""
+
+
+ControlKind = Literal["start", "end", "ready", "corrid"]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlInput:
+    """An input by which a stateful model is told where it is in a sequence."""
+
+    name: str
+    kind: ControlKind
+    dtype: DType
+    """For start, end and ready: INT32, FP32 or BOOL; for corrid: a whole-number type or BYTES."""
+    false_value: float = 0
+    true_value: float = 1
+
+
+@dataclass(frozen=True, slots=True)
+class InitialState:
+    """What a sequence's state is before its first request."""
+
+    name: str
+    dtype: DType
+    dims: Dims
+    zero: bool
+    data_file: str = ""
+    """Under `initial_state/` of the model's folder, when not `zero`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """Implicit state: an output of one request that is an input of the next of its sequence."""
+
+    input_name: str
+    output_name: str
+    dtype: DType
+    dims: Dims
+    initial: tuple[InitialState, ...] = ()
+    use_same_buffer: bool = False
+    use_growable_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DirectStrategy:
+    """Each sequence has a slot of one instance to itself."""
+
+    max_queue_delay_microseconds: int = 0
+    minimum_slot_utilization: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OldestStrategy:
+    """Sequences of one instance are batched dynamically, the oldest requests first."""
+
+    max_candidate_sequences: int = 0
+    preferred_batch_sizes: tuple[int, ...] = ()
+    max_queue_delay_microseconds: int = 0
+    preserve_ordering: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBatching:
+    """How requests of sequences reach a stateful model."""
+
+    strategy: DirectStrategy | OldestStrategy = DirectStrategy()
+    max_sequence_idle_microseconds: int = 1_000_000
+    controls: tuple[ControlInput, ...] = ()
+    states: tuple[StateSpec, ...] = ()
+    iterative: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleStep:
+    """One model of an ensemble. The maps go from the model's tensor names to the ensemble's."""
+
+    model_name: str
+    model_version: int = -1
+    """-1: the newest."""
+    input_map: Mapping[str, str] = MappingProxyType({})
+    output_map: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleScheduling:
+    """A graph of models."""
+
+    steps: tuple[EnsembleStep, ...]
+    max_inflight_requests: int = 0
+    """0: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupInput:
+    """One input of a warm-up request."""
+
+    dtype: DType
+    dims: Dims
+    source: Literal["zero", "random", "file"]
+    data_file: str = ""
+    """Under `warmup/` of the model's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """A request that is computed before the model is ready."""
+
+    name: str
+    batch_size: int
+    inputs: Mapping[str, WarmupInput]
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """All of it."""
+
+    name: str
+    backend: str
+    """One of the names in `backends.table`, also where the file says `platform`. "ensemble" for ensembles."""
+    platform: str = ""
+    """As the file says it; shown by protocols, looked at by nobody."""
+    max_batch_size: int = 0
+    """0: the model takes one request at a time and has no batch dimension."""
+    inputs: tuple[InputSpec, ...] = ()
+    outputs: tuple[OutputSpec, ...] = ()
+    version_policy: VersionPolicy = VersionPolicy()
+    instance_groups: tuple[InstanceGroup, ...] = ()
+    scheduling: DynamicBatching | SequenceBatching | EnsembleScheduling | None = None
+    """None: one request after the other."""
+    decoupled: bool = False
+    response_cache: bool = False
+    default_model_filename: str = ""
+    cc_model_filenames: Mapping[str, str] = MappingProxyType({})
+    metric_tags: Mapping[str, str] = MappingProxyType({})
+    parameters: Mapping[str, str] = MappingProxyType({})
+    batch_inputs: tuple[BatchInput, ...] = ()
+    batch_outputs: tuple[BatchOutput, ...] = ()
+    warmups: tuple[Warmup, ...] = ()
+    proto: Any = field(default=None, compare=False, repr=False)
+    """The ModelConfig message this was made from."""
