@@ -21,6 +21,7 @@ SETS = {
         "grpc/reflection/v1alpha/reflection.proto",
     ],
     "headrace/api/v2/_generated/inference.binpb": ["inference/grpc_service.proto"],
+    "headrace/modelconfig/_generated/model_config.binpb": ["inference/model_config.proto"],
 }
 """Each descriptor set, and the files it is made of."""
 

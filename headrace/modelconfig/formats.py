@@ -7,7 +7,10 @@ is for `backends.table` to say.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +35,44 @@ FORMATS = (
     Format("ensemble", "ensemble", ""),
     Format("identity", "", ""),
 )
+
+CPU_UNLESS_TOLD = frozenset({"python", "identity"})
+"""Backends whose instances of KIND_AUTO run on the CPU even where there are GPUs: most of their models use none."""
+
+
+def resolve_backend(message: Any, model_folder: Path) -> str:
+    """The backend that a ModelConfig message means; "" when neither it nor the model's files tell."""
+    if message.backend:
+        return str(message.backend)
+    if message.platform:
+        return next((known.backend for known in FORMATS if known.platform == message.platform), str(message.platform))
+    if message.HasField("ensemble_scheduling"):
+        return "ensemble"
+    found = find_format(FORMATS, model_folder, message.default_model_filename)
+    return "" if found is None else found.backend
+
+
+def find_format(formats: Sequence[Format], model_folder: Path, filename: str = "") -> Format | None:
+    """The first of `formats` whose file is in a version folder. `filename` is what the configuration calls the file."""
+    if filename:
+        return next((known for known in formats if known.filename and filename.endswith(_suffix(known))), None)
+    for folder in version_folders(model_folder):
+        for known in formats:
+            if known.filename and (folder / known.filename).exists():
+                return known
+    return None
+
+
+def version_folders(model_folder: Path) -> list[Path]:
+    """The folders of a model's versions, newest first."""
+    try:
+        names = [child.name for child in model_folder.iterdir() if child.is_dir()]
+    except OSError:
+        return []
+    # Python refuses to read numbers of thousands of digits; file systems allow 255.
+    numbered = [(int(name), name) for name in names if name.isascii() and name.isdigit()]
+    return [model_folder / name for _, name in sorted(numbered, reverse=True)]
+
+
+def _suffix(known: Format) -> str:
+    return "." + known.filename.rpartition(".")[2]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's configuration as the engine and the backends see it: typed, frozen, defaults filled in.
 
-Made by `reading.typed_config` from a ModelConfig message; the message itself stays in `ModelConfig.proto`, for the
+Made by `typed.typed_config` from a ModelConfig message; the message itself stays in `ModelConfig.proto`, for the
 protocols that show it and for a backend's own settings. Names are the schema's, units are in the names.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 from headrace.core.dtypes import DType
@@ -146,7 +145,7 @@ class DynamicBatching:
     """0: no priorities. Otherwise 1 is the most urgent."""
     default_priority_level: int = 0
     default_queue_policy: QueuePolicy = QueuePolicy()
-    priority_queue_policies: Mapping[int, QueuePolicy] = MappingProxyType({})
+    priority_queue_policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
     auto_delay: bool = False
     """Headrace's own: `max_queue_delay_microseconds: auto`."""
     latency_target_ms: float = 0.0
@@ -229,8 +228,8 @@ class EnsembleStep:
     model_name: str
     model_version: int = -1
     """-1: the newest."""
-    input_map: Mapping[str, str] = MappingProxyType({})
-    output_map: Mapping[str, str] = MappingProxyType({})
+    input_map: Mapping[str, str] = field(default_factory=dict)
+    output_map: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +282,9 @@ class ModelConfig:
     decoupled: bool = False
     response_cache: bool = False
     default_model_filename: str = ""
-    cc_model_filenames: Mapping[str, str] = MappingProxyType({})
-    metric_tags: Mapping[str, str] = MappingProxyType({})
-    parameters: Mapping[str, str] = MappingProxyType({})
+    cc_model_filenames: Mapping[str, str] = field(default_factory=dict)
+    metric_tags: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
     warmups: tuple[Warmup, ...] = ()
