@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy.typing as npt
 
@@ -102,6 +102,7 @@ class Work(Protocol):
         """
 
 
+@runtime_checkable
 class ComputeInstance(Protocol):
     """Computes joined tensors. Called by one thread at a time, not always the same."""
 

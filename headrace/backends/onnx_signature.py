@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an ONNX model takes and gives, held against its configuration, or turned into the part that was left out.
+
+Called by `backends.onnx` with an open session. Knows the two descriptions and no files, threads or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.core.dtypes import (
+    BF16,
+    BOOL,
+    BYTES,
+    FP16,
+    FP32,
+    FP64,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    UINT8,
+    UINT16,
+    UINT32,
+    UINT64,
+    DType,
+)
+from headrace.core.errors import InvalidArgument
+from headrace.modelconfig.types import Dims, InputSpec, ModelConfig, OutputSpec, SequenceBatching
+
+DEFAULT_MAX_BATCH_SIZE = 64
+"""For models that can batch and whose configuration does not say. Triton says 4; a higher one costs nothing when nobody
+sends that much, and memory is taken for the batch that is there, not for the largest."""
+
+_DTYPES = {
+    "tensor(bool)": BOOL,
+    "tensor(uint8)": UINT8,
+    "tensor(uint16)": UINT16,
+    "tensor(uint32)": UINT32,
+    "tensor(uint64)": UINT64,
+    "tensor(int8)": INT8,
+    "tensor(int16)": INT16,
+    "tensor(int32)": INT32,
+    "tensor(int64)": INT64,
+    "tensor(float16)": FP16,
+    "tensor(float)": FP32,
+    "tensor(double)": FP64,
+    "tensor(bfloat16)": BF16,
+    "tensor(string)": BYTES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output of the graph."""
+
+    name: str
+    kind: str
+    """ONNX Runtime's word for its type."""
+    dtype: DType | None
+    """None: nothing a request could carry, such as a map."""
+    shape: Dims | None
+    """-1 for any size. None: a single number or any shape; ONNX Runtime does not tell the two apart."""
+
+    def takes(self, shape: Sequence[int]) -> bool:
+        """Whether an array of this shape fits."""
+        if self.shape is None:
+            return True
+        return len(shape) == len(self.shape) and all(
+            ours in (-1, size) for ours, size in zip(self.shape, shape, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """All of them, in the model's order."""
+
+    inputs: Mapping[str, Port]
+    outputs: Mapping[str, Port]
+    optional: Mapping[str, Port]
+    """Inputs with a value of their own, which need not be given."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Declared:
+    """A tensor as the configuration has it. None: not looked at."""
+
+    name: str
+    dtype: DType | None
+    dims: Dims | None
+
+
+def signature_of(session: Any) -> Signature:
+    """Read it from an `InferenceSession`."""
+    return Signature(
+        _ports(session.get_inputs()), _ports(session.get_outputs()), _ports(session.get_overridable_initializers())
+    )
+
+
+def check_signature(config: ModelConfig, signature: Signature) -> None:
+    """Refuse a configuration that means another model than this one."""
+    takes = {**signature.inputs, **signature.optional}
+    declared = list(_declared_inputs(config))
+    for tensor in declared:
+        _check(config, tensor, takes, "input")
+    missing = signature.inputs.keys() - {tensor.name for tensor in declared}
+    if missing:
+        names = ", ".join(f"'{name}'" for name in signature.inputs if name in missing)
+        raise InvalidArgument(
+            f"model '{config.name}' needs inputs that its configuration does not name: {names}. Add them to `input`"
+        )
+    for tensor in _declared_outputs(config):
+        _check(config, tensor, signature.outputs, "output")
+
+
+def is_declared(config: ModelConfig) -> bool:
+    """Whether the configuration has inputs and outputs, each with type and dims: then a model's file tells nothing."""
+    specs: tuple[InputSpec | OutputSpec, ...] = (*config.inputs, *config.outputs)
+    return bool(config.inputs and config.outputs) and all(spec.dtype is not None and spec.dims for spec in specs)
+
+
+def completion(config: ModelConfig, signature: Signature) -> Any:
+    """The inputs, outputs and batch size that the configuration leaves out, as a message."""
+    # A stateful model's own inputs and outputs are declared with its sequences; requests do not carry them.
+    hidden = {tensor.name for tensor in (*_sequence_inputs(config), *_sequence_outputs(config))}
+    hidden |= {name for batch in config.batch_inputs for name in batch.target_names}
+    inputs = [port for port in signature.inputs.values() if port.name not in hidden]
+    # Maps and sequences, which scikit-learn's exporters add, can be neither sent nor missed.
+    outputs = [port for port in signature.outputs.values() if port.name not in hidden and port.dtype is not None]
+    batches = all(port.shape is not None and port.shape[0] == -1 for port in (*inputs, *outputs))
+    message = type(config.proto)()
+    if config.max_batch_size > 0:
+        if not batches:
+            raise InvalidArgument(_cannot_batch(config, next(p for p in (*inputs, *outputs) if not _is_dynamic(p))))
+    elif batches and not _declares_all_dimensions(config, signature):
+        message.max_batch_size = DEFAULT_MAX_BATCH_SIZE
+        if config.scheduling is None:
+            message.dynamic_batching.SetInParent()
+    batched = config.max_batch_size > 0 or message.max_batch_size > 0
+    for port in inputs:
+        _describe(config, message.input.add(), port, batched)
+    for port in outputs:
+        _describe(config, message.output.add(), port, batched)
+    return message
+
+
+def _ports(arguments: Iterable[Any]) -> dict[str, Port]:
+    ports = {}
+    for argument in arguments:
+        # A size is a number, the name of one that varies, or None.
+        sizes = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in argument.shape or ())
+        ports[argument.name] = Port(argument.name, argument.type, _DTYPES.get(argument.type), sizes or None)
+    return ports
+
+
+def _declared_inputs(config: ModelConfig) -> Iterator[_Declared]:
+    for spec in config.inputs:
+        # Requests of a ragged batch are laid end to end: what the model sees has another rank.
+        plain = not (spec.allow_ragged_batch or spec.is_shape_tensor)
+        yield _Declared(spec.name, spec.dtype, (spec.dims if spec.reshape is None else spec.reshape) if plain else None)
+    yield from _sequence_inputs(config)
+    for batch in config.batch_inputs:
+        yield from (_Declared(name, batch.dtype, None) for name in batch.target_names)
+
+
+def _declared_outputs(config: ModelConfig) -> Iterator[_Declared]:
+    ragged = {name for batch in config.batch_outputs for name in batch.target_names}
+    for spec in config.outputs:
+        plain = not (spec.name in ragged or spec.is_shape_tensor)
+        yield _Declared(spec.name, spec.dtype, (spec.dims if spec.reshape is None else spec.reshape) if plain else None)
+    yield from _sequence_outputs(config)
+
+
+def _sequence_inputs(config: ModelConfig) -> Iterator[_Declared]:
+    if isinstance(config.scheduling, SequenceBatching):
+        for control in config.scheduling.controls:
+            yield _Declared(control.name, control.dtype, None)
+        for state in config.scheduling.states:
+            yield _Declared(state.input_name, state.dtype, state.dims)
+
+
+def _sequence_outputs(config: ModelConfig) -> Iterator[_Declared]:
+    if isinstance(config.scheduling, SequenceBatching):
+        for state in config.scheduling.states:
+            yield _Declared(state.output_name, state.dtype, state.dims)
+
+
+def _check(config: ModelConfig, tensor: _Declared, ports: Mapping[str, Port], side: str) -> None:
+    port = ports.get(tensor.name)
+    if port is None:
+        raise InvalidArgument(
+            f"unexpected inference {side} '{tensor.name}', allowed {side}s are: {', '.join(ports)} "
+            f"(configuration of model '{config.name}')"
+        )
+    if port.dtype is None:
+        raise InvalidArgument(
+            f"{side} '{port.name}' of model '{config.name}' is a {port.kind}, which no request can carry: "
+            "export the model without it, or leave it out of the configuration"
+        )
+    if tensor.dtype is not None and tensor.dtype is not port.dtype:
+        raise InvalidArgument(
+            f"{side} '{port.name}' of model '{config.name}' is {tensor.dtype.name} in the configuration and "
+            f"{port.dtype.name} in the model: write data_type: {_type_name(port.dtype)}"
+        )
+    if tensor.dims is None or port.shape is None:
+        return
+    batched = config.max_batch_size > 0
+    if batched and not _is_dynamic(port):
+        raise InvalidArgument(_cannot_batch(config, port))
+    full = (-1, *tensor.dims) if batched else tensor.dims
+    # An input that the configuration leaves open would let requests in that the model refuses; an output may be open.
+    fits = len(full) == len(port.shape) and all(
+        theirs in (-1, ours) or (ours == -1 and side == "output") for ours, theirs in zip(full, port.shape, strict=True)
+    )
+    if not fits:
+        first = " (its first dimension is the batch, because max_batch_size is over 0)" if batched else ""
+        raise InvalidArgument(
+            f"{side} '{port.name}' of model '{config.name}' has shape {list(full)} by the configuration{first} and "
+            f"{list(port.shape)} in the model: correct its dims"
+        )
+
+
+def _is_dynamic(port: Port) -> bool:
+    return port.shape is not None and port.shape[0] == -1
+
+
+def _cannot_batch(config: ModelConfig, port: Port) -> str:
+    return (
+        f"model '{config.name}' does not support batching: tensor '{port.name}' has shape {list(port.shape or ())}, and "
+        "batching needs a first dimension of any size (-1) in each. Set max_batch_size: 0 and give all dimensions in "
+        "dims, or export the model with a dynamic first dimension"
+    )
+
+
+def _declares_all_dimensions(config: ModelConfig, signature: Signature) -> bool:
+    """Whether some tensor is declared with as many dimensions as the model has: then none of them is the batch."""
+    ports = {**signature.inputs, **signature.outputs}
+    specs: tuple[InputSpec | OutputSpec, ...] = (*config.inputs, *config.outputs)
+    return any(
+        bool(spec.dims) and len(spec.dims or ()) == len(ports[spec.name].shape or ())
+        for spec in specs
+        if spec.name in ports
+    )
+
+
+def _describe(config: ModelConfig, message: Any, port: Port, batched: bool) -> None:
+    if port.dtype is None:
+        raise InvalidArgument(
+            f"input '{port.name}' of model '{config.name}' is a {port.kind}, which no request can carry: "
+            "export the model with tensors as inputs"
+        )
+    message.name = port.name
+    types = message.DESCRIPTOR.fields_by_name["data_type"].enum_type
+    message.data_type = types.values_by_name[_type_name(port.dtype)].number
+    sizes = (port.shape or ())[1:] if batched else port.shape or ()
+    message.dims.extend(sizes or (1,))
+    if not sizes:
+        # A configuration must have dims; the reshape takes the 1 away again before the model sees it.
+        message.reshape.SetInParent()
+
+
+def _type_name(dtype: DType) -> str:
+    return "TYPE_STRING" if dtype is BYTES else f"TYPE_{dtype.name}"
