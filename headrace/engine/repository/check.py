@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that is wrong with a repository, at once, without serving it.
+
+Called by `headrace models check` and by tests of people's own repositories. Turns folders into problems that name file,
+line and remedy; asks backends what the model files say where they can run, and loads nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.backends.contract import Backend, ModelFiles
+from headrace.backends.table import backend_named
+from headrace.core.errors import HeadraceError, InvalidArgument
+from headrace.engine.repository.ensembles import ensemble_problems
+from headrace.engine.repository.plans import ENSEMBLE
+from headrace.engine.repository.scan import FoundModel, Stray, open_repositories, scan
+from headrace.modelconfig.drafts import Draft, read_draft
+from headrace.modelconfig.finishing import finish
+from headrace.modelconfig.formats import FORMATS
+from headrace.modelconfig.problems import ConfigError, Problem
+from headrace.modelconfig.types import EnsembleScheduling, EnsembleStep, ModelConfig
+
+log = logging.getLogger("headrace.engine.repository")
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryReport:
+    """What a check found."""
+
+    models: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    """What keeps a model from being served."""
+    warnings: tuple[Problem, ...]
+    """What is passed over, or could not be checked here."""
+
+
+@dataclass(slots=True)
+class _Notes:
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A model whose configuration could be read."""
+
+    draft: Draft
+    wanted: frozenset[int]
+    configs: dict[int, ModelConfig]
+    """By version, where it could be finished."""
+
+
+def check_repository(*paths: str | Path, gpus: int = 0) -> RepositoryReport:
+    """Look at every model of one or several repositories. Raises only if a repository itself is not there."""
+    repositories = open_repositories(paths)
+    snapshot = scan(repositories)
+    notes = _Notes()
+    notes.warnings += [_stray(stray, repositories) for stray in snapshot.strays]
+    notes.problems += [Problem(str(path), None, "", "cannot be read") for path in snapshot.unreadable]
+    checked: dict[str, _Checked] = {}
+    for found in snapshot.models.values():
+        model = _check_model(found, gpus, notes)
+        if model is not None:
+            checked[found.name] = model
+    for name in sorted(checked):
+        _check_steps(name, checked, snapshot.models.keys(), notes)
+    # A mistake of the configuration shows in every version; once is enough.
+    return RepositoryReport(
+        tuple(sorted(snapshot.models)), tuple(dict.fromkeys(notes.problems)), tuple(dict.fromkeys(notes.warnings))
+    )
+
+
+def _stray(stray: Stray, repositories: Sequence[Path]) -> Problem:
+    shown = next((stray.path.relative_to(each) for each in repositories if stray.path.is_relative_to(each)), stray.path)
+    return Problem(str(shown), None, "", stray.text)
+
+
+def _check_model(found: FoundModel, gpus: int, notes: _Notes) -> _Checked | None:
+    if found.problem:
+        notes.problems.append(Problem(found.name, None, "", found.problem))
+        return None
+    try:
+        draft = read_draft(found.folder)
+    except ConfigError as error:
+        notes.problems += error.problems
+        return None
+    present = set(found.versions) or ({1} if draft.backend == ENSEMBLE else set())
+    if not present:
+        text = f"model '{found.name}' has no version: make a folder {found.name}/1 with the model file"
+        notes.problems.append(Problem(found.name, None, "", text))
+    policy = draft.typed().version_policy
+    wanted = policy.choose(present)
+    if present and not wanted:
+        listed = ", ".join(map(str, sorted(present)))
+        notes.problems.append(draft.problem("version_policy", f"chooses none of the versions that are there: {listed}"))
+    backend = _backend(draft, notes)
+    configs: dict[int, ModelConfig] = {}
+    # Without a version there is still a configuration to look at.
+    versions: list[int | None] = [*sorted(wanted)] or [None]
+    for version in versions:
+        config = _finish(draft, version, backend, gpus, notes)
+        if config is not None and version is not None:
+            configs[version] = config
+    return _Checked(draft, frozenset(wanted), configs)
+
+
+def _backend(draft: Draft, notes: _Notes) -> Backend | None:
+    if draft.backend in {"", ENSEMBLE}:
+        return None
+    try:
+        return backend_named(draft.backend)
+    except InvalidArgument as error:
+        notes.problems.append(draft.problem("backend" if draft.message.backend else "platform", error.message))
+    except Exception as error:  # a package that is missing or broken here may be whole where the models will run
+        log.debug("backend %s cannot be used", draft.backend, exc_info=error)
+        text = error.message if isinstance(error, HeadraceError) else f"its backend cannot be used here: {error!r:.200}"
+        notes.warnings.append(draft.problem("", f"{text}; the model's files were not looked at"))
+    return None
+
+
+def _finish(draft: Draft, version: int | None, backend: Backend | None, gpus: int, notes: _Notes) -> ModelConfig | None:
+    """The whole configuration of one version; None, and problems noted, if there is none."""
+    told, asked = None, draft.backend in {"", ENSEMBLE}
+    if version is not None and _has_file(draft, version, notes) and backend is not None:
+        files = ModelFiles(draft.model_folder, version, draft.model_folder / str(version))
+        place = f"{draft.model_folder.name}/{version}"
+        try:
+            told, asked = backend.complete(draft.typed(), files), True
+        except ConfigError as error:
+            notes.problems += error.problems
+        except HeadraceError as error:
+            notes.problems.append(Problem(place, None, "", error.message))
+        except Exception as error:  # a model's file may be anything
+            log.debug("%s cannot be read", place, exc_info=error)
+            notes.problems.append(Problem(place, None, "", f"the model cannot be read: {error!r:.300}"))
+    try:
+        return finish(draft, told, gpus)
+    except ConfigError as error:
+        # What the model's file would have told is not missing if the file could not be asked.
+        known = asked or (draft.message.input and draft.message.output)
+        notes.problems += [each for each in error.problems if known or not each.field.startswith(("input", "output"))]
+    return None
+
+
+def _has_file(draft: Draft, version: int, notes: _Notes) -> bool:
+    """Whether the file that the configuration means is in the version's folder."""
+    formats = [each for each in FORMATS if each.backend == draft.backend]
+    named = [each for each in formats if each.platform and each.platform == draft.message.platform]
+    names = [each.filename for each in named or formats]
+    if draft.message.default_model_filename:
+        names = [draft.message.default_model_filename]
+    folder = draft.model_folder / str(version)
+    if not names or "" in names or any((folder / name).exists() for name in names):
+        return True
+    there = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing" if folder.is_dir() else "nothing"
+    text = (
+        f"has no {' or '.join(names)}, but {there}: put the model's file there, or name it with default_model_filename"
+    )
+    notes.problems.append(Problem(f"{draft.model_folder.name}/{version}", None, "", text))
+    return False
+
+
+def _check_steps(name: str, checked: dict[str, _Checked], present: Collection[str], notes: _Notes) -> None:
+    model = checked[name]
+    for config in model.configs.values():
+        scheduling = config.scheduling
+        if not isinstance(scheduling, EnsembleScheduling):
+            continue
+        for index, step in enumerate(scheduling.steps):
+            text = _step_problem(step, checked, present)
+            if text:
+                notes.problems.append(model.draft.problem(f"ensemble_scheduling.step[{index}].model_name", text))
+        texts = ensemble_problems(config, lambda step: _config_of(step, checked))
+        texts += _circle(name, checked)
+        notes.problems += [model.draft.problem("ensemble_scheduling", text) for text in texts]
+
+
+def _step_problem(step: EnsembleStep, checked: dict[str, _Checked], present: Collection[str]) -> str:
+    model = checked.get(step.model_name)
+    if model is None:
+        known = step.model_name in present
+        others = ", ".join(sorted(checked)) or "none"
+        return "" if known else f"model '{step.model_name}' is not in the repository; there are {others}"
+    if step.model_version >= 0 and step.model_version not in model.wanted:
+        return f"version {step.model_version} of '{step.model_name}' is not served: not there, or not in its policy"
+    return ""
+
+
+def _config_of(step: EnsembleStep, checked: dict[str, _Checked]) -> ModelConfig | None:
+    model = checked.get(step.model_name)
+    if model is None or not model.configs:
+        return None
+    return model.configs.get(step.model_version if step.model_version >= 0 else max(model.configs))
+
+
+def _circle(name: str, checked: dict[str, _Checked]) -> list[str]:
+    """The way from an ensemble through its steps back to itself, if there is one."""
+    ways = [[name]]
+    seen: set[str] = set()
+    while ways:
+        way = ways.pop()
+        model = checked.get(way[-1])
+        for config in model.configs.values() if model is not None else ():
+            scheduling = config.scheduling
+            for step in scheduling.steps if isinstance(scheduling, EnsembleScheduling) else ():
+                if step.model_name == name:
+                    return [f"ensembles use each other in a circle: {' -> '.join([*way, name])}"]
+                if step.model_name not in seen:
+                    seen.add(step.model_name)
+                    ways.append([*way, step.model_name])
+    return []
