@@ -19,18 +19,21 @@ from bench.report import END_MARKER, START_MARKER, markdown, put_into_readme
 from bench.runs import Plan, Results, Run
 from bench.screen import bar, console, show
 from bench.servers import SERVERS
-from bench.summary import figures_of, verdicts_of
+from bench.summary import figures_of, idle_figure_of
 from bench.tools import ensure_load_generators
-from bench.workloads import WORKLOADS
+from bench.verdicts import verdicts_of
+from bench.workloads import NAMES
 
 RESULTS = Path(__file__).parent / "results"
 LATEST = RESULTS / "latest.md"
 QUICK_SECONDS, QUICK_ROUNDS = 2, 1
 EXAMPLES = """examples:
-  python -m bench                                    everything, about 12 minutes, writes bench/results/
+  python -m bench                                    everything, about 18 minutes, writes bench/results/
   python -m bench --quick                            a look: one round of 2 seconds each
   python -m bench --only headrace triton-python      two servers, all their workloads
   python -m bench --workload json16 --keep-going     one workload, whoever can do it
+  python -m bench --workload mlp mlp-grpc            a small ONNX network on one core, Headrace and Triton
+  python -m bench --workload overhead-binary idle    what the engine costs, and what it costs when idle
   python -m bench --readme README.md                 measure nothing, put the last full run into README.md
 """
 
@@ -61,16 +64,22 @@ def _bench(plan: Plan, terminal: Console) -> int:
     with bar(terminal, plan.measurements()) as progress:
         results = Run(plan, progress.tell, progress.tick).all_rounds()
     figures = figures_of(results.samples)
-    verdicts = verdicts_of(figures)
+    idle = idle_figure_of(results.idle)
+    verdicts = verdicts_of(figures, idle)
     document = _document(plan, machine, results)
-    document |= {"figures": [asdict(one) for one in figures], "verdicts": [asdict(one) for one in verdicts]}
+    document |= {
+        "figures": [asdict(one) for one in figures],
+        "idle_figure": asdict(idle) if idle else None,
+        "verdicts": [asdict(one) for one in verdicts],
+    }
     show(terminal, figures, verdicts, results.refused)
-    _write(plan, document, markdown(document, figures, verdicts), terminal)
+    _write(plan, document, markdown(document, figures, idle, verdicts), terminal)
     return 1 if results.refused else 0
 
 
 def _install_peers(plan: Plan, terminal: Console) -> None:
-    missing = [s.name for s in plan.chosen() if s.is_peer and not venvs.is_installed(s.name)]
+    wanted = dict.fromkeys(server.venv for server in plan.chosen() if server.is_peer)
+    missing = [peer for peer in wanted if not venvs.is_installed(peer)]
     if not missing:
         return
     with bar(terminal, len(missing)) as progress:
@@ -81,7 +90,7 @@ def _install_peers(plan: Plan, terminal: Console) -> None:
 
 
 def _document(plan: Plan, machine: dict[str, object], results: Results) -> dict[str, Any]:
-    environments = {s.name: venvs.venv_of(s.name) for s in plan.chosen() if s.is_peer}
+    environments = {s.venv: venvs.venv_of(s.venv) for s in plan.chosen() if s.is_peer}
     if any(not server.is_peer for server in plan.chosen()):
         environments = {"headrace": Path(sys.prefix)} | environments
     return {
@@ -92,6 +101,7 @@ def _document(plan: Plan, machine: dict[str, object], results: Results) -> dict[
         "self_descriptions": results.self_descriptions,
         "refused": results.refused,
         "samples": [asdict(sample) for sample in results.samples],
+        "idle_samples": [asdict(sample) for sample in results.idle],
     }
 
 
@@ -115,7 +125,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     quick = arguments.quick
     return Plan(
         servers=tuple(name for name in SERVERS if not arguments.only or name in arguments.only),
-        workloads=tuple(name for name in WORKLOADS if not arguments.workload or name in arguments.workload),
+        workloads=tuple(name for name in NAMES if not arguments.workload or name in arguments.workload),
         rounds=QUICK_ROUNDS if quick else arguments.rounds,
         seconds=QUICK_SECONDS if quick else arguments.seconds,
         keep_going=arguments.keep_going,
@@ -140,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=_positive, default=5, help="length of each measurement (default 5)")
     parser.add_argument("--rounds", type=_positive, default=3, help="how often each is repeated (default 3)")
     parser.add_argument("--only", nargs="+", choices=SERVERS, metavar="SERVER", help=f"of {', '.join(SERVERS)}")
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--workload", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="one round of 2 seconds each")
     parser.add_argument("--keep-going", action="store_true", help="note a server or workload that fails, go on")
     parser.add_argument("--readme", type=Path, metavar="FILE", help="put the last full run between FILE's markers")

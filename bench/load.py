@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bench.dialects import Request
 from bench.errors import BenchError
+from bench.pinning import pinned
 from bench.workloads import Workload
 
 LUA_SCRIPT = Path(__file__).with_name("post.lua")
@@ -33,21 +34,29 @@ class LoadFigures:
     client_cpu_seconds: float
 
 
-def put_load(workload: Workload, request: Request, port: int, seconds: int) -> LoadFigures:
-    """Load the server on this port of 127.0.0.1 and return what came back."""
+def put_load(
+    workload: Workload, request: Request, port: int, seconds: int, cores: set[int] | None = None
+) -> LoadFigures:
+    """Load the server on this port of 127.0.0.1, from these cores (None: any), and return what came back."""
     generator = _wrk if workload.transport == "http" else _h2load
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         body = Path(folder, "body")
         body.write_bytes(request.body)
-        return generator(workload, request, f"http://127.0.0.1:{port}{request.path}", body, seconds)
+        return generator(workload, request, f"http://127.0.0.1:{port}{request.path}", body, _Run(seconds, cores))
 
 
-def _wrk(workload: Workload, request: Request, url: str, body: Path, seconds: int) -> LoadFigures:
+@dataclass(frozen=True)
+class _Run:
+    seconds: int
+    cores: set[int] | None
+
+
+def _wrk(workload: Workload, request: Request, url: str, body: Path, run: _Run) -> LoadFigures:
     headers = [part for header in request.headers.items() for part in header]
     output, cpu_seconds = _run([
-        "wrk", f"-t{workload.client_threads}", f"-c{workload.connections}", f"-d{seconds}s",
+        "wrk", f"-t{workload.client_threads}", f"-c{workload.connections}", f"-d{run.seconds}s",
         "--timeout", "10s", "-s", str(LUA_SCRIPT), url, "--", str(body), *headers,
-    ], seconds)  # fmt: skip
+    ], run)  # fmt: skip
     found = re.search(r"^@@ (.+)$", output, re.MULTILINE)
     if found is None:
         raise BenchError(f"wrk said something unexpected:\n{output[-500:]}")
@@ -63,14 +72,14 @@ def _wrk(workload: Workload, request: Request, url: str, body: Path, seconds: in
     )
 
 
-def _h2load(workload: Workload, request: Request, url: str, body: Path, seconds: int) -> LoadFigures:
+def _h2load(workload: Workload, request: Request, url: str, body: Path, run: _Run) -> LoadFigures:
     log = body.with_name("requests.tsv")
     headers = [part for name, value in request.headers.items() for part in ("-H", f"{name}: {value}")]
     output, cpu_seconds = _run([
-        "h2load", f"-t{workload.client_threads}", f"-c{workload.connections}", "-m1", f"-D{seconds}",
+        "h2load", f"-t{workload.client_threads}", f"-c{workload.connections}", "-m1", f"-D{run.seconds}",
         # Wide flow-control windows, as gRPC clients open them, so that the server never waits for us.
         "-w24", "-W24", f"--log-file={log}", "-d", str(body), *headers, url,
-    ], seconds)  # fmt: skip
+    ], run)  # fmt: skip
     rate = re.search(r"finished in [\d.]+\w+, ([\d.]+) req/s", output)
     counts = re.search(r"requests: .* (\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout", output)
     traffic = re.search(r"\((\d+)\) data", output)
@@ -91,11 +100,13 @@ def _h2load(workload: Workload, request: Request, url: str, body: Path, seconds:
     )
 
 
-def _run(command: list[str], seconds: int) -> tuple[str, float]:
+def _run(command: list[str], run: _Run) -> tuple[str, float]:
     # Servers are never reaped while a load runs, so the children's time is the load generator's alone.
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    placed = command if run.cores is None else pinned(command, run.cores)
+    limit = run.seconds + GRACE_SECONDS
     try:
-        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + GRACE_SECONDS)
+        finished = subprocess.run(placed, capture_output=True, text=True, check=False, timeout=limit)
     except subprocess.TimeoutExpired as error:
         raise BenchError(f"{command[0]} did not end: the server stopped answering") from error
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -8,8 +8,9 @@ from bench.cpu import machine_cpu, memory_of, server_cpu_seconds, server_process
 from bench.dialects import request_for
 from bench.errors import BenchError
 from bench.load import put_load
+from bench.pinning import client_cores, refuse_unless_pinned
 from bench.running import RunningServer
-from bench.verify import verified_response_bytes
+from bench.verify import verified_response_bytes, verify_crowd
 from bench.workloads import Workload
 
 WARM_UP_SECONDS = 1
@@ -46,17 +47,22 @@ def measure(target: RunningServer, workload: Workload, round_number: int, second
     request = request_for(workload, target.server.dialect)
     port = target.ports.grpc if workload.transport == "grpc" else target.ports.http
     response_bytes = verified_response_bytes(workload, request, port)
-    put_load(workload, request, port, WARM_UP_SECONDS)
+    if workload.checks_crowd:
+        verify_crowd(workload, target.server.dialect, port)
+    cores = client_cores() if target.server.one_core else None
+    put_load(workload, request, port, WARM_UP_SECONDS, cores)
 
     machine_before, server_before, clock_before = (
         machine_cpu(),
         server_cpu_seconds(target.pid),
         time.monotonic(),
     )
-    figures = put_load(workload, request, port, seconds)
+    figures = put_load(workload, request, port, seconds, cores)
     machine_after, server_after, clock_after = machine_cpu(), server_cpu_seconds(target.pid), time.monotonic()
 
     verified_response_bytes(workload, request, port)
+    if target.server.one_core:
+        refuse_unless_pinned(target.pid)
     if figures.requests == 0:
         raise BenchError("no request was answered")
     if figures.bytes_per_response < LEAST_SHARE_OF_BYTES * response_bytes:

@@ -7,19 +7,28 @@ from typing import Any
 
 from bench.errors import BenchError
 from bench.servers import SERVERS
-from bench.summary import Figure, Verdict, two_processes_at_most
+from bench.summary import Figure, IdleFigure, two_processes_at_most
+from bench.verdicts import MLP_WORKLOADS, Verdict
 from bench.workloads import WORKLOADS
 
 DETAILS_HEADING = "## All figures"
 START_MARKER, END_MARKER = "<!-- bench:start -->", "<!-- bench:end -->"
 OWN_PROTOCOL = "†"
 TARGETS_INTRODUCTION = (
-    "Headrace against the targets (the ratio of the figures above; for `processes`, requests per second "
-    "with 2 processes against 1, with the load generator on the same cores):"
+    "Headrace against the targets: the ratio of server CPU per request, unless another figure is named. "
+    "`processes` is 2 processes against 1, with the load generator on the same cores; `overhead` is what the engine "
+    "adds to the CPU of a request that is answered by a bare handler; `idle` is a server with models and no requests."
 )
+MLP_INTRODUCTION = (
+    "A small ONNX network (16-256-256-16), one row per request from 64 connections, batches of up to 64; the server on "
+    "one core, the load generator on the others. Triton runs ONNX Runtime in its Python backend, without and with "
+    "a wait of 100 us for batches to fill."
+)
+# Shown by CPU per request in one table; the others are about something else, and have their own places.
+CPU_WORKLOADS = ("json16", "binary16", "grpc16", "binary600k", "grpc600k")
 MAIN_PACKAGES = {
-    "headrace": ("headrace",),
-    "triton-python": ("nvidia-pytriton", "numpy"),
+    "headrace": ("headrace", "onnxruntime"),
+    "triton-python": ("nvidia-pytriton", "numpy", "onnxruntime"),
     "grpc-aio": ("grpcio", "uvloop"),
     "fastapi": ("fastapi", "uvicorn", "pydantic"),
     "mosec": ("mosec",),
@@ -28,18 +37,20 @@ MAIN_PACKAGES = {
 }
 
 
-def markdown(document: dict[str, Any], figures: list[Figure], verdicts: list[Verdict]) -> str:
+def markdown(document: dict[str, Any], figures: list[Figure], idle: IdleFigure | None, verdicts: list[Verdict]) -> str:
     """The whole of latest.md; everything above DETAILS_HEADING is also what the README shows."""
     parts = [
         "# Headrace beside its peers",
         _circumstances(document, figures),
         "Server CPU in milliseconds per 1,000 requests, the whole process tree; less is better.",
         _cpu_matrix(figures),
+        *_mlp(figures),
         TARGETS_INTRODUCTION,
         _verdict_table(verdicts),
         _processes_note(figures, document["machine"]["cpu_count"]),
         DETAILS_HEADING,
         _figure_table(figures),
+        _idle(idle),
         _notes(document),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -80,14 +91,14 @@ def _circumstances(document: dict[str, Any], figures: list[Figure]) -> str:
 def _version_line(document: dict[str, Any]) -> Iterable[str]:
     for server, versions in document["versions"].items():
         packages = [f"{name} {versions[name]}" for name in MAIN_PACKAGES.get(server, ()) if name in versions]
-        described = document["self_descriptions"].get(server)
+        described = [about for name, about in document["self_descriptions"].items() if SERVERS[name].venv == server]
         if server == "triton-python" and described:
-            packages.insert(0, f"tritonserver {described['version']}")
+            packages.insert(0, f"tritonserver {described[0]['version']}")
         yield f"{server}: {', '.join(packages) or 'unknown'}"
 
 
 def _cpu_matrix(figures: list[Figure]) -> str:
-    columns = [name for name in WORKLOADS if name != "processes" and any(f.workload == name for f in figures)]
+    columns = [name for name in CPU_WORKLOADS if any(f.workload == name for f in figures)]
     known = {(figure.server, figure.workload): figure for figure in figures}
     rows = []
     for name in SERVERS:
@@ -97,20 +108,39 @@ def _cpu_matrix(figures: list[Figure]) -> str:
     return _table(["server", *columns], rows)
 
 
+def _mlp(figures: list[Figure]) -> list[str]:
+    rows = [
+        [one.workload, _label(one.server), *(FIGURE_COLUMNS[name](one) for name in MLP_COLUMNS)]
+        for workload in MLP_WORKLOADS
+        for one in sorted(figures, key=lambda figure: -figure.requests_per_second)
+        if one.workload == workload
+    ]
+    return [MLP_INTRODUCTION, _table(["workload", "server", *MLP_COLUMNS], rows)] if rows else []
+
+
+def _idle(idle: IdleFigure | None) -> str:
+    if idle is None:
+        return ""
+    return (
+        f"With {idle.models} models and nothing to do, {idle.server} used {idle.percent_of_core:.2f} % of a core "
+        f"({idle.processes} process(es), {idle.pss_mb:,.0f} MB PSS)."
+    )
+
+
 def _verdict_table(verdicts: list[Verdict]) -> str:
     rows = [
         [
             v.workload,
             v.against,
-            _number(v.ours, 0),
-            _number(v.theirs, 0),
-            _number(v.ratio, 2),
+            _number(v.ours),
+            _number(v.theirs),
+            v.compared_text,
             v.target,
             v.result,
         ]
         for v in verdicts
     ]
-    return _table(["workload", "against", "Headrace", "other", "ratio", "target", "result"], rows)
+    return _table(["workload", "against", "Headrace", "other", "ratio or figure", "target", "result"], rows)
 
 
 def _processes_note(figures: list[Figure], cores: int) -> str:
@@ -139,7 +169,7 @@ def _notes(document: dict[str, Any]) -> str:
 
 
 def _label(server: str) -> str:
-    names = {"headrace-2": "headrace, 2 processes"}
+    names = {"headrace-2": "headrace, 2 processes", "headrace-1core": "headrace, 1 core"}
     mark = f" {OWN_PROTOCOL}" if SERVERS[server].dialect != "v2" else ""
     return names.get(server, server) + mark
 
@@ -161,8 +191,14 @@ FIGURE_COLUMNS: dict[str, Callable[[Figure], str]] = {
 }
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+MLP_COLUMNS = ("requests/s", "p50 ms", "p99 ms", "server CPU ms/1,000")
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    # Rates and CPU times are in the tens and more; latencies and an idle server's CPU are not.
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}" if value >= 10 else f"{value:,.2f}"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

@@ -19,6 +19,7 @@ import psutil
 
 from bench.cpu import server_processes
 from bench.errors import BenchError
+from bench.pinning import pinned, refuse_unless_pinned, server_core
 from bench.servers import Launch, Ports, Server
 
 READY_SECONDS = 90
@@ -44,22 +45,25 @@ def running(server: Server) -> Iterator[RunningServer]:
     """Start the server, hand it over once it is ready, stop all of its processes on the way out."""
     ports = _free_ports()
     launch = server.launch(ports)
+    command = pinned(launch.command, {server_core()}) if server.one_core else launch.command
     with tempfile.TemporaryDirectory(prefix=f"headrace-bench-{server.name}-", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "log")
         started = time.monotonic()
         with log.open("wb") as output:
             try:
                 process = subprocess.Popen(
-                    launch.command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                     cwd=folder, env=_environment(launch, folder), start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
-                raise BenchError(f"{launch.command[0]} cannot be started: {error}") from error
+                raise BenchError(f"{command[0]} cannot be started: {error}") from error
         try:
             _wait_until_ready(server, ports, process, log)
             took = time.monotonic() - started
             time.sleep(SETTLE_SECONDS)
             _refuse_if_exposed(server, process.pid)
+            if server.one_core:
+                refuse_unless_pinned(process.pid)
             yield RunningServer(server, ports, process.pid, took)
         finally:
             _stop(process)

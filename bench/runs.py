@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bench.errors import BenchError
+from bench.idle import IdleSample, measure_idle
 from bench.measure import Sample, measure
 from bench.running import RunningServer, running, self_description
 from bench.servers import SERVERS, Server
-from bench.workloads import WORKLOADS
+from bench.workloads import IDLE, WORKLOADS
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Results:
     """Everything that was seen."""
 
     samples: list[Sample] = field(default_factory=list)
+    idle: list[IdleSample] = field(default_factory=list)
     # "server workload" (or only "server", when it did not start) and why.
     refused: dict[str, str] = field(default_factory=dict)
     # What servers that speak v2 say about themselves: name, version.
@@ -80,11 +82,12 @@ class Run:
 
     def _one_workload(self, target: RunningServer, name: str, round_number: int) -> None:
         try:
-            sample = measure(target, WORKLOADS[name], round_number, self.plan.seconds)
+            if name == IDLE:
+                self.results.idle.append(measure_idle(target, round_number, self.plan.seconds))
+            else:
+                self.results.samples.append(measure(target, WORKLOADS[name], round_number, self.plan.seconds))
         except BenchError as error:
             self._refuse(f"{target.server.name} {name}", error)
-        else:
-            self.results.samples.append(sample)
 
     def _refuse(self, what: str, error: BenchError) -> None:
         if not self.plan.keep_going:

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.summary import Figure, Verdict
+from bench.summary import Figure
+from bench.verdicts import Verdict
 from bench.workloads import WORKLOADS
 
 WIDTH_ELSEWHERE = 140
@@ -84,13 +85,16 @@ def _figures(figures: list[Figure]) -> Table:
 
 
 def _verdicts(verdicts: list[Verdict]) -> Table:
-    table = Table(title="Headrace against the targets (server CPU per request)")
-    for name in ("workload", "against", "ratio", "target", "result"):
+    table = Table(title="Headrace against the targets (server CPU per request, unless another figure is named)")
+    for name in ("workload", "against", "ratio or figure", "target", "result"):
         table.add_column(name)
     for verdict in verdicts:
-        ratio = "-" if verdict.ratio is None else f"{verdict.ratio:.2f}"
         colour = COLOURS.get(verdict.result, "red")
         table.add_row(
-            verdict.workload, verdict.against, ratio, verdict.target, f"[{colour}]{verdict.result}[/{colour}]"
+            verdict.workload,
+            verdict.against,
+            verdict.compared_text,
+            verdict.target,
+            f"[{colour}]{verdict.result}[/{colour}]",
         )
     return table

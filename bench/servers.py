@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.errors import BenchError
+from bench.models import headrace_repository, idle_repository, one_core_repository, triton_mlp_repository
 from bench.venvs import PEERS, site_packages, venv_of
+from bench.workloads import IDLE
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,33 @@ class Server:
     # The path that answers 200 when the server is ready; None for a server that speaks gRPC only.
     ready_path: str | None
     dialect: str = "v2"
-    is_peer: bool = True
+    # The environment under .venvs/ that it runs in, its name's unless told; "" for Headrace's own.
+    environment: str | None = None
+    # Whether it is held on one core, with the load generator on the others.
+    one_core: bool = False
+
+    @property
+    def venv(self) -> str:
+        return self.name if self.environment is None else self.environment
+
+    @property
+    def is_peer(self) -> bool:
+        return bool(self.venv)
 
 
 def _triton_python(ports: Ports) -> Launch:
+    return _triton(ports, PEERS / "triton-python/models")
+
+
+def _triton_onnx(ports: Ports) -> Launch:
+    return _triton(ports, triton_mlp_repository(wait_microseconds=0))
+
+
+def _triton_onnx_wait(ports: Ports) -> Launch:
+    return _triton(ports, triton_mlp_repository(wait_microseconds=100))
+
+
+def _triton(ports: Ports, repository: Path) -> Launch:
     venv = venv_of("triton-python")
     packages = site_packages(venv)
     distribution = packages / "pytriton/tritonserver"
@@ -54,7 +79,7 @@ def _triton_python(ports: Ports) -> Launch:
     shutil.copy2(stub, distribution / "backends/python/triton_python_backend_stub")
     command = [
         str(distribution / "bin/tritonserver"),
-        "--model-repository", str(PEERS / "triton-python/models"),
+        "--model-repository", str(repository),
         "--backend-directory", str(distribution / "backends"),
         "--http-address", "127.0.0.1", "--http-port", str(ports.http),
         "--grpc-address", "127.0.0.1", "--grpc-port", str(ports.grpc),
@@ -122,25 +147,52 @@ def _script(peer: str, name: str, *arguments: str) -> Launch:
     return Launch([str(venv_of(peer) / "bin/python"), str(PEERS / peer / name), *arguments])
 
 
-def _headrace(ports: Ports, *more: str) -> Launch:
-    program = Path(sys.executable).with_name("headrace")
-    if not program.is_file():
-        raise BenchError(f"{program} does not exist: run 'make install' (or pip install -e .) first")
-    return Launch([str(program), "serve", "--http-port", str(ports.http), "--grpc-port", str(ports.grpc), *more])
+def _headrace(ports: Ports) -> Launch:
+    return _headrace_serve(ports, headrace_repository())
 
 
 def _headrace_two_processes(ports: Ports) -> Launch:
-    return _headrace(ports, "--processes", "2")
+    return _headrace_serve(ports, headrace_repository(), "--processes", "2")
+
+
+def _headrace_one_core(ports: Ports) -> Launch:
+    return _headrace_serve(ports, one_core_repository())
+
+
+def _headrace_idle(ports: Ports) -> Launch:
+    return _headrace_serve(ports, idle_repository())
+
+
+def _headrace_serve(ports: Ports, repository: Path, *more: str) -> Launch:
+    program = Path(sys.executable).with_name("headrace")
+    if not program.is_file():
+        raise BenchError(f"{program} does not exist: run 'make install' (or pip install -e .) first")
+    return Launch([
+        str(program), "serve", str(repository),
+        "--http-port", str(ports.http), "--grpc-port", str(ports.grpc), *more,
+    ])  # fmt: skip
+
+
+def _handler(ports: Ports) -> Launch:
+    return Launch([sys.executable, str(PEERS / "handler/handler_server.py"), str(ports.http), str(ports.grpc)])
 
 
 READY = "/v2/health/ready"
 EVERYTHING = ("json16", "binary16", "grpc16", "binary600k", "grpc600k")
+MLP = ("mlp", "mlp-grpc")
+OVERHEAD = ("overhead-binary", "overhead-grpc")
+OURS = ""
 
 SERVERS: dict[str, Server] = {
     server.name: server
     for server in (
-        Server("headrace", (*EVERYTHING, "processes"), _headrace, READY, is_peer=False),
-        Server("headrace-2", ("processes",), _headrace_two_processes, READY, is_peer=False),
+        Server("headrace", (*EVERYTHING, "processes"), _headrace, READY, environment=OURS),
+        Server("headrace-2", ("processes",), _headrace_two_processes, READY, environment=OURS),
+        Server("headrace-1core", (*MLP, *OVERHEAD), _headrace_one_core, READY, environment=OURS, one_core=True),
+        Server("headrace-handler", OVERHEAD, _handler, READY, environment=OURS, one_core=True),
+        Server("headrace-idle", (IDLE,), _headrace_idle, READY, environment=OURS),
+        Server("triton-python-onnx", MLP, _triton_onnx, READY, environment="triton-python", one_core=True),
+        Server("triton-python-onnx-100us", MLP, _triton_onnx_wait, READY, environment="triton-python", one_core=True),
         Server("triton-python", EVERYTHING, _triton_python, READY),
         Server("grpc-aio", ("grpc16", "grpc600k"), _grpc_aio, None),
         Server("fastapi", ("json16", "binary16", "binary600k"), _fastapi, READY),

@@ -1,32 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py: turns samples into one figure per server and workload, and judges the targets."""
+"""Called by __main__.py: turns samples into one figure per server and workload."""
 
 from dataclasses import dataclass
 from statistics import median
 
+from bench.idle import IdleSample
 from bench.measure import Sample
 
-
-@dataclass(frozen=True)
-class Target:
-    """Headrace's server CPU per request must be at most this share of the peer's."""
-
-    workload: str
-    peer: str
-    at_most: float
-
-
-TARGETS = (
-    Target("json16", "triton-python", 0.30),
-    Target("json16", "fastapi", 0.20),
-    Target("binary16", "triton-python", 0.30),
-    Target("binary16", "fastapi", 0.20),
-    Target("grpc16", "triton-python", 0.25),
-    Target("grpc16", "grpc-aio", 0.15),
-    Target("binary600k", "triton-python", 0.40),
-    Target("grpc600k", "triton-python", 0.60),
-)
-TWO_PROCESSES_AT_LEAST = 1.5
 # Others' CPU, in cores, from which on a figure is no longer to be trusted: it slows server and client alike.
 DISTURBED_CORES = 0.15
 
@@ -57,16 +37,20 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One target, what was measured for it, and whether it was met."""
+class IdleFigure:
+    """The medians over the rounds of a server that had nothing to do."""
 
-    workload: str
-    against: str
-    ours: float | None
-    theirs: float | None
-    ratio: float | None
-    target: str
-    result: str
+    server: str
+    models: int
+    rounds: int
+    percent_of_core: float
+    pss_mb: float
+    processes: int
+    other_cores: float
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.other_cores > DISTURBED_CORES
 
 
 def figures_of(samples: list[Sample]) -> list[Figure]:
@@ -98,38 +82,18 @@ def _figure(group: list[Sample]) -> Figure:
     )
 
 
-def verdicts_of(figures: list[Figure]) -> list[Verdict]:
-    """Every target, those that could not be judged included."""
-    known = {(figure.server, figure.workload): figure for figure in figures}
-    return [_cpu_verdict(target, known) for target in TARGETS] + [_processes_verdict(known)]
-
-
-def _cpu_verdict(target: Target, known: dict[tuple[str, str], Figure]) -> Verdict:
-    ours = known.get(("headrace", target.workload))
-    theirs = known.get((target.peer, target.workload))
-    ratio = ours.server_cpu_ms_per_1000 / theirs.server_cpu_ms_per_1000 if ours and theirs else None
-    return Verdict(
-        workload=target.workload,
-        against=target.peer,
-        ours=ours.server_cpu_ms_per_1000 if ours else None,
-        theirs=theirs.server_cpu_ms_per_1000 if theirs else None,
-        ratio=ratio,
-        target=f"<= {target.at_most:.2f}",
-        result=_result(ratio is not None and ratio <= target.at_most, ours, theirs),
-    )
-
-
-def _processes_verdict(known: dict[tuple[str, str], Figure]) -> Verdict:
-    one, two = known.get(("headrace", "processes")), known.get(("headrace-2", "processes"))
-    ratio = two.requests_per_second / one.requests_per_second if one and two else None
-    return Verdict(
-        workload="processes (requests/s)",
-        against="1 process",
-        ours=two.requests_per_second if two else None,
-        theirs=one.requests_per_second if one else None,
-        ratio=ratio,
-        target=f">= {TWO_PROCESSES_AT_LEAST:.2f}",
-        result=_result(ratio is not None and ratio >= TWO_PROCESSES_AT_LEAST, one, two),
+def idle_figure_of(samples: list[IdleSample]) -> IdleFigure | None:
+    """The one idle server there is, if it was measured."""
+    if not samples:
+        return None
+    return IdleFigure(
+        server=samples[0].server,
+        models=samples[0].models,
+        rounds=len(samples),
+        percent_of_core=median(sample.percent_of_core for sample in samples),
+        pss_mb=median(sample.pss_mb for sample in samples),
+        processes=samples[-1].processes,
+        other_cores=median(sample.other_cores for sample in samples),
     )
 
 
@@ -141,14 +105,3 @@ def two_processes_at_most(figures: list[Figure], cores: int) -> float | None:
             # One process fills one core; all cores together serve a request per server + client CPU time.
             return min(2.0, cores * server / (server + client))
     return None
-
-
-def _result(met: bool, *measured: Figure | None) -> str:
-    known = [figure for figure in measured if figure is not None]
-    if len(known) < len(measured):
-        return "not measured"
-    # A server that drops requests may not win by it.
-    if any(figure.errors for figure in known):
-        return "MISSED (errors)"
-    result = "pass" if met else "MISSED"
-    return f"{result} (disturbed)" if any(figure.is_disturbed for figure in known) else result

@@ -7,11 +7,13 @@ every request would look fast.
 
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import grpc
 import numpy as np
 
-from bench.dialects import GRPC_PATH, GRPC_PREFIX_BYTES, Request
+from bench.dialects import GRPC_PATH, GRPC_PREFIX_BYTES, Request, request_for
 from bench.errors import BenchError
 from bench.workloads import Workload
 
@@ -35,9 +37,18 @@ def verified_response_bytes(workload: Workload, request: Request, port: int) -> 
     expected = workload.expected()
     if numbers.shape != expected.shape:
         raise BenchError(f"the answer has {numbers.size} numbers instead of {expected.size}")
-    if not np.allclose(numbers, expected, rtol=RELATIVE_TOLERANCE, atol=0):
+    if not np.allclose(numbers, expected, rtol=RELATIVE_TOLERANCE, atol=workload.tolerance):
         raise BenchError(f"the answer has wrong numbers: {numbers[:4]} instead of {expected[:4]}")
     return size
+
+
+def verify_crowd(workload: Workload, dialect: str, port: int) -> None:
+    """Send a different request on each connection, all at once: a batch cut apart wrongly mixes the answers up."""
+    crowd = [replace(workload, seed=1000 + number) for number in range(workload.connections)]
+    with ThreadPoolExecutor(len(crowd)) as threads:
+        sizes = [threads.submit(verified_response_bytes, one, request_for(one, dialect), port) for one in crowd]
+        for size in sizes:
+            size.result()
 
 
 def _ask_http(request: Request, port: int) -> tuple[bytes, dict[str, str]]:

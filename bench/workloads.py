@@ -9,6 +9,8 @@ from typing import Literal
 
 import numpy as np
 
+from bench import mlp
+
 Transport = Literal["http", "grpc"]
 Encoding = Literal["json", "binary", "grpc"]
 
@@ -25,19 +27,38 @@ class Workload:
     shape: tuple[int, ...]
     connections: int
     client_threads: int = 1
+    # By how much a right answer may differ beyond the rounding of its own text: for models that add numbers up.
+    tolerance: float = 0.0
+    # Whether different requests, sent at the same time, are checked to get each its own answer.
+    checks_crowd: bool = False
+    seed: int = 1
 
     def numbers(self) -> np.ndarray:
-        """The input tensor: always the same numbers for the same shape."""
-        return np.random.default_rng(1).random(self.shape, dtype=np.float32)
+        """The input tensor: always the same numbers for the same shape and seed."""
+        return np.random.default_rng(self.seed).random(self.shape, dtype=np.float32)
 
     def expected(self) -> np.ndarray:
         """What a correct server must answer, flattened."""
+        if self.model == "mlp":
+            return mlp.answer(self.numbers()).ravel()
         flat = self.numbers().ravel()
         return flat[:1000] if self.model == "first1000" else flat
 
 
 SMALL = (1, 16)
 IMAGE = (1, 3, 224, 224)
+MLP_TOLERANCE = 1e-4  # the numbers are around 1, sums of 256 products in single precision
+# Not a load but its absence; see idle.py.
+IDLE = "idle"
+
+
+def _mlp(name: str, transport: Transport, encoding: Encoding, what: str) -> Workload:
+    return Workload(name, what, transport, encoding, "mlp", SMALL, 64, tolerance=MLP_TOLERANCE, checks_crowd=True)
+
+
+def _alone(name: str, transport: Transport, encoding: Encoding, what: str) -> Workload:
+    return Workload(name, what, transport, encoding, "identity_one", SMALL, 16)
+
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
@@ -51,5 +72,11 @@ WORKLOADS: dict[str, Workload] = {
         Workload(
             "processes", "2,048 floats as JSON, by 1 and by 2 processes", "http", "json", "identity", (1, 2048), 32, 1
         ),
+        _mlp("mlp", "http", "binary", "one row to an ONNX network, as a binary tensor over HTTP, server on one core"),
+        _mlp("mlp-grpc", "grpc", "grpc", "one row to an ONNX network over gRPC, server on one core"),
+        _alone("overhead-binary", "http", "binary", "binary16 to a model that joins no requests, server on one core"),
+        _alone("overhead-grpc", "grpc", "grpc", "grpc16 to a model that joins no requests, server on one core"),
     )
 }
+# What can be chosen on the command line, in the order of the report.
+NAMES = (*WORKLOADS, IDLE)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Called by __main__.py: judges the targets by the figures of summary.py."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.summary import Figure, IdleFigure
+
+Known = dict[tuple[str, str], Figure]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Headrace's server CPU per request must be at most this share of the peer's."""
+
+    workload: str
+    peer: str
+    at_most: float
+
+
+TARGETS = (
+    Target("json16", "triton-python", 0.30),
+    Target("json16", "fastapi", 0.20),
+    Target("binary16", "triton-python", 0.30),
+    Target("binary16", "fastapi", 0.20),
+    Target("grpc16", "triton-python", 0.25),
+    Target("grpc16", "grpc-aio", 0.15),
+    Target("binary600k", "triton-python", 0.40),
+    Target("grpc600k", "triton-python", 0.60),
+)
+TWO_PROCESSES_AT_LEAST = 1.5
+MLP_WORKLOADS = ("mlp", "mlp-grpc")
+MLP_PEERS = ("triton-python-onnx", "triton-python-onnx-100us")
+MLP_TIMES_AT_LEAST = 3.0
+OVERHEAD_WORKLOADS = ("overhead-binary", "overhead-grpc")
+OVERHEAD_MICROSECONDS_AT_MOST = 8.0
+IDLE_PERCENT_AT_MOST = 1.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One target, what was measured for it, and whether it was met."""
+
+    workload: str
+    against: str
+    ours: float | None
+    theirs: float | None
+    # What the target is about: a ratio of the two, or, where the unit says so, a difference or ours alone.
+    compared: float | None
+    target: str
+    result: str
+    unit: str = ""
+
+    @property
+    def compared_text(self) -> str:
+        return "-" if self.compared is None else f"{self.compared:.2f}{self.unit}"
+
+
+def verdicts_of(figures: list[Figure], idle: IdleFigure | None) -> list[Verdict]:
+    """Every target, those that could not be judged included."""
+    known = {(figure.server, figure.workload): figure for figure in figures}
+    return [
+        *(_cpu_verdict(target, known) for target in TARGETS),
+        _processes_verdict(known),
+        *(verdict for name in MLP_WORKLOADS for verdict in _mlp_verdicts(name, known)),
+        *(_overhead_verdict(name, known) for name in OVERHEAD_WORKLOADS),
+        _idle_verdict(idle),
+    ]
+
+
+def _cpu_verdict(target: Target, known: Known) -> Verdict:
+    ours, theirs = known.get(("headrace", target.workload)), known.get((target.peer, target.workload))
+    ratio = _ratio(ours, theirs, _cpu)
+    return Verdict(
+        workload=target.workload,
+        against=target.peer,
+        ours=_cpu(ours) if ours else None,
+        theirs=_cpu(theirs) if theirs else None,
+        compared=ratio,
+        target=f"<= {target.at_most:.2f}",
+        result=_result(ratio is not None and ratio <= target.at_most, ours, theirs),
+    )
+
+
+def _processes_verdict(known: Known) -> Verdict:
+    one, two = known.get(("headrace", "processes")), known.get(("headrace-2", "processes"))
+    ratio = _ratio(two, one, _rate)
+    return Verdict(
+        workload="processes (requests/s)",
+        against="1 process",
+        ours=_rate(two) if two else None,
+        theirs=_rate(one) if one else None,
+        compared=ratio,
+        target=f">= {TWO_PROCESSES_AT_LEAST:.2f}",
+        result=_result(ratio is not None and ratio >= TWO_PROCESSES_AT_LEAST, one, two),
+    )
+
+
+def _mlp_verdicts(workload: str, known: Known) -> list[Verdict]:
+    ours = known.get(("headrace-1core", workload))
+    peers = [figure for peer in MLP_PEERS if (figure := known.get((peer, workload)))]
+    # Of the two ways to run Triton, the one that serves more.
+    theirs = max(peers, key=_rate, default=None)
+    against = theirs.server if theirs else MLP_PEERS[0]
+    rates, waits = _ratio(ours, theirs, _rate), _ratio(ours, theirs, _p99)
+    return [
+        Verdict(
+            workload=f"{workload} (requests/s)",
+            against=against,
+            ours=_rate(ours) if ours else None,
+            theirs=_rate(theirs) if theirs else None,
+            compared=rates,
+            target=f">= {MLP_TIMES_AT_LEAST:.2f}",
+            result=_result(rates is not None and rates >= MLP_TIMES_AT_LEAST, ours, theirs),
+        ),
+        Verdict(
+            workload=f"{workload} (p99 ms)",
+            against=against,
+            ours=_p99(ours) if ours else None,
+            theirs=_p99(theirs) if theirs else None,
+            compared=waits,
+            target="< 1.00",
+            result=_result(waits is not None and waits < 1, ours, theirs),
+        ),
+    ]
+
+
+def _overhead_verdict(workload: str, known: Known) -> Verdict:
+    ours, bare = known.get(("headrace-1core", workload)), known.get(("headrace-handler", workload))
+    # Milliseconds per 1,000 requests are microseconds per request.
+    difference = _cpu(ours) - _cpu(bare) if ours and bare else None
+    return Verdict(
+        workload=f"{workload} (CPU us/request)",
+        against="headrace-handler",
+        ours=_cpu(ours) if ours else None,
+        theirs=_cpu(bare) if bare else None,
+        compared=difference,
+        target=f"<= {OVERHEAD_MICROSECONDS_AT_MOST:.0f} us more",
+        result=_result(difference is not None and difference <= OVERHEAD_MICROSECONDS_AT_MOST, ours, bare),
+        unit=" us",
+    )
+
+
+def _idle_verdict(idle: IdleFigure | None) -> Verdict:
+    percent = idle.percent_of_core if idle else None
+    return Verdict(
+        workload="idle (% of a core)",
+        against=f"{idle.models} idle models" if idle else "idle models",
+        ours=percent,
+        theirs=None,
+        compared=percent,
+        target=f"<= {IDLE_PERCENT_AT_MOST:.2f} %",
+        result=_result(percent is not None and percent <= IDLE_PERCENT_AT_MOST, idle),
+        unit=" %",
+    )
+
+
+def _cpu(figure: Figure) -> float:
+    return figure.server_cpu_ms_per_1000
+
+
+def _rate(figure: Figure) -> float:
+    return figure.requests_per_second
+
+
+def _p99(figure: Figure) -> float:
+    return figure.p99_ms
+
+
+def _ratio(ours: Figure | None, theirs: Figure | None, of: Callable[[Figure], float]) -> float | None:
+    return of(ours) / of(theirs) if ours and theirs else None
+
+
+def _result(met: bool, *measured: Figure | IdleFigure | None) -> str:
+    known = [figure for figure in measured if figure is not None]
+    if len(known) < len(measured):
+        return "not measured"
+    # A server that drops requests may not win by it.
+    if any(isinstance(figure, Figure) and figure.errors for figure in known):
+        return "MISSED (errors)"
+    result = "pass" if met else "MISSED"
+    return f"{result} (disturbed)" if any(figure.is_disturbed for figure in known) else result
