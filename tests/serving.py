@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -65,13 +65,14 @@ class Serving:
 
 
 @contextmanager
-def serving(site: Site | Callable[[], Site], *, tls: TlsFiles | None = None) -> Iterator[Serving]:
-    """Start a site on a free loopback port. A callable is called in the server's loop."""
+def serving(site: Site | Callable[[], Site | Awaitable[Site]], *, tls: TlsFiles | None = None) -> Iterator[Serving]:
+    """Start a site on a free loopback port. A callable, or a coroutine function, is called in the server's loop."""
     started: threading.Event = threading.Event()
     holder: dict[str, Any] = {}
 
     async def main() -> None:
-        real = site() if callable(site) else site
+        made = site() if callable(site) else site
+        real: Site = await made if asyncio.iscoroutine(made) else made  # type: ignore[assignment]
         server = WireServer(real, Address.parse("127.0.0.1:0"), partial(NegotiatingProtocol, real), tls=tls)
         await server.start()
         holder["serving"] = Serving(real, server, asyncio.get_running_loop())

@@ -6,6 +6,7 @@ Called by `headrace serve`. One event loop per process; `--processes` starts sev
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 from collections.abc import Callable
@@ -21,14 +22,16 @@ from headrace.apps.supervisor import BAD_CONFIGURATION, run_processes
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import Limits
 from headrace.engine.dataplane import DataPlane
+from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.telemetry.access import log_access
+from headrace.telemetry.progress import Progress, silent
 from headrace.telemetry.tracing import NO_TRACING, Tracer, open_tracing
 from headrace.wire.grpc.health import HealthService
 from headrace.wire.grpc.reflection import ReflectionService
 from headrace.wire.grpc.services import Services
 from headrace.wire.http.routes import Routes
 from headrace.wire.negotiation import NegotiatingProtocol
-from headrace.wire.server import WireServer, run_until_signal
+from headrace.wire.server import WireServer, drain_servers, run_until_signal
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address, reserve_port
 from headrace.wire.tls import TlsFiles
@@ -63,6 +66,12 @@ class ServerSettings:
 
     limits: Limits = field(default_factory=Limits)
 
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    """Which models, and how they are kept."""
+
+    progress: Progress = silent
+    """Who looks on while models load."""
+
 
 def run_server(settings: ServerSettings) -> int:
     """Serve until a signal; returns the exit code."""
@@ -84,27 +93,46 @@ def _run_process(settings: ServerSettings, http: Address, grpc: Address, index: 
 
 
 async def _serve(settings: ServerSettings, http: Address, grpc: Address, index: int) -> int:
-    plane = DataPlane()
+    engine = open_engine(settings.engine, settings.progress if index == 0 else silent)
+    plane = engine.plane
     tracer = open_tracing(settings.trace_endpoint, "headrace") if settings.trace_endpoint else NO_TRACING
     site, health = build_site(plane, settings, tracer)
     factory: Callable[[], NegotiatingProtocol] = partial(NegotiatingProtocol, site)
     shared = settings.processes > 1
     servers = [WireServer(site, address, factory, tls=settings.tls, reuse_port=shared) for address in (http, grpc)]
+    # Ports first: who asks is told that models are loading, and for how long a load takes is anyone's guess.
     for server in servers:
         await server.start()
+
+    def stop_being_ready() -> None:
+        plane.accepting = False
+        health.shut_down()
+
+    loading = asyncio.create_task(_load(engine, index))
+    serving = asyncio.create_task(run_until_signal(servers, settings.grace_seconds, on_signal=stop_being_ready))
+    try:
+        await asyncio.wait((loading, serving), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done() and loading.exception() is not None:
+            stop_being_ready()
+            serving.cancel()
+            await drain_servers(servers, 0)
+            await loading
+        return await serving
+    finally:
+        loading.cancel()
+        await asyncio.gather(loading, serving, return_exceptions=True)
+        await engine.close(settings.grace_seconds)
+        tracer.close()
+
+
+async def _load(engine: Engine, index: int) -> None:
+    await engine.start()
     # What exists now lives as long as the process: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    log.info("ready: models %s", ", ".join(plane.model_names()), extra={"worker": index})
-
-    def stop_being_ready() -> None:
-        plane.ready = False
-        health.shut_down()
-
-    try:
-        return await run_until_signal(servers, settings.grace_seconds, on_signal=stop_being_ready)
-    finally:
-        tracer.close()
+    names = engine.plane.model_names()
+    state = "ready" if engine.plane.ready else "not ready"
+    log.info("%s: %d model(s): %s", state, len(names), ", ".join(names), extra={"worker": index})
 
 
 def build_site(plane: DataPlane, settings: ServerSettings, tracer: Tracer = NO_TRACING) -> tuple[Site, HealthService]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that every Headrace carries, for a first look and for measuring the path to a model without the model.
+"""The models that every Headrace carries, for a first look without a repository. Served by `headrace serve` alone.
 
 `identity` gives back what it gets, of any type and shape; `first1000` takes images `[n, 3, 224, 224]` and gives the first
 1,000 numbers of each, so that a large request has the small answer of a classifier.
@@ -7,35 +7,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-import numpy.typing as npt
+from headrace.backends.contract import ModelFiles
+from headrace.core.clock import SystemClock
+from headrace.core.dtypes import FP32
+from headrace.engine.opening import VersionOpener
+from headrace.engine.repository.directory import Directory, ServedModel
+from headrace.modelconfig.types import DynamicBatching, InputSpec, InstanceGroup, ModelConfig, OutputSpec
+from headrace.telemetry.progress import Reporter, silent
 
-from headrace.core.dtypes import FP32, DType
-from headrace.engine.batching import Compute
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltinModel:
-    """What a built-in model takes and does. No `dtype` or `dims` means any."""
-
-    name: str
-    compute: Compute
-    dtype: DType | None = None
-    dims: tuple[int, ...] | None = None
-    max_rows: int = 64
-
-
-def _identity(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return rows
-
-
-def _first_thousand(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return rows.reshape(len(rows), -1)[:, :1000]
-
+_NOWHERE = ModelFiles(Path(), 1, Path())
 
 BUILTIN_MODELS = (
-    BuiltinModel("identity", _identity),
-    BuiltinModel("first1000", _first_thousand, FP32, (3, 224, 224)),
+    ModelConfig(
+        "identity",
+        "identity",
+        max_batch_size=64,
+        inputs=(InputSpec("INPUT0", None, None),),
+        outputs=(OutputSpec("OUTPUT0", None, None),),
+        instance_groups=(InstanceGroup("identity", runs="inline"),),
+        scheduling=DynamicBatching(),
+    ),
+    ModelConfig(
+        "first1000",
+        "identity",
+        max_batch_size=64,
+        inputs=(InputSpec("INPUT0", FP32, (3, 224, 224)),),
+        outputs=(OutputSpec("OUTPUT0", FP32, (1000,)),),
+        instance_groups=(InstanceGroup("first1000", runs="inline"),),
+        scheduling=DynamicBatching(),
+        parameters={"first": "1000"},
+    ),
 )
+
+
+async def open_builtin_models(opener: VersionOpener, directory: Directory) -> None:
+    """Put the built-in models into a directory."""
+    for config in BUILTIN_MODELS:
+        version = await opener.open(config, _NOWHERE, Reporter(silent, SystemClock(), config.name))
+        directory.put(ServedModel(config.name), {1: version})

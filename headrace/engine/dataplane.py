@@ -1,96 +1,167 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one door to the models: every protocol brings an `InferRequest` here and gets an `InferResponse` back.
 
-Called by the sub-rooms of `api`. Checks what only a model can know (its name, its input, its shape); knows no protocol.
+Called by the sub-rooms of `api`, in the loop's thread. Finds the version a request is for and passes it on; answers
+questions about models; loads and unloads them. Knows no protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
 
-from headrace.core.errors import InvalidArgument, NotFound
+from headrace.core.errors import FailedPrecondition, HeadraceError, NotFound, Unavailable
 from headrace.core.messages import InferRequest
 from headrace.core.names import check_name
-from headrace.core.tensors import Tensor
-from headrace.engine.batching import OUTPUT_NAME, VERSION, Batcher, Done
-from headrace.engine.builtin import BUILTIN_MODELS, BuiltinModel
+from headrace.engine.ensembles import EnsembleVersion
+from headrace.engine.repository.control import IndexEntry, RepositoryControl
+from headrace.engine.repository.directory import Directory
+from headrace.engine.repository.states import UNLOADED, State
+from headrace.engine.scheduling.pending import Answered, Done, Pending
+from headrace.engine.versions import ModelVersion
+from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec
 
-INPUT_NAME = "INPUT0"
+ServingVersion = ModelVersion | EnsembleVersion
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """An input or output as clients see it: with the batch dimension, -1 for any size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """What clients ask before they send a request."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
 
 
 class DataPlane:
-    """Built-in models, each behind a batcher."""
+    """The models of a directory; a repository's control, where there is one, says which."""
 
-    def __init__(self, models: Sequence[BuiltinModel] = BUILTIN_MODELS) -> None:
-        self._models = {model.name: (model, Batcher(model.name, model.compute, model.max_rows)) for model in models}
-        self.ready = True
+    def __init__(self, directory: Directory, control: RepositoryControl | None = None) -> None:
+        self._directory = directory
+        self._models = directory.models
+        self._control = control
+        self.strict_readiness = True
+        self.accepting = True
+        """False once the server has been told to stop."""
 
-    def has_model(self, name: str, version: str = "") -> bool:
+    @property
+    def ready(self) -> bool:
+        """Whether requests would be served: all models, or (not strict) any."""
+        return self.accepting and (self._control is None or self._control.ready(self.strict_readiness))
+
+    def infer(self, request: InferRequest, done: Done) -> Pending:
+        """Compute a request. Raises at once for a wrong one; otherwise `done` gets the answer, later.
+
+        The result is the caller's handle: `cancel()` when nobody waits any more.
+        """
+        model = self._models.get(request.model_name)
+        if model is None:
+            raise self._unknown(request.model_name)
+        version = model.newest if not request.model_version else model.versions.get(request.model_version)
+        if version is None:
+            raise self._unknown_version(request.model_name, request.model_version)
+        return version.infer(request, done)  # type: ignore[attr-defined,no-any-return]  # a cast would be a call
+
+    def infer_stream(self, request: InferRequest, answered: Answered) -> Pending:
+        """Compute a request that may have any number of answers, each with whether it is the last."""
+        return self._version(request.model_name, request.model_version).infer_stream(request, answered)
+
+    def is_ready(self, name: str, version: str = "") -> bool:
         """Whether a request for this model and version would be served."""
-        return name in self._models and version in ("", VERSION)
+        return self._directory.find(name, version) is not None
 
     def model_names(self) -> list[str]:
-        """Every model, for people."""
+        """Every model that serves, for people."""
         return sorted(self._models)
 
-    def submit(self, request: InferRequest, done: Done) -> None:
-        """Compute a request. Raises at once for a wrong one; otherwise `done` is called later, in the loop's thread."""
-        entry = self._models.get(request.model_name)
-        if entry is None:
-            check_name(request.model_name)
-            raise NotFound(f"Request for unknown model: '{request.model_name[:256]}' is not found")
-        model, batcher = entry
-        if request.model_version and request.model_version != VERSION:
-            raise NotFound(
-                f"Request for unknown model: '{model.name}' version {request.model_version[:32]} is not found"
+    def metadata(self, name: str, version: str = "") -> ModelMetadata:
+        """Names, types and shapes of a model's tensors."""
+        config = self._version(name, version).config
+        batch = (-1,) if config.max_batch_size else ()
+        return ModelMetadata(
+            name,
+            tuple(self._models[name].versions),
+            config.platform or config.backend,
+            tuple(_tensor(spec, batch) for spec in config.inputs),
+            tuple(_tensor(spec, batch) for spec in config.outputs),
+        )
+
+    def config(self, name: str, version: str = "") -> ModelConfig:
+        """A model's configuration, completed."""
+        return self._version(name, version).config
+
+    def statistics(self, name: str = "", version: str = "") -> list[ServingVersion]:
+        """The versions whose `statistics` (and `delay`) are asked for: one, all of a model's, or all."""
+        if not name:
+            return [cast("ServingVersion", one) for model in self._models.values() for one in model.versions.values()]
+        if version:
+            return [self._version(name, version)]
+        self._version(name, "")
+        return [cast("ServingVersion", one) for one in self._models[name].versions.values()]
+
+    async def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
+        """Every model of the repository with the state of its versions."""
+        if self._control is not None:
+            return await self._control.index(ready_only)
+        return [
+            IndexEntry(name, version, State.READY)
+            for name, model in sorted(self._models.items())
+            for version in model.versions
+        ]
+
+    async def load(self, name: str, config_json: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
+        """Load a model of the repository, or load it anew."""
+        await self._controlled().load(check_name(name), config_json, files)
+
+    async def unload(self, name: str, *, unload_dependents: bool = False) -> None:
+        """Stop serving a model and free its memory."""
+        await self._controlled().unload(check_name(name), unload_dependents)
+
+    def _controlled(self) -> RepositoryControl:
+        if self._control is None:
+            raise FailedPrecondition(
+                "built-in models are always loaded: serve a folder (headrace serve MODELS) to load and unload models"
             )
-        batcher.submit(_checked_input(model, request), request.id, done)
+        return self._control
+
+    def _version(self, name: str, version: str) -> ServingVersion:
+        found = self._directory.find(name, version)
+        if found is None:
+            raise self._unknown_version(name, version) if name in self._models else self._unknown(name)
+        return cast("ServingVersion", found)
+
+    def _unknown(self, name: str) -> HeadraceError:
+        check_name(name)
+        if not self.accepting:
+            return Unavailable("the server is stopping: send the request to another one")
+        return self._not_ready(name, "") or NotFound(f"Request for unknown model: '{name}' is not found")
+
+    def _unknown_version(self, name: str, version: str) -> HeadraceError:
+        text = f"Request for unknown model: '{name}' version {version[:32]} is not found"
+        return self._not_ready(name, version) or NotFound(text)
+
+    def _not_ready(self, name: str, version: str) -> HeadraceError | None:
+        """What is the matter with a version that is in the repository and does not serve; None if it is not there."""
+        for entry in reversed(self._control.versions_of(name) if self._control is not None else []):
+            if version in ("", entry.version_text) and entry.reason != UNLOADED and entry.state is not State.READY:
+                # The first part is Triton's.
+                of_version = f" version {entry.version_text}" if entry.version_text else ""
+                why = f": {entry.reason}" if entry.reason else f": it is {entry.state.value.lower()}"
+                return Unavailable(f"Request for unknown model: '{name}'{of_version} is not at ready state{why}")
+        return None
 
 
-def _checked_input(model: BuiltinModel, request: InferRequest) -> Tensor:
-    inputs = request.inputs
-    if len(inputs) != 1:
-        raise _wrong_inputs(model, [tensor.name for tensor in inputs])
-    tensor = inputs[0]
-    if tensor.name != INPUT_NAME:
-        raise InvalidArgument(
-            f"unexpected inference input '{tensor.name[:256]}' for model '{model.name}': its input is '{INPUT_NAME}'"
-        )
-    for output in request.outputs:
-        if output.name != OUTPUT_NAME:
-            raise InvalidArgument(
-                f"unexpected inference output '{output.name[:256]}' for model '{model.name}': it has '{OUTPUT_NAME}'"
-            )
-    shape = tensor.array.shape
-    if not shape or shape[0] == 0:
-        raise InvalidArgument(f"input '{INPUT_NAME}' of model '{model.name}' needs a batch dimension of at least 1")
-    if shape[0] > model.max_rows:
-        raise InvalidArgument(f"inference request batch-size must be <= {model.max_rows} for '{model.name}'")
-    if model.dims is not None and shape[1:] != model.dims:
-        raise InvalidArgument(
-            f"unexpected shape for input '{INPUT_NAME}' for model '{model.name}'. "
-            f"Expected {_listed((-1, *model.dims))}, got {_listed(shape)}."
-        )
-    if model.dtype is not None and tensor.dtype is not model.dtype:
-        raise InvalidArgument(
-            f"inference input '{INPUT_NAME}' data-type is '{tensor.dtype.name}', "
-            f"but model '{model.name}' expects '{model.dtype.name}'"
-        )
-    return tensor
-
-
-# The texts of these two are Triton's, to the letter: clients in the field look for them.
-
-
-def _wrong_inputs(model: BuiltinModel, given: Sequence[str]) -> InvalidArgument:
-    missing = [] if INPUT_NAME in given else [INPUT_NAME]
-    shown = [name[:64] for name in given[:16]]
-    return InvalidArgument(
-        f"expected 1 inputs but got {len(given)} inputs for model '{model.name}'. Got input(s) {_listed(shown)}, "
-        f"but missing required input(s) {_listed(missing)}. Please provide all required input(s)."
-    )
-
-
-def _listed(items: Sequence[int | str]) -> str:
-    """As Triton writes lists: without spaces."""
-    return f"[{','.join(map(repr, items))}]"
+def _tensor(spec: InputSpec | OutputSpec, batch: tuple[int, ...]) -> TensorMetadata:
+    return TensorMetadata(spec.name, spec.dtype.name if spec.dtype else "", (*batch, *(spec.dims or ())))

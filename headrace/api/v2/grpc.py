@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from headrace.api.v2.grpc_codec import GrpcCodec, encode_response
 from headrace.api.v2.schema import SERVICE, inference_schema
-from headrace.api.v2.tracing import submit_traced
+from headrace.api.v2.tracing import infer_traced
 from headrace.core.errors import InvalidArgument
 from headrace.core.messages import InferResponse
 from headrace.engine.dataplane import DataPlane
@@ -50,7 +50,7 @@ class V2Grpc:
     def model_ready(self, call: GrpcCall, message: Buffer) -> None:
         """Requests for this model will be served."""
         request = _parse(self._model_ready_request, message)
-        ready = self._plane.has_model(request.name, request.version)
+        ready = self._plane.is_ready(request.name, request.version)
         call.reply(self._model_ready(ready=ready).SerializeToString())
 
     def model_infer(self, call: GrpcCall, message: Buffer) -> None:
@@ -67,9 +67,10 @@ class V2Grpc:
                 call.fail(error)
 
         if self._tracer.enabled:
-            submit_traced(self._plane, self._tracer, call.head, request, done)
+            pending = infer_traced(self._plane, self._tracer, call.head, request, done)
         else:
-            self._plane.submit(request, done)
+            pending = self._plane.infer(request, done)
+        call.on_cancel = pending.cancel
 
 
 def _parse(message_class: Any, message: Buffer) -> Any:

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from headrace.api.v2.json_codec import JsonCodec, encode_response
-from headrace.api.v2.tracing import submit_traced
+from headrace.api.v2.models import MODEL_PATHS, V2Models
+from headrace.api.v2.repository import V2Repository
+from headrace.api.v2.statistics import V2Statistics
+from headrace.api.v2.tracing import infer_traced
 from headrace.core.messages import InferResponse
 from headrace.core.names import check_name
 from headrace.engine.dataplane import DataPlane
@@ -30,9 +33,12 @@ class V2Http:
         """Serve the v2 paths."""
         routes.add("GET", "/v2/health/live", self.live)
         routes.add("GET", "/v2/health/ready", self.ready)
-        for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        for model in MODEL_PATHS:
             routes.add("GET", f"{model}/ready", self.model_ready)
             routes.add("POST", f"{model}/infer", self.infer)
+        V2Models(self._plane).add_to(routes)
+        V2Statistics(self._plane).add_to(routes)
+        V2Repository(self._plane).add_to(routes)
 
     def live(self, exchange: Exchange) -> None:
         """The process answers."""
@@ -45,7 +51,7 @@ class V2Http:
     def model_ready(self, exchange: Exchange) -> None:
         """Requests for this model will be served."""
         params = exchange.params
-        ready = self._plane.has_model(check_name(params[0]), params[1] if len(params) > 1 else "")
+        ready = self._plane.is_ready(check_name(params[0]), params[1] if len(params) > 1 else "")
         exchange.respond(OK_EMPTY if ready else _NOT_READY)
 
     def infer(self, exchange: Exchange) -> None:
@@ -72,6 +78,7 @@ class V2Http:
                 exchange.respond(_OK_BINARY, buffers, ((_HEADER_LENGTH, b"%d" % json_length),))
 
         if self._tracer.enabled:
-            submit_traced(self._plane, self._tracer, exchange.head, request, done)
+            pending = infer_traced(self._plane, self._tracer, exchange.head, request, done)
         else:
-            self._plane.submit(request, done)
+            pending = self._plane.infer(request, done)
+        exchange.on_disconnect = pending.cancel

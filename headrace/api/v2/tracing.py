@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An infer request as a span, for servers that trace. Called by `http` and `grpc` instead of the data plane's `submit`."""
+"""An infer request as a span, for servers that trace. Called by `http` and `grpc` instead of the data plane's `infer`."""
 
 from __future__ import annotations
 
 from headrace.core.messages import InferRequest, InferResponse
-from headrace.engine.batching import Done
 from headrace.engine.dataplane import DataPlane
+from headrace.engine.scheduling.pending import Done, Pending
 from headrace.telemetry.tracing import Tracer
 from headrace.wire.http.heads import RequestHead
 
 
-def submit_traced(plane: DataPlane, tracer: Tracer, head: RequestHead, request: InferRequest, done: Done) -> None:
-    """Submit a request under a span that ends with its answer; a `traceparent` of the caller's is its parent."""
+def infer_traced(plane: DataPlane, tracer: Tracer, head: RequestHead, request: InferRequest, done: Done) -> Pending:
+    """Compute a request under a span that ends with its answer; a `traceparent` of the caller's is its parent."""
     span = tracer.start("infer", head.get(b"traceparent"))
     span.set("model", request.model_name)
     if request.id:
         span.set("request_id", request.id)
 
+    pending: Pending | None = None
+
     def answered(result: InferResponse | BaseException) -> None:
+        if pending is not None and pending.formed is not None:
+            span.set("batch", str(pending.formed))
         if isinstance(result, InferResponse):
             span.set("version", result.model_version)
             span.end()
@@ -26,7 +30,8 @@ def submit_traced(plane: DataPlane, tracer: Tracer, head: RequestHead, request: 
         done(result)
 
     try:
-        plane.submit(request, answered)
+        pending = plane.infer(request, answered)
     except Exception as error:
         span.end(type(error).__name__)
         raise
+    return pending

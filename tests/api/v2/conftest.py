@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+from engines import builtin_plane
 from serving import Serving, serving
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from headrace.apps.server import ServerSettings, build_site
-from headrace.engine.dataplane import DataPlane
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
 
 
-def _site() -> Site:
+async def _site() -> Site:
     address = Address.parse("127.0.0.1:0")
-    return build_site(DataPlane(), ServerSettings(http=address, grpc=address))[0]
+    return build_site(await builtin_plane(), ServerSettings(http=address, grpc=address))[0]
 
 
 @pytest.fixture(scope="module")

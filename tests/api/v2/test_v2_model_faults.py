@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+from engines import config_of, plane_of
 from serving import Serving, serving
 from tritonclient.utils import InferenceServerException
 
 from headrace.apps.server import ServerSettings, build_site
-from headrace.engine.builtin import BuiltinModel
-from headrace.engine.dataplane import DataPlane
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
 
@@ -41,9 +40,13 @@ MODELS = {
 }
 
 
-def _site() -> Site:
+def _model(name: str, compute: Any) -> Any:
+    return config_of(name), lambda inputs: {"OUTPUT0": compute(inputs["INPUT0"])}
+
+
+async def _site() -> Site:
     address = Address.parse("127.0.0.1:0")
-    plane = DataPlane([BuiltinModel(name, compute) for name, compute in MODELS.items()])
+    plane = await plane_of([_model(name, compute) for name, compute in MODELS.items()])
     return build_site(plane, ServerSettings(http=address, grpc=address))[0]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from echoing import SECONDS, channel_to, raised
+from engines import builtin_plane
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
@@ -18,7 +19,7 @@ from serving import Serving, serving
 
 from headrace.api.v2.schema import inference_schema
 from headrace.apps.server import ServerSettings, build_site
-from headrace.engine.dataplane import DataPlane
+from headrace.wire.site import Site
 from headrace.wire.sockets import Address
 
 SERVICES = {
@@ -33,7 +34,11 @@ VERSIONS = ["v1", "v1alpha"]
 @pytest.fixture(scope="module")
 def site_server() -> Iterator[Serving]:
     address = Address.parse("127.0.0.1:0")
-    with serving(lambda: build_site(DataPlane(), ServerSettings(http=address, grpc=address))[0]) as running:
+
+    async def site() -> Site:
+        return build_site(await builtin_plane(), ServerSettings(http=address, grpc=address))[0]
+
+    with serving(site) as running:
         yield running
 
 

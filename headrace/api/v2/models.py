@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""v2 over HTTP: what the server is, what a model takes and gives, and how it is configured.
+
+Registered by `http`. Turns what the data plane knows into the JSON of the protocol; computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from headrace.core.names import check_name
+from headrace.engine.dataplane import DataPlane, ModelMetadata, TensorMetadata
+from headrace.modelconfig.schema import new_config
+from headrace.modelconfig.showing import to_json
+from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec
+from headrace.version import __version__
+from headrace.wire.http.exchange import Exchange
+from headrace.wire.http.heads import OK_JSON
+from headrace.wire.http.routes import Routes
+
+SERVER_NAME = "headrace"
+
+EXTENSIONS = (
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+)
+"""Those of Triton's that are served."""
+
+MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
+
+
+class V2Models:
+    """Handlers over one data plane."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+
+    def add_to(self, routes: Routes) -> None:
+        """Serve the paths."""
+        routes.add("GET", "/v2", self.server)
+        for path in MODEL_PATHS:
+            routes.add("GET", path, self.metadata)
+            routes.add("GET", f"{path}/config", self.config)
+
+    def server(self, exchange: Exchange) -> None:
+        """What this server is and which extensions of the protocol it has."""
+        answer_json(exchange, {"name": SERVER_NAME, "version": __version__, "extensions": EXTENSIONS})
+
+    def metadata(self, exchange: Exchange) -> None:
+        """Names, types and shapes of a model's tensors."""
+        answer_json(exchange, metadata_json(self._plane.metadata(*model_of(exchange))))
+
+    def config(self, exchange: Exchange) -> None:
+        """A model's configuration, completed."""
+        answer_json(exchange, config_json(self._plane.config(*model_of(exchange))))
+
+
+def model_of(exchange: Exchange) -> tuple[str, str]:
+    """The model and the version that a path names; "" for none."""
+    params = exchange.params
+    return check_name(params[0]), params[1] if len(params) > 1 else ""
+
+
+def answer_json(exchange: Exchange, value: Any) -> None:
+    """Answer 200 with a JSON document."""
+    exchange.respond(OK_JSON, orjson.dumps(value))
+
+
+def metadata_json(metadata: ModelMetadata) -> dict[str, Any]:
+    """As Triton writes it."""
+    return {
+        "name": metadata.name,
+        "versions": metadata.versions,
+        "platform": metadata.platform,
+        "inputs": _tensors(metadata.inputs),
+        "outputs": _tensors(metadata.outputs),
+    }
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """As Triton writes it. Built-in models have no message; what they say is told with one made here."""
+    if config.proto is not None:
+        return to_json(config.proto)
+    message = new_config(
+        name=config.name,
+        backend=config.backend,
+        max_batch_size=config.max_batch_size,
+        parameters={key: {"string_value": value} for key, value in config.parameters.items()},
+    )
+    specs: Sequence[tuple[Any, Sequence[InputSpec | OutputSpec]]] = (
+        (message.input, config.inputs),
+        (message.output, config.outputs),
+    )
+    for tensors, declared in specs:
+        for spec in declared:
+            data_type = f"TYPE_{'STRING' if spec.dtype.name == 'BYTES' else spec.dtype.name}" if spec.dtype else 0
+            tensors.add(name=spec.name, data_type=data_type, dims=spec.dims or ())
+    return to_json(message)
+
+
+def _tensors(tensors: Sequence[TensorMetadata]) -> list[dict[str, Any]]:
+    return [{"name": each.name, "datatype": each.datatype, "shape": each.shape} for each in tensors]

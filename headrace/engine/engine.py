@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine as a whole: repository, opener, services and data plane, put together. Made by composition roots and tests.
+
+`open_engine` makes it; `start` loads the models, while the data plane already answers; `close` retires them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.core.clock import Clock, SystemClock
+from headrace.core.limits import MIB
+from headrace.engine.builtin import open_builtin_models
+from headrace.engine.cache import ResponseCache
+from headrace.engine.dataplane import DataPlane
+from headrace.engine.opening import VersionOpener
+from headrace.engine.repository.control import RepositoryControl
+from headrace.engine.repository.directory import Directory
+from headrace.engine.repository.settings import RepositorySettings
+from headrace.engine.scheduling.limiter import Limiter
+from headrace.engine.services import ModelServices
+from headrace.telemetry.progress import Progress, silent
+from headrace.telemetry.registry import Registry
+
+log = logging.getLogger("headrace.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine can be told."""
+
+    repositories: tuple[str | Path, ...] = ()
+    """Folders of models; none for the built-in ones."""
+    repository: RepositorySettings = field(default_factory=RepositorySettings)
+    strict_readiness: bool = True
+    """Ready only when every model is; otherwise as soon as the server answers."""
+    cache_bytes: int = 64 * MIB
+    """Size of the response cache; 0 for none."""
+    rate_limit_resources: Mapping[str, int] = field(default_factory=dict)
+    """How much there is of a resource that instances share (`rate_limiter`), by its name."""
+
+
+class Engine:
+    """Models behind a data plane."""
+
+    def __init__(self, settings: EngineSettings, clock: Clock, progress: Progress = silent) -> None:
+        self.metrics = Registry(clock)
+        self._threads = ThreadPoolExecutor(
+            settings.repository.model_load_thread_count, thread_name_prefix="headrace-load"
+        )
+        services = ModelServices(self.metrics)
+        cache = ResponseCache(settings.cache_bytes) if settings.cache_bytes else None
+        self._opener = VersionOpener(
+            services, self._threads, cache=cache, limiter=Limiter(settings.rate_limit_resources)
+        )
+        self.control: RepositoryControl | None = None
+        if settings.repositories:
+            self.control = RepositoryControl(
+                settings.repositories, self._opener.open, settings.repository, clock, progress
+            )
+        self._builtin = Directory()
+        self.plane = DataPlane(self.control.directory if self.control else self._builtin, self.control)
+        self.plane.strict_readiness = settings.strict_readiness
+        services.plane = self.plane
+
+    async def start(self) -> None:
+        """Load the models; returns when all were tried."""
+        if self.control is not None:
+            await self.control.start()
+        else:
+            await open_builtin_models(self._opener, self._builtin)
+
+    async def close(self, grace_seconds: float) -> None:
+        """Retire the models: what is in flight may finish in `grace_seconds`."""
+        if self.control is not None:
+            await self.control.close(grace_seconds)
+        else:
+            for model in list(self._builtin.models.values()):
+                for version in model.versions.values():
+                    await version.retire(grace_seconds)
+        self._threads.shutdown(wait=False)
+
+
+def open_engine(settings: EngineSettings, progress: Progress = silent) -> Engine:
+    """An engine by the machine's own clock. From within a running loop."""
+    return Engine(settings, SystemClock(), progress)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ensembles: a graph of models behind one name. Each step goes through the queue of its own model, like anyone's request.
+
+Opened by `opening` as a version among others. Tensors pass from step to step as they are, without a copy. A step whose
+model is decoupled may answer several times: the rest of the graph then runs once for each answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic_ns
+
+from headrace.backends.contract import Answer, EngineServices
+from headrace.core.errors import HeadraceError, Internal, InvalidArgument, Unavailable
+from headrace.core.messages import InferRequest, RequestedOutput
+from headrace.core.tensors import Tensor
+from headrace.engine.checking import RequestChecker
+from headrace.engine.scheduling.delay import FixedDelay
+from headrace.engine.scheduling.pending import ANSWERED, Answered, Done, Pending, StreamPending
+from headrace.engine.statistics import VersionStatistics
+from headrace.engine.versions import Drain
+from headrace.modelconfig.types import EnsembleScheduling, EnsembleStep, ModelConfig
+
+
+class EnsembleVersion:
+    """A version that computes nothing itself."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        scheduling: EnsembleScheduling,
+        version: int,
+        services: EngineServices,
+        labels: Mapping[str, Sequence[str]],
+    ) -> None:
+        self.name = config.name
+        self.version = version
+        self.version_text = str(version)
+        self.config = config
+        self.labels = labels
+        self.statistics = VersionStatistics()
+        self.delay = FixedDelay(0)
+        self.steps = scheduling.steps
+        self.services = services
+        self._most = scheduling.max_inflight_requests
+        self._running = 0
+        self._waiting: deque[Pending] = deque()
+        self._checker = RequestChecker(config)
+        self._drain = Drain(self.statistics)
+
+    def infer(self, request: InferRequest, done: Done) -> Pending:
+        """See `ModelVersion.infer`."""
+        return self._add(Pending(self, request, self._rows(request), None, done, monotonic_ns()))
+
+    def infer_stream(self, request: InferRequest, answered: Answered) -> Pending:
+        """See `ModelVersion.infer_stream`."""
+        return self._add(StreamPending(self, request, self._rows(request), None, answered, monotonic_ns()))
+
+    def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
+        """See `Owner.settle`."""
+        statistics = self.statistics
+        statistics.settled += 1
+        took_ns = monotonic_ns() - pending.arrived_ns
+        if isinstance(outputs, BaseException):
+            statistics.failed(pending.rows, outputs, took_ns)
+        else:
+            stats = statistics.of_rows(pending.rows)
+            stats.success += 1
+            stats.success_ns += took_ns
+            stats.infer_ns += took_ns
+            statistics.executed(pending.rows, 0, took_ns, 0)
+        if self._drain.waiting:
+            self._drain.settled()
+
+    async def retire(self, grace_seconds: float) -> None:
+        """See `ModelVersion.retire`."""
+        await self._drain.wait(grace_seconds)
+        for pending in list(self._waiting):
+            pending.cancel(Unavailable(f"model '{self.name}' version {self.version_text} was unloaded"))
+
+    def ended(self) -> None:
+        """A run is over: the next may begin."""
+        self._running -= 1
+        while self._waiting and self._running < self._most:
+            pending = self._waiting.popleft()
+            if pending.state != ANSWERED:
+                self._start(pending)
+
+    def _rows(self, request: InferRequest) -> int:
+        try:
+            return self._checker.check(request)
+        except InvalidArgument as error:
+            self.statistics.failed(0, error, 0)
+            raise
+
+    def _add(self, pending: Pending) -> Pending:
+        self.statistics.received += 1
+        if self._most and self._running >= self._most:
+            self._waiting.append(pending)
+        else:
+            self._start(pending)
+        return pending
+
+    def _start(self, pending: Pending) -> None:
+        self._running += 1
+        run = _Run(self, pending)
+        pending.on_cancel = run.cancel
+        # Not at once: a first step may refuse at once, and callers count on `infer` returning before they are told.
+        self.services.loop.call_soon(run.start)
+
+
+class _Run:
+    """One request on its way through the graph."""
+
+    def __init__(self, ensemble: EnsembleVersion, pending: Pending) -> None:
+        self.ensemble = ensemble
+        self.pending = pending
+        self._cancels: dict[int, Callable[[], None]] = {}
+        self._numbers = 0
+        self._paths = 1
+        """Ways through the graph that are still open; more than one after a decoupled step's second answer."""
+        self.over = False
+
+    def start(self) -> None:
+        """Begin with the steps that need nothing but the request's inputs."""
+        if self.over:
+            return
+        _Path(
+            self, {tensor.name: tensor for tensor in self.pending.request.inputs}, list(self.ensemble.steps)
+        ).advance()
+
+    def cancel(self) -> None:
+        """Nobody waits: let the steps know."""
+        if not self.over:
+            self.over = True
+            for cancel in list(self._cancels.values()):
+                cancel()
+            self.ensemble.ended()
+
+    def fail(self, error: HeadraceError) -> None:
+        """One step failed, and with it the request."""
+        if self.over:
+            return
+        self.cancel()
+        self.pending.on_cancel = None
+        self.pending.reply(type(error)(f"in ensemble '{self.ensemble.name}', {error.message}"))
+
+    def submit(self, step: EnsembleStep, request: InferRequest, path: _Path) -> None:
+        """Compute a step."""
+        self._numbers += 1
+        number = self._numbers
+
+        def answered(answer: Answer, final: bool) -> None:
+            if final:
+                self._cancels.pop(number, None)
+            if not self.over:
+                path.answered(step, answer, final)
+
+        try:
+            self._cancels[number] = self.ensemble.services.infer(request, answered)
+        except HeadraceError as error:
+            self.fail(error)
+
+    def fork(self) -> None:
+        """One more way through the graph."""
+        self._paths += 1
+
+    def arrived(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """A way is at its end, with the ensemble's outputs or (None) without any."""
+        self._paths -= 1
+        final = self._paths == 0
+        outputs = None if tensors is None else self._outputs(tensors)
+        if final:
+            self.over = True
+            self.pending.on_cancel = None
+            self.ensemble.ended()
+        self.pending.reply(outputs, final=final)
+
+    def _outputs(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        requested = self.pending.request.outputs
+        names = [output.name for output in requested] or [spec.name for spec in self.ensemble.config.outputs]
+        return [tensors[name] for name in names]
+
+
+class _Path:
+    """One way through the graph: the tensors there are, and the steps to come."""
+
+    def __init__(self, run: _Run, tensors: dict[str, Tensor], waiting: list[EnsembleStep]) -> None:
+        self._run = run
+        self._tensors = tensors
+        self._waiting = waiting
+        self._running = 0
+
+    def advance(self) -> None:
+        """Start every step that has its inputs; be done when there is none left."""
+        ready = [step for step in self._waiting if all(name in self._tensors for name in step.input_map.values())]
+        self._waiting = [step for step in self._waiting if step not in ready]
+        self._running += len(ready)
+        for step in ready:
+            self._run.submit(step, self._request(step), self)
+            if self._run.over:
+                return
+        if not self._running and not self._run.pending.cancelled:
+            self._finish()
+
+    def answered(self, step: EnsembleStep, answer: Answer, final: bool) -> None:
+        """A step has given an answer; its last one, or one of several."""
+        if isinstance(answer, HeadraceError):
+            self._run.fail(answer)
+            return
+        path = self
+        if not final:
+            # This answer goes on by a way of its own; this way stays, for the answers to come.
+            path = _Path(self._run, dict(self._tensors), list(self._waiting))
+            self._run.fork()
+        else:
+            self._running -= 1
+            if answer is None:
+                self._run.arrived(None)
+                return
+        if answer is not None:
+            for tensor in answer.outputs:
+                name = step.output_map.get(tensor.name)
+                if name is not None:
+                    path._tensors[name] = Tensor(name, tensor.dtype, tensor.array)
+        path.advance()
+
+    def _request(self, step: EnsembleStep) -> InferRequest:
+        inputs = []
+        for name, source in step.input_map.items():
+            tensor = self._tensors[source]
+            inputs.append(Tensor(name, tensor.dtype, tensor.array))
+        request = self._run.pending.request
+        return InferRequest(
+            step.model_name,
+            inputs,
+            "" if step.model_version < 0 else str(step.model_version),
+            request.id,
+            [RequestedOutput(name) for name in step.output_map],
+            request.parameters,
+        )
+
+    def _finish(self) -> None:
+        missing = [spec.name for spec in self._run.ensemble.config.outputs if spec.name not in self._tensors]
+        if missing:
+            stuck = ", ".join(f"'{step.model_name}'" for step in self._waiting)
+            self._run.fail(
+                Internal(f"output '{missing[0]}' was not produced: these steps had no inputs: {stuck or 'none'}")
+            )
+            return
+        self._run.arrived(self._tensors)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to one batch of arrays, and the batch's result back to each request's outputs.
+
+Called by `runners`, the joining in whatever thread computes. Trusts that requests were checked; trusts no model: what it
+returns is held against its configuration before anyone gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.contract import Array
+from headrace.core.dtypes import BF16, DType
+from headrace.core.errors import Internal
+from headrace.core.tensors import Tensor
+from headrace.engine.scheduling.pending import Pending
+from headrace.modelconfig.types import ModelConfig, OutputSpec
+
+Answers = list[Sequence[Tensor]]
+"""The outputs for each request of a batch."""
+
+
+class Joiner:
+    """For batches of requests whose inputs have equal shapes, the number of rows aside."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._name = config.name
+        self._batched = config.max_batch_size > 0
+        self._outputs = {spec.name: spec for spec in config.outputs}
+        self._all = tuple(self._outputs)
+        self._reshapes = {spec.name: spec.reshape for spec in config.inputs if spec.reshape is not None}
+
+    def join(self, batch: Sequence[Pending]) -> dict[str, Array]:
+        """One array per input, the rows of the requests in order."""
+        if len(batch) == 1:
+            inputs = batch[0].request.inputs
+            if len(inputs) == 1 and not self._reshapes:
+                return {inputs[0].name: inputs[0].array}
+            joined = {tensor.name: tensor.array for tensor in inputs}
+        else:
+            joined = {}
+            for index, tensor in enumerate(batch[0].request.inputs):
+                joined[tensor.name] = np.concatenate(column(batch, index, tensor.name))
+        for name, dims in self._reshapes.items():
+            if name in joined:
+                joined[name] = joined[name].reshape((-1, *dims) if self._batched else dims)
+        return joined
+
+    def wanted(self, batch: Sequence[Pending]) -> Sequence[str]:
+        """The outputs that at least one request asks for, by name."""
+        names: dict[str, None] = {}
+        for pending in batch:
+            if not pending.request.outputs:
+                return self._all
+            for output in pending.request.outputs:
+                names[output.name] = None
+        return tuple(names)
+
+    def split(self, batch: Sequence[Pending], result: Mapping[str, Array]) -> Answers:
+        """Each request's rows of each output it asked for. Raises `Internal` for a result that cannot be right."""
+        if len(batch) == 1:
+            return [self._single(batch[0], result)]
+        rows = sum(pending.rows for pending in batch)
+        whole = self._checked(batch, rows, result)
+        answers: Answers = []
+        start = 0
+        for pending in batch:
+            stop = start + pending.rows
+            answers.append(self._outputs_of(pending, whole, slice(start, stop)))
+            start = stop
+        return answers
+
+    def _single(self, pending: Pending, result: Mapping[str, Array]) -> Sequence[Tensor]:
+        request = pending.request
+        names = [output.name for output in request.outputs] if request.outputs else self._all
+        outputs = []
+        for name in names:
+            array = result.get(name)
+            if array is None:
+                raise self._missing(name)
+            spec = self._outputs[name]
+            dtype = spec.dtype or request.inputs[0].dtype
+            outputs.append(Tensor(name, dtype, self.checked_array(spec, dtype, array, pending.rows)))
+        return outputs
+
+    def _missing(self, name: str) -> Internal:
+        return Internal(f"model '{self._name}' did not return its output '{name}'")
+
+    def _checked(self, batch: Sequence[Pending], rows: int, result: Mapping[str, Array]) -> dict[str, Tensor]:
+        whole: dict[str, Tensor] = {}
+        for name in self._all:
+            array = result.get(name)
+            if array is not None:
+                spec = self._outputs[name]
+                dtype = spec.dtype or batch[0].request.inputs[0].dtype
+                whole[name] = Tensor(name, dtype, self.checked_array(spec, dtype, array, rows))
+        return whole
+
+    def check_dtype(self, tensor: Tensor) -> None:
+        """Refuse an output of another type that has the same numpy form: UINT16 for BF16."""
+        spec = self._outputs.get(tensor.name)
+        if spec is not None and spec.dtype is not None and tensor.dtype is not spec.dtype:
+            raise Internal(
+                f"model '{self._name}' returned {tensor.dtype.name} for output '{tensor.name}', "
+                f"which its configuration declares {spec.dtype.name}"
+            )
+
+    def checked_array(self, spec: OutputSpec, dtype: DType, array: Array, rows: int) -> Array:
+        """An output as the model gave it, in the shape its callers expect; or the reason why it cannot be right."""
+        if array.dtype != dtype.numpy:
+            raise Internal(
+                f"model '{self._name}' returned {_shown_dtype(array, dtype)} for output '{spec.name}', "
+                f"which its configuration declares {dtype.name}"
+            )
+        if spec.reshape is not None:
+            array = _reshaped(array, spec, self._batched)
+        shape = array.shape
+        if self._batched:
+            if not shape or shape[0] != rows:
+                raise Internal(
+                    f"model '{self._name}' returned shape {list(shape)} for output '{spec.name}' of a batch of {rows}: "
+                    f"the first dimension must be {rows}"
+                )
+            shape = shape[1:]
+        dims = spec.dims
+        if dims is not None and shape != dims and not _matches(shape, dims):
+            raise Internal(
+                f"model '{self._name}' returned shape {list(array.shape)} for output '{spec.name}', "
+                f"which its configuration declares {list(dims)}"
+            )
+        return array
+
+    def _outputs_of(self, pending: Pending, whole: Mapping[str, Tensor], rows: slice) -> Sequence[Tensor]:
+        requested = pending.request.outputs
+        names = [output.name for output in requested] if requested else self._all
+        outputs = []
+        for name in names:
+            tensor = whole.get(name)
+            if tensor is None:
+                raise self._missing(name)
+            outputs.append(Tensor(name, tensor.dtype, tensor.array[rows]))
+        return outputs
+
+
+def column(batch: Sequence[Pending], index: int, name: str) -> list[Array]:
+    """One input of every request. Clients send inputs in the same order, nearly always."""
+    arrays = []
+    for pending in batch:
+        inputs = pending.request.inputs
+        tensor = inputs[index]
+        if tensor.name != name:
+            tensor = next(other for other in inputs if other.name == name)
+        arrays.append(tensor.array)
+    return arrays
+
+
+def _matches(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    return len(shape) == len(dims) and all(want in (-1, size) for size, want in zip(shape, dims, strict=True))
+
+
+def _reshaped(array: Array, spec: OutputSpec, batched: bool) -> Array:
+    dims = spec.dims or ()
+    try:
+        return array.reshape((array.shape[0], *dims) if batched else dims)
+    except (ValueError, IndexError):
+        raise Internal(
+            f"shape {list(array.shape)} of output '{spec.name}' cannot be reshaped to the {list(dims)} of its configuration"
+        ) from None
+
+
+def _shown_dtype(array: Any, dtype: DType) -> str:
+    return f"{array.dtype} values" if dtype is not BF16 else f"{array.dtype} values instead of the 16 bits of BF16"

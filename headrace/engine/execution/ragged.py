@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of requests whose inputs differ in shape: laid end to end (`allow_ragged_batch`), or filled up (`pad_value`).
+
+Used by `runners` for models that have such inputs. A ragged input reaches the model flat, with `batch_input` tensors that
+say where each request begins; a padded one has the largest size of the batch, and `padded_like` outputs are cut back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from headrace.backends.contract import Array
+from headrace.core.errors import Internal
+from headrace.core.tensors import Tensor
+from headrace.engine.execution.joining import Answers, Joiner, column
+from headrace.engine.scheduling.pending import Pending
+from headrace.modelconfig.types import BatchInput, ModelConfig
+
+
+class RaggedJoiner(Joiner):
+    """For models with ragged or padded inputs."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self._ragged = {spec.name for spec in config.inputs if spec.allow_ragged_batch}
+        self._padding = {spec.name: spec.pad_value for spec in config.inputs if spec.pad_value is not None}
+        self._batch_inputs = config.batch_inputs
+        self._scattered = {name: output.source_input for output in config.batch_outputs for name in output.target_names}
+        self._padded_like = {spec.name: spec.padded_like for spec in config.outputs if spec.padded_like}
+
+    def join(self, batch: Sequence[Pending]) -> dict[str, Array]:
+        """See `Joiner.join`."""
+        joined: dict[str, Array] = {}
+        for index, tensor in enumerate(batch[0].request.inputs):
+            name = tensor.name
+            arrays = column(batch, index, name)
+            if name in self._ragged:
+                joined[name] = np.concatenate([array.reshape(-1) for array in arrays])
+            elif name in self._padding:
+                joined[name] = _padded(arrays, self._padding[name])
+            else:
+                joined[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        for described in self._batch_inputs:
+            source = [_input(pending, described.source_input) for pending in batch]
+            value = _description(described, source)
+            for name in described.target_names:
+                joined[name] = value
+        return joined
+
+    def split(self, batch: Sequence[Pending], result: Mapping[str, Array]) -> Answers:
+        """See `Joiner.split`."""
+        if self._scattered:
+            return self._split_scattered(batch, result)
+        answers = super().split(batch, result)
+        if len(batch) == 1 or not self._padded_like:
+            return answers
+        return [
+            [self._cut(tensor, pending) for tensor in outputs] for outputs, pending in zip(answers, batch, strict=True)
+        ]
+
+    def _split_scattered(self, batch: Sequence[Pending], result: Mapping[str, Array]) -> Answers:
+        rows = sum(pending.rows for pending in batch)
+        scattered = {name: self._scatter(batch, name, result) for name in self._scattered if name in result}
+        whole = self._checked(batch, rows, {name: array for name, array in result.items() if name not in scattered})
+        answers: Answers = []
+        start = 0
+        for position, pending in enumerate(batch):
+            stop = start + pending.rows
+            outputs = []
+            for name in [output.name for output in pending.request.outputs] or self._all:
+                if name in scattered:
+                    outputs.append(scattered[name][position])
+                elif name in whole:
+                    outputs.append(Tensor(name, whole[name].dtype, whole[name].array[start:stop]))
+                else:
+                    raise self._missing(name)
+            answers.append(outputs)
+            start = stop
+        return answers
+
+    def _cut(self, tensor: Tensor, pending: Pending) -> Tensor:
+        source = self._padded_like.get(tensor.name)
+        if source is None:
+            return tensor
+        spec = self._outputs[tensor.name]
+        sizes = iter(_input(pending, source).shape[1:])
+        # The output's variable sizes, in order, are the input's first ones.
+        cuts = [slice(None), *(slice(next(sizes, None)) if size == -1 else slice(None) for size in spec.dims or ())]
+        return Tensor(tensor.name, tensor.dtype, tensor.array[tuple(cuts)])
+
+    def _scatter(self, batch: Sequence[Pending], name: str, result: Mapping[str, Array]) -> list[Tensor]:
+        spec = self._outputs[name]
+        flat = result[name].reshape(-1)
+        tensors = []
+        start = 0
+        for pending in batch:
+            shape = _input(pending, self._scattered[name]).shape
+            size = int(np.prod(shape))
+            if start + size > flat.size:
+                raise Internal(
+                    f"model '{self._name}' returned {flat.size} elements for output '{name}', too few to give every "
+                    f"request as many as its input '{self._scattered[name]}' has"
+                )
+            dtype = spec.dtype or batch[0].request.inputs[0].dtype
+            tensors.append(Tensor(name, dtype, flat[start : start + size].reshape(shape)))
+            start += size
+        return tensors
+
+
+def _padded(arrays: Sequence[Array], value: float) -> Array:
+    sizes = tuple(max(axis) for axis in zip(*(array.shape[1:] for array in arrays), strict=True))
+    if all(array.shape[1:] == sizes for array in arrays):
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    rows = sum(array.shape[0] for array in arrays)
+    fill = b"" if arrays[0].dtype == object else value
+    whole = np.full((rows, *sizes), fill, dtype=arrays[0].dtype)
+    start = 0
+    for array in arrays:
+        stop = start + array.shape[0]
+        whole[(slice(start, stop), *map(slice, array.shape[1:]))] = array
+        start = stop
+    return whole
+
+
+def _input(pending: Pending, name: str) -> Array:
+    return next(tensor.array for tensor in pending.request.inputs if tensor.name == name)
+
+
+def _description(described: BatchInput, source: Sequence[Array]) -> Array:
+    """What a `batch_input` tells the model about the requests of a ragged batch."""
+    counts = [array.size for array in source]
+    numpy = described.dtype.numpy
+    match described.kind:
+        case "BATCH_ELEMENT_COUNT":
+            return np.array(counts, numpy)
+        case "BATCH_ACCUMULATED_ELEMENT_COUNT":
+            return np.cumsum(counts).astype(numpy)
+        case "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO":
+            return np.concatenate([[0], np.cumsum(counts)]).astype(numpy)
+        case "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE":
+            return np.empty(max(counts), numpy)
+        case "BATCH_ITEM_SHAPE":
+            return np.array([array.shape[1:] for array in source for _ in range(array.shape[0])], numpy)
+        case "BATCH_ITEM_SHAPE_FLATTEN":
+            return np.array(
+                [size for array in source for _ in range(array.shape[0]) for size in array.shape[1:]], numpy
+            )

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runners: each holds one instance of a model, computes the batches it is given and answers their requests.
+
+Called by the schedulers in the loop's thread; answers are given there too. A `ComputeRunner` computes in that thread or
+in one of its own, as its `Pace` says. A `RequestRunner` passes requests on to an instance that answers by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from threading import Thread
+from time import monotonic_ns
+
+from headrace.backends.contract import ComputeInstance, Placement, RequestInstance
+from headrace.core.errors import HeadraceError, Internal
+from headrace.core.messages import NO_PARAMETERS, InferRequest, Parameters
+from headrace.core.tensors import Tensor
+from headrace.engine.execution.joining import Answers, Joiner
+from headrace.engine.execution.pace import Pace
+from headrace.engine.scheduling.delay import Delay
+from headrace.engine.scheduling.pending import ANSWERED, Pending
+from headrace.engine.scheduling.scheduler import Runner
+from headrace.engine.statistics import VersionStatistics
+from headrace.modelconfig.types import Resource
+
+log = logging.getLogger("headrace.engine")
+
+Free = Callable[[Runner], None]
+
+
+Outcome = tuple[Sequence[Pending], Answers | HeadraceError, int, int, int, int]
+"""What became of (a part of) a batch, and when it was started, joined, computed and cut apart."""
+
+
+class _RunnerBase:
+    """What the limiter and people need to know of a runner."""
+
+    def __init__(self, placement: Placement, resources: tuple[Resource, ...], priority: int) -> None:
+        self.name = placement.name
+        self.device = f"{placement.kind}{placement.device}"
+        self.resources = resources
+        self.priority = priority
+
+
+class ComputeRunner(_RunnerBase):
+    """Joins, computes, cuts apart."""
+
+    def __init__(
+        self,
+        instance: ComputeInstance,
+        placement: Placement,
+        joiner: Joiner,
+        statistics: VersionStatistics,
+        delay: Delay,
+        pace: Pace,
+        *,
+        resources: tuple[Resource, ...] = (),
+        priority: int = 0,
+        alone_again: bool = True,
+    ) -> None:
+        super().__init__(placement, resources, priority)
+        self._instance = instance
+        self._compute_arrays = instance.compute
+        self._joiner = joiner
+        self._statistics = statistics
+        self._delay = delay
+        self.pace = pace
+        self._alone_again = alone_again
+        """Whether the requests of a failed batch are computed again one by one, so that only the guilty fail; not for
+        models with a memory."""
+        self._loop = asyncio.get_running_loop()
+        self._jobs: SimpleQueue[tuple[Sequence[Pending], Free] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def run(self, batch: Sequence[Pending], free: Free) -> None:
+        """See `Runner.run`."""
+        if self.pace.inline:
+            self._finish(self._compute(batch), free)
+            return
+        if self._thread is None:
+            self._thread = Thread(target=self._work, name=self.name, daemon=True)
+            self._thread.start()
+        self._jobs.put((batch, free))
+
+    def close(self) -> None:
+        """End the thread and the instance. From a loader thread, when nothing runs."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+        self._instance.close()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            batch, free = job
+            outcomes = self._compute(batch)
+            # Let go before waiting for the next, or the last batch would stay in memory until then.
+            del job, batch
+            self._loop.call_soon_threadsafe(self._finish, outcomes, free)
+            del outcomes, free
+
+    def _compute(self, batch: Sequence[Pending]) -> list[Outcome]:
+        """In the computing thread: the batch's outcome, or that of each request alone when the batch failed."""
+        joiner = self._joiner
+        started_ns = joined_ns = computed_ns = monotonic_ns()
+        try:
+            inputs = joiner.join(batch)
+            joined_ns = monotonic_ns()
+            result = self._compute_arrays(inputs, joiner.wanted(batch))
+            computed_ns = monotonic_ns()
+            answers: Answers | HeadraceError = joiner.split(batch, result)
+        except Exception as error:
+            if len(batch) > 1 and self._alone_again:
+                return [outcome for pending in batch for outcome in self._compute((pending,))]
+            answers = _told(error, self.name, batch)
+        return [(batch, answers, started_ns, joined_ns, computed_ns, monotonic_ns())]
+
+    def _finish(self, outcomes: list[Outcome], free: Free) -> None:
+        free(self)
+        for outcome in outcomes:
+            self._answer(*outcome)
+
+    def _answer(
+        self,
+        batch: Sequence[Pending],
+        answers: Sequence[Sequence[Tensor] | HeadraceError] | HeadraceError,
+        started_ns: int,
+        joined_ns: int,
+        computed_ns: int,
+        split_ns: int,
+    ) -> None:
+        if self.pace.measures:
+            self.pace.took(split_ns - started_ns)
+        if isinstance(answers, HeadraceError):
+            answers = [answers] * len(batch)
+        else:
+            self._count(batch, started_ns, joined_ns, computed_ns, split_ns)
+        for pending, outputs in zip(batch, answers, strict=True):
+            if pending.state != ANSWERED:
+                try:
+                    pending.finish(outputs)
+                except Exception:  # of the caller: it must not cost the others their answers
+                    log.exception("an answer could not be delivered")
+
+    def _count(
+        self, batch: Sequence[Pending], started_ns: int, joined_ns: int, computed_ns: int, split_ns: int
+    ) -> None:
+        statistics = self._statistics
+        input_ns, infer_ns, output_ns = joined_ns - started_ns, computed_ns - joined_ns, split_ns - computed_ns
+        rows = 0
+        for pending in batch:
+            rows += pending.rows
+            if pending.state != ANSWERED:
+                stats = statistics.of_rows(pending.rows)
+                stats.queue_ns += started_ns - pending.arrived_ns
+                stats.input_ns += input_ns
+                stats.infer_ns += infer_ns
+                stats.output_ns += output_ns
+        statistics.executed(rows, input_ns, infer_ns, output_ns)
+        if self._delay.learns:
+            self._delay.finished([split_ns - pending.arrived_ns for pending in batch], rows, split_ns - started_ns)
+
+
+class RequestRunner(_RunnerBase):
+    """Passes requests on, and checks what comes back."""
+
+    def __init__(
+        self,
+        instance: RequestInstance,
+        placement: Placement,
+        joiner: Joiner,
+        statistics: VersionStatistics,
+        delay: Delay,
+        *,
+        resources: tuple[Resource, ...] = (),
+        priority: int = 0,
+    ) -> None:
+        super().__init__(placement, resources, priority)
+        self.instance = instance
+        self.joiner = joiner
+        self.statistics = statistics
+        self.delay = delay
+
+    def run(self, batch: Sequence[Pending], free: Free) -> None:
+        """See `Runner.run`."""
+        together = _RequestBatch(self, len(batch), sum(pending.rows for pending in batch))
+        works = [_Work(pending, together) for pending in batch]
+        try:
+            self.instance.execute(works, lambda: free(self))
+        except Exception as error:
+            failure = _told(error, self.name, batch)
+            for work in works:
+                work.reply(failure)
+            free(self)
+
+    def close(self) -> None:
+        """End the instance. From a loader thread, when nothing runs."""
+        self.instance.close()
+
+
+class _RequestBatch:
+    """Requests that were passed on together, until the last of them is answered."""
+
+    __slots__ = ("latencies_ns", "left", "rows", "runner", "started_ns", "succeeded")
+
+    def __init__(self, runner: RequestRunner, requests: int, rows: int) -> None:
+        self.runner = runner
+        self.left = requests
+        self.rows = rows
+        self.started_ns = monotonic_ns()
+        self.succeeded = False
+        self.latencies_ns: list[int] = []
+
+    def settle(self, pending: Pending, *, success: bool) -> None:
+        """One of them has had its last answer."""
+        now_ns = monotonic_ns()
+        took_ns = now_ns - self.started_ns
+        statistics = self.runner.statistics
+        self.left -= 1
+        self.latencies_ns.append(now_ns - pending.arrived_ns)
+        if success:
+            self.succeeded = True
+            stats = statistics.of_rows(pending.rows)
+            stats.queue_ns += self.started_ns - pending.arrived_ns
+            stats.infer_ns += took_ns
+        if not self.left and self.succeeded:
+            statistics.executed(self.rows, 0, took_ns, 0)
+            if self.runner.delay.learns:
+                self.runner.delay.finished(self.latencies_ns, self.rows, took_ns)
+
+
+class _Work:
+    """A request in the hands of an instance. See `contract.Work`."""
+
+    __slots__ = ("_ended", "_pending", "_together")
+
+    def __init__(self, pending: Pending, together: _RequestBatch) -> None:
+        self._pending = pending
+        self._together = together
+        self._ended = False
+
+    @property
+    def request(self) -> InferRequest:
+        return self._pending.request
+
+    @property
+    def cancelled(self) -> bool:
+        return self._pending.state == ANSWERED
+
+    def reply(
+        self,
+        outputs: Sequence[Tensor] | HeadraceError | None,
+        *,
+        final: bool = True,
+        parameters: Parameters = NO_PARAMETERS,
+    ) -> None:
+        if self._ended:
+            return
+        pending = self._pending
+        answer: Sequence[Tensor] | HeadraceError | None = outputs
+        if outputs is not None and not isinstance(outputs, HeadraceError):
+            try:
+                answer = _checked(self._together.runner.joiner, pending, outputs)
+            except HeadraceError as error:
+                answer = error
+        failed = isinstance(answer, HeadraceError)
+        if final or failed:
+            self._ended = True
+            self._together.settle(pending, success=not failed)
+        try:
+            pending.reply(answer, final=final, parameters=parameters)
+        except Exception:
+            log.exception("an answer could not be delivered")
+
+
+def _checked(joiner: Joiner, pending: Pending, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What the caller asked for, of what the model returned."""
+    for tensor in outputs:
+        joiner.check_dtype(tensor)
+    by_name = {tensor.name: tensor.array for tensor in outputs}
+    return joiner.split((pending,), by_name)[0]
+
+
+def _told(error: Exception, instance: str, batch: Sequence[Pending]) -> HeadraceError:
+    """What callers are told of a failed execution; everything else goes to the log."""
+    if isinstance(error, Internal):
+        log.error("instance '%s': %s", instance, error.message)
+    if isinstance(error, HeadraceError):
+        return error
+    log.error("instance '%s' failed on a batch of %d request(s)", instance, len(batch), exc_info=error)
+    return Internal(f"model '{batch[0].owner.name}' failed; the server's log has the details")

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hands waiting requests to idle instances: one at a time, or in batches.
+
+Owned by a version of a model. Everything happens in the loop's thread: `add` puts a request in the queue, and at the end
+of the loop's turn `_pump` gives out what the rules allow, so that requests that were read together are seen together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import Protocol
+
+from headrace.core.errors import HeadraceError
+from headrace.engine.scheduling.batches import BatchLog, BatchRecord, BatchRules, Choice, Reason, choose
+from headrace.engine.scheduling.delay import Delay
+from headrace.engine.scheduling.limiter import Limited, Limiter
+from headrace.engine.scheduling.order import Order
+from headrace.engine.scheduling.pending import RUNNING, Pending
+from headrace.engine.scheduling.queues import Queue
+
+
+class Runner(Limited, Protocol):
+    """One instance and its thread."""
+
+    def run(self, batch: Sequence[Pending], free: Callable[[Runner], None]) -> None:
+        """Compute a batch and answer its members; call `free` when another may come, which may be at once."""
+
+
+class BatchScheduler:
+    """For models whose requests do not depend on each other."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        rules: BatchRules | None,
+        delay: Delay,
+        runners: Sequence[Runner],
+        log: BatchLog,
+        *,
+        limiter: Limiter,
+        in_order: bool = False,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue = queue
+        self._rules = rules
+        """None: one request at a time."""
+        self._delay = delay
+        self._idle = list(reversed(runners))
+        self._recent, self._reasons = log.recent, log.reasons
+        self._limiter = limiter
+        self._limited = any(runner.resources for runner in runners)
+        self._closed: HeadraceError | None = None
+        self._awake = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._pumping = False
+        self._order = Order() if in_order else None
+
+    def add(self, pending: Pending) -> None:
+        """Let a request wait for its turn; raises when its queue will not have it."""
+        if self._closed is not None:
+            raise self._closed
+        self._queue.append(pending)
+        if self._order is not None:
+            self._order.follow(pending)
+        if not self._awake:
+            self._awake = True
+            self._loop.call_soon(self._pump)
+
+    def close(self, reason: HeadraceError) -> None:
+        """Tell those that still wait; nothing is given out any more."""
+        self._closed = reason
+        for pending in list(self._queue):
+            pending.cancel(reason)
+        self._idle.clear()
+        self._stop_timer()
+
+    def _wake(self) -> None:
+        if not self._awake:
+            self._awake = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Give out all that may be given out now."""
+        self._awake = False
+        queue, idle = self._queue, self._idle
+        self._pumping = True
+        try:
+            while waiting := len(queue):
+                now_ns = monotonic_ns()
+                next_expiry_ns = queue.expire(now_ns)
+                if not idle:
+                    self._look_again(next_expiry_ns, now_ns)
+                    return
+                if self._rules is None:
+                    requests, reason, wait_ns = _ONE
+                elif waiting == 1 and not self._delay.nanoseconds:
+                    requests, reason, wait_ns = _ALL
+                else:
+                    requests, reason, wait_ns = choose(queue, self._rules, self._delay.nanoseconds, now_ns)
+                if not requests:
+                    due_ns = now_ns + wait_ns
+                    self._look_again(due_ns if next_expiry_ns is None else min(due_ns, next_expiry_ns), now_ns)
+                    return
+                runner = self._ready_runner() if self._limited else idle.pop()
+                if runner is None:
+                    self._look_again(next_expiry_ns, now_ns)
+                    return
+                self._start(runner, requests, reason, now_ns)
+            if self._timer is not None:
+                self._stop_timer()
+        finally:
+            self._pumping = False
+
+    def _ready_runner(self) -> Runner | None:
+        """An idle instance for which there are resources; if there is none, the limiter will wake us."""
+        for position in range(len(self._idle) - 1, -1, -1):
+            if self._limiter.acquire(self._idle[position], self._wake):
+                return self._idle.pop(position)
+        return None
+
+    def _start(self, runner: Runner, count: int, reason: Reason, now_ns: int) -> None:
+        batch = self._queue.take(count)
+        if not batch:  # all of them were cancelled meanwhile
+            self._free(runner)
+            return
+        rows = 0
+        oldest_ns = now_ns
+        for pending in batch:
+            pending.state = RUNNING
+            rows += pending.rows
+            if pending.arrived_ns < oldest_ns:  # noqa: PLR1730  # a call of min() is dearer
+                oldest_ns = pending.arrived_ns
+        record = BatchRecord(reason, len(batch), rows, len(self._queue), now_ns - oldest_ns, runner.name)
+        self._recent.append(record)
+        self._reasons[reason] += 1
+        for pending in batch:
+            pending.formed = record
+        runner.run(batch, self._free)
+
+    def _free(self, runner: Runner) -> None:
+        if self._limited:
+            self._limiter.release(runner)
+        self._idle.append(runner)
+        if len(self._queue) and not self._pumping:
+            # At once: an instance with a thread of its own computes while we tell the callers of its last batch.
+            self._pump()
+
+    def _look_again(self, when_ns: int | None, now_ns: int) -> None:
+        self._stop_timer()
+        if when_ns is not None:
+            # A millisecond is uvloop's finest: rounding up, so that what is waited for has happened.
+            self._timer = self._loop.call_later(max(0, when_ns - now_ns) / 1e9, self._timer_rang)
+
+    def _timer_rang(self) -> None:
+        self._timer = None
+        self._wake()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+_ONE = Choice(1, "one at a time")
+_ALL = Choice(1)

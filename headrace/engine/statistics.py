@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a version has done: counts and times, per size of request and per size of batch. Plain integers, added up when read.
+
+Written by versions and runners in the loop's thread; read by the protocols' statistics, status and metrics. Times are
+nanoseconds. A cache hit is a success and no execution.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from headrace.core.errors import Code, HeadraceError
+from headrace.engine.scheduling.batches import BatchLog
+
+
+class RequestStats:
+    """Requests of one size."""
+
+    __slots__ = (
+        "fail",
+        "fail_ns",
+        "hit",
+        "hit_ns",
+        "infer_ns",
+        "input_ns",
+        "miss",
+        "miss_ns",
+        "output_ns",
+        "queue_ns",
+        "success",
+        "success_ns",
+    )
+
+    def __init__(self) -> None:
+        self.success = self.success_ns = self.fail = self.fail_ns = 0
+        self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = 0
+        self.hit = self.hit_ns = self.miss = self.miss_ns = 0
+
+    def add(self, other: RequestStats) -> None:
+        """Add another's numbers to these."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def computed(self) -> int:
+        """Successes that took an execution."""
+        return self.success - self.hit
+
+
+class BatchStats:
+    """Executions of one size."""
+
+    __slots__ = ("count", "infer_ns", "input_ns", "output_ns")
+
+    def __init__(self) -> None:
+        self.count = self.input_ns = self.infer_ns = self.output_ns = 0
+
+
+@dataclass(slots=True)
+class ResponseStats:
+    """The n-th response of decoupled requests, for each n."""
+
+    success: int = 0
+    success_ns: int = 0
+    fail: int = 0
+    empty: int = 0
+
+
+FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+_REASONS = {
+    Code.UNAVAILABLE: "REJECTED",
+    Code.RESOURCE_EXHAUSTED: "REJECTED",
+    Code.CANCELLED: "CANCELED",
+    Code.DEADLINE_EXCEEDED: "CANCELED",
+    Code.INTERNAL: "BACKEND",
+}
+
+
+def failure_reason(error: BaseException) -> str:
+    """One of Triton's four words."""
+    return _REASONS.get(error.code, "OTHER") if isinstance(error, HeadraceError) else "BACKEND"
+
+
+@dataclass(slots=True)
+class VersionStatistics:
+    """Everything counted of one version."""
+
+    received: int = 0
+    """Requests taken, answered or not."""
+    settled: int = 0
+    """Requests answered, one way or the other."""
+    executions: int = 0
+    inferences: int = 0
+    """Rows computed successfully."""
+    last_inference_ms: int = 0
+    """Wall clock, since 1970."""
+    by_rows: dict[int, RequestStats] = field(default_factory=dict)
+    """Per batch size of the request; 0 for those that were refused before it was known."""
+    batches: dict[int, BatchStats] = field(default_factory=dict)
+    """Per size of the executed batch."""
+    failures: Counter[str] = field(default_factory=Counter)
+    log: BatchLog = field(default_factory=BatchLog)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests taken and not answered yet."""
+        return self.received - self.settled
+
+    def of_rows(self, rows: int) -> RequestStats:
+        """The numbers for requests of this size."""
+        stats = self.by_rows.get(rows)
+        if stats is None:
+            stats = self.by_rows[rows] = RequestStats()
+        return stats
+
+    def of_batch(self, rows: int) -> BatchStats:
+        """The numbers for executions of this size."""
+        stats = self.batches.get(rows)
+        if stats is None:
+            stats = self.batches[rows] = BatchStats()
+        return stats
+
+    def total(self) -> RequestStats:
+        """All requests together."""
+        total = RequestStats()
+        for stats in self.by_rows.values():
+            total.add(stats)
+        return total
+
+    def failed(self, rows: int, error: BaseException, duration_ns: int) -> None:
+        """A request had an error for an answer."""
+        stats = self.of_rows(rows)
+        stats.fail += 1
+        stats.fail_ns += duration_ns
+        self.failures[failure_reason(error)] += 1
+
+    def executed(self, rows: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        """A batch was computed."""
+        self.executions += 1
+        self.inferences += rows
+        self.last_inference_ms = int(time.time() * 1000)
+        stats = self.of_batch(rows)
+        stats.count += 1
+        stats.input_ns += input_ns
+        stats.infer_ns += infer_ns
+        stats.output_ns += output_ns

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One version of a model that serves: checks its requests, passes them to its scheduler, keeps its accounts.
+
+Made by `opening`, found by the data plane through the repository's directory. In the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from time import monotonic_ns
+from typing import Protocol
+
+from headrace.core.errors import HeadraceError, InvalidArgument, Unavailable, Unimplemented
+from headrace.core.messages import InferRequest
+from headrace.core.tensors import Tensor
+from headrace.engine.cache import ResponseCache, key_of
+from headrace.engine.checking import RequestChecker
+from headrace.engine.scheduling.delay import AutoDelay, Delay
+from headrace.engine.scheduling.pending import Answered, Done, Pending, StreamPending
+from headrace.engine.statistics import VersionStatistics
+from headrace.modelconfig.types import ModelConfig
+
+_copies = count(1)
+"""Tells two loads of the same version apart, for the cache."""
+
+
+class Scheduler(Protocol):
+    """What a version asks of its scheduler."""
+
+    def add(self, pending: Pending) -> None:
+        """Compute a request when its turn comes; raises when it may not wait."""
+
+    def close(self, reason: HeadraceError) -> None:
+        """Tell those that still wait; nothing more is computed."""
+
+
+class Drain:
+    """Waits until every request of a version is answered."""
+
+    def __init__(self, statistics: VersionStatistics) -> None:
+        self._statistics = statistics
+        self._empty = asyncio.Event()
+        self.waiting = False
+
+    def settled(self) -> None:
+        """A request was answered, while `waiting`."""
+        if not self._statistics.in_flight:
+            self._empty.set()
+
+    async def wait(self, grace_seconds: float) -> None:
+        """Return when all are answered, or when the time is over."""
+        if self._statistics.in_flight:
+            self.waiting = True
+            try:
+                async with asyncio.timeout(grace_seconds):
+                    await self._empty.wait()
+            except TimeoutError:
+                pass
+
+
+class ModelVersion:
+    """A loaded version. See `repository.contract.LoadedVersion` for what the repository asks of it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        version: int,
+        statistics: VersionStatistics,
+        scheduler: Scheduler,
+        delay: Delay,
+        *,
+        labels: Mapping[str, Sequence[str]],
+        cache: ResponseCache | None = None,
+        close: Callable[[], None],
+    ) -> None:
+        self.name = config.name
+        self.version = version
+        self.version_text = str(version)
+        self.config = config
+        self.statistics = statistics
+        self.labels = labels
+        """The words for the numbers of an output, line by line of its label file."""
+        self.delay = delay
+        self._decoupled = config.decoupled
+        self._checker = RequestChecker(config)
+        self._key = self._checker.key if self._checker.by_shape else None
+        self._scheduler = scheduler
+        self._cache = cache if config.response_cache else None
+        self._cache_prefix = b"%d/" % next(_copies)
+        self._close = close
+        self._drain = Drain(statistics)
+        self._auto = delay if isinstance(delay, AutoDelay) else None
+
+    def infer(self, request: InferRequest, done: Done) -> Pending:
+        """Compute a request. Raises at once for a wrong one; otherwise `done` gets the answer, later."""
+        if self._decoupled:
+            raise Unimplemented(
+                f"model '{self.name}' is decoupled: it may answer several times or not at all. Use a streaming call"
+            )
+        return self._add(request, done, Pending)
+
+    def infer_stream(self, request: InferRequest, answered: Answered) -> Pending:
+        """Compute a request that may have any number of answers."""
+        return self._add(request, answered, StreamPending)
+
+    def _add(self, request: InferRequest, told: Done | Answered, kind: type[Pending]) -> Pending:
+        statistics = self.statistics
+        now_ns = monotonic_ns()
+        try:
+            rows = self._checker.check(request)
+        except InvalidArgument as error:
+            statistics.failed(0, error, 0)
+            raise
+        pending = kind(self, request, rows, None if self._key is None else self._key(request), told, now_ns)  # type: ignore[arg-type]
+        if self._cache is not None and self._answered_from_cache(pending, self._cache):
+            return pending
+        statistics.received += 1
+        try:
+            self._scheduler.add(pending)
+        except HeadraceError as error:
+            statistics.settled += 1
+            statistics.failed(rows, error, monotonic_ns() - now_ns)
+            raise
+        return pending
+
+    def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
+        """See `Owner.settle`."""
+        statistics = self.statistics
+        statistics.settled += 1
+        took_ns = monotonic_ns() - pending.arrived_ns
+        if isinstance(outputs, BaseException):
+            statistics.failed(pending.rows, outputs, took_ns)
+        else:
+            stats = statistics.of_rows(pending.rows)
+            stats.success += 1
+            stats.success_ns += took_ns
+            if pending.cache_key is not None and self._cache is not None and outputs is not None:
+                before_ns = monotonic_ns()
+                self._cache.put(pending.cache_key, outputs)
+                stats.miss_ns += monotonic_ns() - before_ns
+        if self._auto is not None:
+            self._auto.review(monotonic_ns())
+        if self._drain.waiting:
+            self._drain.settled()
+
+    def _answered_from_cache(self, pending: Pending, cache: ResponseCache) -> bool:
+        key = key_of(self._cache_prefix, pending.request)
+        outputs = cache.get(key)
+        stats = self.statistics.of_rows(pending.rows)
+        looked_ns = monotonic_ns() - pending.arrived_ns
+        if outputs is None:
+            stats.miss += 1
+            stats.miss_ns += looked_ns
+            pending.cache_key = key
+            return False
+        self.statistics.received += 1
+
+        def hit() -> None:
+            if not pending.cancelled:
+                stats.hit += 1
+                stats.hit_ns += looked_ns
+                pending.reply(outputs)
+
+        # Not at once: callers count on `infer` returning before they are told.
+        asyncio.get_running_loop().call_soon(hit)
+        return True
+
+    async def retire(self, grace_seconds: float) -> None:
+        """Finish what is in flight, for as long as `grace_seconds`; then free everything."""
+        await self._drain.wait(grace_seconds)
+        self._scheduler.close(Unavailable(f"model '{self.name}' version {self.version_text} was unloaded"))
+        if self._cache is not None:
+            self._cache.forget(self._cache_prefix)
+        await asyncio.to_thread(self._close)
