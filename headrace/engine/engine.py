@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from headrace.backends.devices import visible_gpus
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.limits import MIB
 from headrace.engine.builtin import open_builtin_models
@@ -38,6 +39,8 @@ class EngineSettings:
     repository: RepositorySettings = field(default_factory=RepositorySettings)
     strict_readiness: bool = True
     """Ready only when every model is; otherwise as soon as the server answers."""
+    gpus: int | None = None
+    """How many GPUs there are; None to look."""
     cache_bytes: int = 64 * MIB
     """Size of the response cache; 0 for none."""
     rate_limit_resources: Mapping[str, int] = field(default_factory=dict)
@@ -59,9 +62,9 @@ class Engine:
         )
         self.control: RepositoryControl | None = None
         if settings.repositories:
-            self.control = RepositoryControl(
-                settings.repositories, self._opener.open, settings.repository, clock, progress
-            )
+            gpus = visible_gpus() if settings.gpus is None else settings.gpus
+            repository = replace(settings.repository, gpus=gpus)
+            self.control = RepositoryControl(settings.repositories, self._opener.open, repository, clock, progress)
         self._builtin = Directory()
         self.plane = DataPlane(self.control.directory if self.control else self._builtin, self.control)
         self.plane.strict_readiness = settings.strict_readiness

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headrace.core.clock import Clock
@@ -60,8 +61,9 @@ class RepositoryControl:
         clock: Clock,
         progress: Progress = silent,
         *,
-        read_plan: ReadPlan = read_plan_from_files,
+        read_plan: ReadPlan | None = None,
     ) -> None:
+        read_plan = read_plan or partial(read_plan_from_files, strict=settings.strict_model_config)
         self._repositories = open_repositories(repositories)
         self._settings = settings
         self._shop = Workshop(open_version, read_plan, settings, clock, progress)

@@ -29,5 +29,7 @@ class RepositorySettings:
     """What requests in flight have to finish on a version that was replaced or unloaded."""
     unload_wait_seconds: float = 2.0
     """How long `unload` waits for the memory to be free; after that it goes on in the background."""
+    strict_model_config: bool = False
+    """Whether a configuration must say everything itself; otherwise the model's files are asked for what it leaves out."""
     gpus: int = 0
     """How many GPUs this machine has; configurations are completed with it."""

@@ -221,7 +221,7 @@ class SequenceScheduler:
         return [rows.get(slot) or self._composer.filler(steps[0], now_ns) for slot in range(max(rows) + 1)]
 
     def _free(self, lane: Lane, runner: Runner) -> None:
-        # Not at once: a runner may say so before it has answered, and the next steps need the state of the last.
+        # Not at once: a runner is free before it has answered, and the sequences of its last batch go on only then.
         self._limiter.release(runner)
         if self._closed is None:
             lane.idle = True
