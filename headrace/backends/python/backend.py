@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend `python`: models that are a `model.py` with a class TritonPythonModel.
+
+Called by the engine through `backends.contract`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from headrace.backends.contract import EngineServices, ModelFiles, Placement
+from headrace.backends.python.completion import completed_config, may_complete
+from headrace.backends.python.configs import config_message
+from headrace.backends.python.instance import PythonInstance
+from headrace.backends.python.launch import Launch, launch_of
+from headrace.backends.python.measures import Families
+from headrace.modelconfig.types import ModelConfig
+from headrace.telemetry.registry import Registry
+
+
+class PythonBackend:
+    """See `contract.Backend`."""
+
+    def __init__(self) -> None:
+        # The only thing models share: metrics that several of them name.
+        self._families: WeakKeyDictionary[Registry, Families] = WeakKeyDictionary()
+
+    def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
+        """What the model's `auto_complete_config` says; None where it has none."""
+        launch = launch_of(config, files)
+        if config.proto is None or not may_complete(launch.file):
+            return None
+        completed = completed_config(launch)
+        return None if completed is None else config_message(config, completed)
+
+    def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> PythonModel:
+        """Check what can be checked without a process; `open` starts them."""
+        families = self._families.setdefault(services.metrics, Families(services.metrics))
+        return PythonModel(launch_of(config, files), services, families)
+
+
+class PythonModel:
+    """See `contract.Model`."""
+
+    def __init__(self, launch: Launch, services: EngineServices, families: Families) -> None:
+        self._launch = launch
+        self._services = services
+        self._families = families
+
+    def open(self, placement: Placement) -> PythonInstance:
+        """Start a process and wait until the model in it is initialised."""
+        instance = PythonInstance(self._launch, placement, self._services, self._families)
+        instance.open()
+        return instance
+
+    def close(self) -> None:
+        """Nothing is shared by the instances."""

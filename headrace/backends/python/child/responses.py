@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`InferenceResponse`, and what sends one: the state a received request has with the server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.backends.python.child.channel import Channel
+from headrace.backends.python.child.errors import ErrorCode, TritonError, TritonModelException
+from headrace.backends.python.child.tensors import Tensor
+from headrace.backends.python.frames import Buffer, Kind, encode_json
+from headrace.backends.python.packing import pack
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+
+MORE, FINAL, AGAIN = 0, 1, 2
+"""What an answer says about those to come; AGAIN: none yet, execute the request once more."""
+
+_NEVER_ANSWERED = "the model let go of the request without answering it: return a response, or send one"
+
+
+class InferenceResponse:
+    """Outputs, or an error."""
+
+    __slots__ = ("_error", "_outputs", "_parameters")
+
+    def __init__(
+        self,
+        output_tensors: Sequence[Tensor] = (),
+        error: TritonError | None = None,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        outputs = list(output_tensors)
+        if not all(isinstance(output, Tensor) for output in outputs):
+            raise TypeError("output_tensors must be a list of pb_utils.Tensor")
+        if error is not None and not isinstance(error, TritonError):
+            raise TypeError(f"error must be a pb_utils.TritonError, not {type(error).__name__}")
+        self._outputs = outputs
+        self._error = error
+        self._parameters = checked_parameters(parameters)
+
+    @classmethod
+    def received(cls, outputs: list[Tensor], parameters: dict[str, Any]) -> InferenceResponse:
+        """One that came from the server."""
+        response = cls(outputs)
+        response._parameters = parameters
+        return response
+
+    def output_tensors(self) -> list[Tensor]:
+        """The outputs."""
+        return self._outputs
+
+    def has_error(self) -> bool:
+        """Whether it is an error."""
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        """The error, if it is one."""
+        return self._error
+
+    def parameters(self) -> str:
+        """The parameters, as JSON."""
+        return encode_json(self._parameters).decode()
+
+    def packed(self, wanted: Sequence[str], channel: Channel, pieces: list[Buffer]) -> list[Any]:
+        """Error, parameters and tensors as an answer has them."""
+        if self._error is not None:
+            return [[int(self._error.code()), self._error.message()], None, ()]
+        outputs = [output.core for output in self._outputs if not wanted or output.name() in wanted]
+        return [None, self._parameters or None, pack(outputs, channel.arena, pieces)]
+
+
+def checked_parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Parameters as a dictionary, or what is wrong with them."""
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, Mapping):
+        raise TritonModelException(f"Expect parameters to be a dict, got {type(parameters)}")
+    for key, value in parameters.items():
+        if not isinstance(key, str):
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
+        if not isinstance(value, bool | int | str):
+            raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+    return dict(parameters)
+
+
+class RequestState:
+    """A received request until its last answer; the request, its sender and `main` share it."""
+
+    def __init__(self, number: int, channel: Channel, wanted: Sequence[str], decoupled: bool) -> None:
+        self.number = number
+        self.wanted = wanted
+        self.over = False
+        """The server has the last answer."""
+        self._channel = channel
+        self._decoupled = decoupled
+        self._closed = False
+        self._sent = 0
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        """Nobody can answer any more: say so, so that the caller does not wait forever."""
+        if not self.over and not self._channel.closing:
+            error = None if self._decoupled else [int(ErrorCode.INTERNAL), _NEVER_ANSWERED]
+            self._channel.send(Kind.ANSWER, {"answers": [[self.number, FINAL, error, None, None]]})
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits any more."""
+        return self._channel.is_cancelled(self.number)
+
+    def close(self) -> None:
+        """The server has heard the last of it by other means."""
+        self._closed = self.over = True
+        self._channel.forget(self.number)
+
+    def count(self, response: InferenceResponse | None, final: bool) -> None:
+        """Check that this may be sent now, and remember that it was."""
+        with self._lock:
+            if not self._decoupled:
+                if response is not None and self._sent:
+                    raise TritonModelException(
+                        "Unable to send response. Non-decoupled model cannot send more than one response."
+                    )
+                if response is None and not self._sent:
+                    raise TritonModelException(
+                        "Unable to send response. Non-decoupled model cannot send complete final before sending a "
+                        "response."
+                    )
+            if self._closed:
+                raise TritonModelException("Unable to send response. Response sender has been closed.")
+            self._closed = final
+            self._sent += 1
+
+    def send(self, response: InferenceResponse | None, flags: int) -> None:
+        """Send a response by itself."""
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException("Unable to send response. Unsupported flag provided.")
+        if response is None and not flags:
+            raise TritonModelException(
+                "Inference Response object must be provided when the response flags is set to zero."
+            )
+        if response is not None and not isinstance(response, InferenceResponse):
+            raise TypeError(f"response must be a pb_utils.InferenceResponse, not {type(response).__name__}")
+        self.count(response, bool(flags))
+        if self.over:
+            return
+        pieces: list[Buffer] = []
+        # A model that is not decoupled has only one response, so its first is the last whatever it says.
+        last = FINAL if flags or not self._decoupled else MORE
+        if response is None:
+            answer = [self.number, last, None, None, None]
+        else:
+            answer = [self.number, last, *response.packed(self.wanted, self._channel, pieces)]
+        if last == FINAL:
+            self.over = True
+            self._channel.forget(self.number)
+        self._channel.send(Kind.ANSWER, {"answers": [answer]}, pieces)
+        self._channel.keep_pace()
+
+
+class InferenceResponseSender:
+    """Sends responses when the model likes, from any thread."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: RequestState) -> None:
+        self._state = state
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """Send a response, or with the flag TRITONSERVER_RESPONSE_COMPLETE_FINAL say that it was the last."""
+        self._state.send(response, flags)
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits any more."""
+        return self._state.is_cancelled()

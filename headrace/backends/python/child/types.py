@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of `triton_python_backend_utils` about data types and byte strings."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.dtypes import DTYPES, DType
+
+Array = npt.NDArray[Any]
+
+# In the order of their numbers, which begin with 1; BF16 is 14 and has no numpy type.
+_NAMES = (
+    "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 BYTES BF16".split()  # noqa: SIM905
+)
+_NUMBERS = {name: number for number, name in enumerate(_NAMES, 1)}
+_LENGTH = struct.Struct("<I")
+
+
+def triton_number(dtype: DType) -> int:
+    """The number Triton has for a data type."""
+    return _NUMBERS[dtype.name]
+
+
+def triton_to_numpy_type(data_type: int) -> Any:
+    """The numpy type for a data type's number; None where there is none."""
+    number = int(data_type)
+    if not 1 <= number <= 13:
+        return None
+    return DTYPES[_NAMES[number - 1]].numpy.type
+
+
+def numpy_to_triton_type(data_type: Any) -> int | None:
+    """The number of the data type for a numpy type; None where there is none."""
+    dtype = np.dtype(data_type)
+    if dtype.kind in "SO":
+        return _NUMBERS["BYTES"]
+    for name in _NAMES[:12]:
+        if DTYPES[name].numpy == dtype:
+            return _NUMBERS[name]
+    return None
+
+
+def triton_string_to_numpy(triton_type_string: str) -> Any:
+    """The numpy type for a data type's name in a configuration, such as TYPE_FP32."""
+    if triton_type_string == "TYPE_STRING":
+        return np.object_
+    if triton_type_string == "TYPE_BOOL":
+        return bool
+    if triton_type_string == "TYPE_BF16":
+        raise KeyError(triton_type_string)
+    return DTYPES[triton_type_string.removeprefix("TYPE_")].numpy.type
+
+
+def serialize_byte_tensor(input_tensor: Array) -> bytes | tuple[()] | None:
+    """The elements end to end, each behind its length. Not bytes: as text. Nothing for other types."""
+    if input_tensor.size == 0:
+        return ()
+    if input_tensor.dtype.kind not in "SO":
+        return None
+    pieces: list[bytes] = []
+    for element in input_tensor.ravel().tolist():
+        raw = element if isinstance(element, bytes) else str(element).encode()
+        pieces.append(_LENGTH.pack(len(raw)))
+        pieces.append(raw)
+    return b"".join(pieces)
+
+
+def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
+    """The reverse: a one-dimensional array of `bytes`."""
+    elements: list[bytes] = []
+    position = 0
+    while position < len(encoded_tensor):
+        (length,) = _LENGTH.unpack_from(encoded_tensor, position)
+        position += _LENGTH.size
+        elements.append(bytes(encoded_tensor[position : position + length]))
+        position += length
+    array = np.empty(len(elements), dtype=object)
+    array[:] = elements
+    return array
