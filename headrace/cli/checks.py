@@ -48,3 +48,11 @@ def log_format_of(text: str) -> LogFormat:
     if text not in known:
         raise InvalidArgument(f"--log-format is auto, json or text, not {text!r}")
     return known[text]
+
+
+def flag_of(option: str, text: str) -> bool:
+    """The value of an option that is written `--option=false`, as Triton's are."""
+    known = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in known:
+        raise InvalidArgument(f"{option} is true or false, not {text!r}")
+    return known[text.lower()]

@@ -24,6 +24,7 @@ from headrace.wire.http.routes import Routes
 SERVER_NAME = "headrace"
 
 EXTENSIONS = (
+    "sequence",
     "model_repository",
     "model_repository(unload_dependents)",
     "schedule_policy",
