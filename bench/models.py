@@ -37,7 +37,7 @@ def one_core_repository() -> Path:
     Apart from the others, so that the memory of ONNX Runtime is not counted where it is not used.
     """
     folder = _emptied(WORK / "headrace-1core")
-    _model(folder, "identity_one", _config("identity", ANY_SIZE, ANY_SIZE))
+    _model(folder, "identity_one", _config("identity", (16,), (16,)))
     mlp.write_onnx(_model(folder, "mlp", _mlp_config("onnxruntime", JOINED, ONE_THREAD)) / "model.onnx")
     return folder
 

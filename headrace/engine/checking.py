@@ -14,7 +14,7 @@ from headrace.core.dtypes import BF16
 from headrace.core.errors import InvalidArgument
 from headrace.core.messages import InferRequest
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import InputSpec, ModelConfig, SequenceBatching
+from headrace.modelconfig.types import InputSpec, ModelConfig, SequenceBatching, fits
 
 _SHOWN_NAMES = 16
 _BF16_EXPONENT = np.uint16(0x7F80)
@@ -49,7 +49,8 @@ class RequestChecker:
             tensor = inputs[0]
             shape = tensor.array.shape
             if (
-                tensor.dtype is plain.dtype
+                shape
+                and tensor.dtype is plain.dtype
                 and shape[1:] == plain.dims
                 and tensor.name == plain.name
                 and 0 < shape[0] <= self._most
@@ -84,7 +85,7 @@ class RequestChecker:
                 dims = shape[1:]
             else:
                 dims = shape
-            if dims != spec.dims and spec.dims is not None and not _fits(dims, spec.dims):
+            if dims != spec.dims and spec.dims is not None and not fits(dims, spec.dims):
                 raise self._wrong_shape(spec, shape)
             if spec.finite and not _all_finite(tensor):
                 raise InvalidArgument(
@@ -160,10 +161,6 @@ def _all_finite(tensor: Tensor) -> bool:
     if tensor.dtype is BF16:
         return not np.any((tensor.array & _BF16_EXPONENT) == _BF16_EXPONENT)
     return tensor.dtype.numpy.kind != "f" or bool(np.isfinite(tensor.array).all())
-
-
-def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    return len(shape) == len(dims) and all(want in (-1, size) for size, want in zip(shape, dims, strict=True))
 
 
 def _names(inputs: Sequence[Tensor]) -> list[str]:

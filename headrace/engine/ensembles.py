@@ -13,7 +13,7 @@ from time import monotonic_ns
 
 from headrace.backends.contract import Answer, EngineServices
 from headrace.core.errors import HeadraceError, Internal, InvalidArgument, Unavailable
-from headrace.core.messages import InferRequest, RequestedOutput
+from headrace.core.messages import InferRequest, InferResponse, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.engine.checking import RequestChecker
 from headrace.engine.scheduling.delay import FixedDelay
@@ -41,6 +41,7 @@ class EnsembleVersion:
         self.labels = labels
         self.statistics = VersionStatistics()
         self.delay = FixedDelay(0)
+        self.follows = True
         self.steps = scheduling.steps
         self.services = services
         self._most = scheduling.max_inflight_requests
@@ -126,9 +127,8 @@ class _Run:
         """Begin with the steps that need nothing but the request's inputs."""
         if self.over:
             return
-        _Path(
-            self, {tensor.name: tensor for tensor in self.pending.request.inputs}, list(self.ensemble.steps)
-        ).advance()
+        inputs = {tensor.name: tensor for tensor in self.pending.request.inputs}
+        _Path(self, inputs, range(len(self.ensemble.steps)), set()).advance()
 
     def cancel(self) -> None:
         """Nobody waits: let the steps know."""
@@ -146,7 +146,7 @@ class _Run:
         self.pending.on_cancel = None
         self.pending.reply(type(error)(f"in ensemble '{self.ensemble.name}', {error.message}"))
 
-    def submit(self, step: EnsembleStep, request: InferRequest, path: _Path) -> None:
+    def submit(self, step: int, request: InferRequest, path: _Path) -> None:
         """Compute a step."""
         self._numbers += 1
         number = self._numbers
@@ -184,47 +184,66 @@ class _Run:
 
 
 class _Path:
-    """One way through the graph: the tensors there are, and the steps to come."""
+    """One way through the graph: the tensors there are, the steps that run, and the steps to come (by their place)."""
 
-    def __init__(self, run: _Run, tensors: dict[str, Tensor], waiting: list[EnsembleStep]) -> None:
+    def __init__(self, run: _Run, tensors: dict[str, Tensor], waiting: Sequence[int], running: set[int]) -> None:
         self._run = run
         self._tensors = tensors
         self._waiting = waiting
-        self._running = 0
+        self._running = running
+        self._forks: list[_Path] = []
+        """Ways that began with one of several answers to a step; what ran then is theirs too."""
+        self._ended = False
 
     def advance(self) -> None:
         """Start every step that has its inputs; be done when there is none left."""
-        ready = [step for step in self._waiting if all(name in self._tensors for name in step.input_map.values())]
-        self._waiting = [step for step in self._waiting if step not in ready]
-        self._running += len(ready)
-        for step in ready:
-            self._run.submit(step, self._request(step), self)
+        steps = self._run.ensemble.steps
+        ready = [n for n in self._waiting if all(name in self._tensors for name in steps[n].input_map.values())]
+        self._waiting = [n for n in self._waiting if n not in ready]
+        self._running.update(ready)
+        for n in ready:
+            self._run.submit(n, self._request(steps[n]), self)
             if self._run.over:
                 return
-        if not self._running and not self._run.pending.cancelled:
+        if not self._running:
             self._finish()
 
-    def answered(self, step: EnsembleStep, answer: Answer, final: bool) -> None:
+    def answered(self, n: int, answer: Answer, final: bool) -> None:
         """A step has given an answer; its last one, or one of several."""
         if isinstance(answer, HeadraceError):
             self._run.fail(answer)
             return
-        path = self
-        if not final:
-            # This answer goes on by a way of its own; this way stays, for the answers to come.
-            path = _Path(self._run, dict(self._tensors), list(self._waiting))
-            self._run.fork()
-        else:
-            self._running -= 1
-            if answer is None:
-                self._run.arrived(None)
+        for fork in [fork for fork in self._forks if n in fork._running]:
+            fork.answered(n, answer, final)
+            if self._run.over:
                 return
-        if answer is not None:
-            for tensor in answer.outputs:
-                name = step.output_map.get(tensor.name)
-                if name is not None:
-                    path._tensors[name] = Tensor(name, tensor.dtype, tensor.array)
-        path.advance()
+        if not final:
+            self._fork(n, answer)
+            return
+        self._running.discard(n)
+        if answer is None:
+            # No more answers: this way, which waited for them, leads nowhere.
+            if not self._ended:
+                self._ended = True
+                self._run.arrived(None)
+        elif not self._ended:
+            self._take(n, answer)
+            self.advance()
+
+    def _fork(self, n: int, answer: Answer) -> None:
+        if isinstance(answer, InferResponse):
+            fork = _Path(self._run, dict(self._tensors), list(self._waiting), self._running - {n})
+            self._forks.append(fork)
+            self._run.fork()
+            fork._take(n, answer)
+            fork.advance()
+
+    def _take(self, n: int, answer: InferResponse) -> None:
+        names = self._run.ensemble.steps[n].output_map
+        for tensor in answer.outputs:
+            name = names.get(tensor.name)
+            if name is not None:
+                self._tensors[name] = Tensor(name, tensor.dtype, tensor.array)
 
     def _request(self, step: EnsembleStep) -> InferRequest:
         inputs = []
@@ -244,9 +263,10 @@ class _Path:
     def _finish(self) -> None:
         missing = [spec.name for spec in self._run.ensemble.config.outputs if spec.name not in self._tensors]
         if missing:
-            stuck = ", ".join(f"'{step.model_name}'" for step in self._waiting)
+            stuck = ", ".join(f"'{self._run.ensemble.steps[n].model_name}'" for n in self._waiting)
             self._run.fail(
                 Internal(f"output '{missing[0]}' was not produced: these steps had no inputs: {stuck or 'none'}")
             )
             return
+        self._ended = True
         self._run.arrived(self._tensors)

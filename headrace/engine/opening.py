@@ -12,10 +12,12 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
+from threading import Lock
 from typing import Literal, ParamSpec, TypeVar
 
 from headrace.backends.contract import (
     Array,
+    Backend,
     ComputeInstance,
     EngineServices,
     Model,
@@ -29,7 +31,6 @@ from headrace.engine.cache import ResponseCache
 from headrace.engine.checking import RequestChecker
 from headrace.engine.ensembles import EnsembleVersion
 from headrace.engine.execution.joining import Joiner
-from headrace.engine.execution.pace import Pace
 from headrace.engine.execution.ragged import RaggedJoiner
 from headrace.engine.execution.runners import ComputeRunner, RequestRunner
 from headrace.engine.execution.warmup import warm_up
@@ -37,6 +38,7 @@ from headrace.engine.labels import read_labels
 from headrace.engine.scheduling.batches import BatchRules
 from headrace.engine.scheduling.delay import AutoDelay, Delay, FixedDelay
 from headrace.engine.scheduling.limiter import Limiter
+from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.queues import FifoQueue, PolicyQueue, Queue
 from headrace.engine.scheduling.scheduler import BatchScheduler
 from headrace.engine.sequences.scheduler import SequenceScheduler
@@ -91,6 +93,7 @@ class VersionOpener:
                 reporter.update(message=f"warming up: {warmup.name}")
                 for runner in runners:
                     await warm_up(runner, config, warmup, files.model_folder)
+            statistics.forget_executions()
             return ModelVersion(
                 config,
                 files.version,
@@ -102,7 +105,7 @@ class VersionOpener:
                 close=opened.close,
             )
         except BaseException:
-            await self._blocking(opened.close)
+            await asyncio.shield(self._blocking(opened.close))
             raise
 
     async def _open_instances(
@@ -111,12 +114,11 @@ class VersionOpener:
         placements = placements_of(config)
         reporter.update(done=0, total=1 + len(placements), message="reading the model")
         backend = await self._blocking(backend_named, config.backend)
-        opened.model = await self._blocking(backend.load, config, files, self._services)
+        await self._blocking(opened.load, backend, config, files, self._services)
         reporter.advance()
         for group, placement in placements:
             reporter.update(message=f"starting {placement.name}")
-            instance = await self._blocking(opened.model.open, placement)
-            opened.instances.append((group, placement, instance))
+            await self._blocking(opened.open, group, placement)
             reporter.advance()
 
     def _runners(
@@ -126,7 +128,11 @@ class VersionOpener:
         plain = joiner = Joiner(config)
         if isinstance(config.scheduling, SequenceBatching) and config.scheduling.states:
             plain = joiner = StatefulJoiner(config, config.scheduling)
-        elif any(spec.allow_ragged_batch or spec.pad_value is not None for spec in config.inputs):
+        elif (
+            config.batch_inputs
+            or config.batch_outputs
+            or any(spec.allow_ragged_batch or spec.pad_value is not None for spec in config.inputs)
+        ):
             joiner = RaggedJoiner(config)
         runners: list[AnyRunner] = []
         for group, placement, instance in opened.instances:
@@ -202,9 +208,31 @@ class _Opened:
         self.model: Model | None = None
         self.instances: list[tuple[InstanceGroup, Placement, ComputeInstance | RequestInstance]] = []
         self.runners: list[AnyRunner] = []
+        self._lock = Lock()
+        self._closed = False
+
+    def load(self, backend: Backend, config: ModelConfig, files: ModelFiles, services: EngineServices) -> None:
+        """Read the model. From a loader thread, as all of these."""
+        with self._lock:
+            if not self._closed:
+                self.model = backend.load(config, files, services)
+
+    def open(self, group: InstanceGroup, placement: Placement) -> None:
+        """Make one more instance."""
+        with self._lock:
+            if self.model is not None:
+                self.instances.append((group, placement, self.model.open(placement)))
 
     def close(self) -> None:
-        """Close all of it, whatever fails on the way. From a loader thread."""
+        """Close all of it, whatever fails on the way.
+
+        Waits for what is being opened: whoever waited for that may have been cancelled, and it is to be closed too.
+        """
+        with self._lock:
+            self._closed = True
+            self._close()
+
+    def _close(self) -> None:
         closers = [runner.close for runner in self.runners] or [instance.close for _, _, instance in self.instances]
         if self.model is not None:
             closers.append(self.model.close)

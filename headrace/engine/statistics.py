@@ -91,11 +91,7 @@ class VersionStatistics:
     """Requests taken, answered or not."""
     settled: int = 0
     """Requests answered, one way or the other."""
-    executions: int = 0
-    inferences: int = 0
-    """Rows computed successfully."""
-    last_inference_ms: int = 0
-    """Wall clock, since 1970."""
+    _last_ns: int = 0
     by_rows: dict[int, RequestStats] = field(default_factory=dict)
     """Per batch size of the request; 0 for those that were refused before it was known."""
     batches: dict[int, BatchStats] = field(default_factory=dict)
@@ -104,9 +100,32 @@ class VersionStatistics:
     log: BatchLog = field(default_factory=BatchLog)
 
     @property
+    def last_inference_ms(self) -> int:
+        """By the wall clock, since 1970; 0 for never."""
+        if not self._last_ns:
+            return 0
+        return int(time.time() * 1000) - (time.monotonic_ns() - self._last_ns) // 1_000_000
+
+    @property
+    def executions(self) -> int:
+        """Batches computed."""
+        return sum(stats.count for stats in self.batches.values())
+
+    @property
+    def inferences(self) -> int:
+        """Rows computed successfully."""
+        return sum(rows * stats.count for rows, stats in self.batches.items())
+
+    @property
     def in_flight(self) -> int:
         """Requests taken and not answered yet."""
         return self.received - self.settled
+
+    def forget_executions(self) -> None:
+        """Count from the start again: what was computed so far was warm-up."""
+        self._last_ns = 0
+        self.by_rows.clear()
+        self.batches.clear()
 
     def of_rows(self, rows: int) -> RequestStats:
         """The numbers for requests of this size."""
@@ -136,12 +155,26 @@ class VersionStatistics:
         stats.fail_ns += duration_ns
         self.failures[failure_reason(error)] += 1
 
+    def answered_alone(self, rows: int, arrived_ns: int, started_ns: int, computed_ns: int, split_ns: int) -> None:
+        """A request was computed and is answered, without others and without joining: all that is to be counted."""
+        self.settled += 1
+        self._last_ns = split_ns
+        stats = self.by_rows.get(rows) or self.of_rows(rows)
+        stats.success += 1
+        stats.success_ns += split_ns - arrived_ns
+        stats.queue_ns += started_ns - arrived_ns
+        infer_ns, output_ns = computed_ns - started_ns, split_ns - computed_ns
+        stats.infer_ns += infer_ns
+        stats.output_ns += output_ns
+        batch = self.batches.get(rows) or self.of_batch(rows)
+        batch.count += 1
+        batch.infer_ns += infer_ns
+        batch.output_ns += output_ns
+
     def executed(self, rows: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         """A batch was computed."""
-        self.executions += 1
-        self.inferences += rows
-        self.last_inference_ms = int(time.time() * 1000)
-        stats = self.of_batch(rows)
+        self._last_ns = time.monotonic_ns()
+        stats = self.batches.get(rows) or self.of_batch(rows)
         stats.count += 1
         stats.input_ns += input_ns
         stats.infer_ns += infer_ns

@@ -20,7 +20,7 @@ from headrace.engine.checking import RequestChecker
 from headrace.engine.scheduling.delay import AutoDelay, Delay
 from headrace.engine.scheduling.pending import Answered, Done, Pending, StreamPending
 from headrace.engine.statistics import VersionStatistics
-from headrace.modelconfig.types import ModelConfig
+from headrace.modelconfig.types import ModelConfig, SequenceBatching
 
 _copies = count(1)
 """Tells two loads of the same version apart, for the cache."""
@@ -83,47 +83,67 @@ class ModelVersion:
         self.labels = labels
         """The words for the numbers of an output, line by line of its label file."""
         self.delay = delay
-        self._decoupled = config.decoupled
         self._checker = RequestChecker(config)
-        self._key = self._checker.key if self._checker.by_shape else None
+        self._key = self._checker.key if self._checker.by_shape and config.scheduling is not None else None
+        self._check = self._checker.check
         self._scheduler = scheduler
-        self._cache = cache if config.response_cache else None
+        # A model with a memory may answer the same question differently.
+        stateful = isinstance(config.scheduling, SequenceBatching)
+        self._cache = cache if config.response_cache and not stateful else None
         self._cache_prefix = b"%d/" % next(_copies)
         self._close = close
         self._drain = Drain(statistics)
         self._auto = delay if isinstance(delay, AutoDelay) else None
+        self._special = config.decoupled or self._key is not None or self._cache is not None
+        self.follows = self._auto is not None or self._cache is not None
 
     def infer(self, request: InferRequest, done: Done) -> Pending:
-        """Compute a request. Raises at once for a wrong one; otherwise `done` gets the answer, later."""
-        if self._decoupled:
+        """Compute a request. Raises at once for a wrong one; otherwise `done` gets the answer.
+
+        Mostly later; before this returns when the model is quick and has nothing else to do.
+        """
+        arrived_ns = monotonic_ns()
+        try:
+            rows = self._check(request)
+        except InvalidArgument as error:
+            self.statistics.failed(0, error, 0)
+            raise
+        pending = Pending(self, request, rows, None, done, arrived_ns)
+        if self._special:
+            return self._add_special(pending)
+        self._add(pending)
+        return pending
+
+    def infer_stream(self, request: InferRequest, answered: Answered) -> Pending:
+        """Compute a request that may have any number of answers, none of them before this returns."""
+        arrived_ns = monotonic_ns()
+        try:
+            rows = self._check(request)
+        except InvalidArgument as error:
+            self.statistics.failed(0, error, 0)
+            raise
+        return self._add_special(StreamPending(self, request, rows, None, answered, arrived_ns))
+
+    def _add_special(self, pending: Pending) -> Pending:
+        """Add a request that is a stream's, or of a model that is decoupled, has shapes to compare, or has a cache."""
+        if self.config.decoupled and not isinstance(pending, StreamPending):
             raise Unimplemented(
                 f"model '{self.name}' is decoupled: it may answer several times or not at all. Use a streaming call"
             )
-        return self._add(request, done, Pending)
+        if self._key is not None:
+            pending.key = self._key(pending.request)
+        if self._cache is None or not self._answered_from_cache(pending, self._cache):
+            self._add(pending)
+        return pending
 
-    def infer_stream(self, request: InferRequest, answered: Answered) -> Pending:
-        """Compute a request that may have any number of answers."""
-        return self._add(request, answered, StreamPending)
-
-    def _add(self, request: InferRequest, told: Done | Answered, kind: type[Pending]) -> Pending:
-        statistics = self.statistics
-        now_ns = monotonic_ns()
-        try:
-            rows = self._checker.check(request)
-        except InvalidArgument as error:
-            statistics.failed(0, error, 0)
-            raise
-        pending = kind(self, request, rows, None if self._key is None else self._key(request), told, now_ns)  # type: ignore[arg-type]
-        if self._cache is not None and self._answered_from_cache(pending, self._cache):
-            return pending
-        statistics.received += 1
+    def _add(self, pending: Pending) -> None:
+        self.statistics.received += 1
         try:
             self._scheduler.add(pending)
         except HeadraceError as error:
-            statistics.settled += 1
-            statistics.failed(rows, error, monotonic_ns() - now_ns)
+            self.statistics.settled += 1
+            self.statistics.failed(pending.rows, error, monotonic_ns() - pending.arrived_ns)
             raise
-        return pending
 
     def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
         """See `Owner.settle`."""
@@ -133,7 +153,7 @@ class ModelVersion:
         if isinstance(outputs, BaseException):
             statistics.failed(pending.rows, outputs, took_ns)
         else:
-            stats = statistics.of_rows(pending.rows)
+            stats = statistics.by_rows.get(pending.rows) or statistics.of_rows(pending.rows)
             stats.success += 1
             stats.success_ns += took_ns
             if pending.cache_key is not None and self._cache is not None and outputs is not None:
@@ -163,12 +183,13 @@ class ModelVersion:
                 stats.hit_ns += looked_ns
                 pending.reply(outputs)
 
-        # Not at once: callers count on `infer` returning before they are told.
+        # Not at once: streams count on it, and a caller that asks again from its answer would pile up on the stack.
         asyncio.get_running_loop().call_soon(hit)
         return True
 
     async def retire(self, grace_seconds: float) -> None:
         """Finish what is in flight, for as long as `grace_seconds`; then free everything."""
+        self.follows = True
         await self._drain.wait(grace_seconds)
         self._scheduler.close(Unavailable(f"model '{self.name}' version {self.version_text} was unloaded"))
         if self._cache is not None:

@@ -17,6 +17,16 @@ Dims = tuple[int, ...]
 """Sizes without the batch dimension; -1 for any size."""
 
 
+def fits(shape: tuple[int, ...], dims: Dims) -> bool:
+    """Whether a shape is one that the dims allow."""
+    if len(shape) != len(dims):
+        return False
+    for size, wanted in zip(shape, dims, strict=True):  # noqa: SIM110  # every request comes by: a generator is slower
+        if wanted not in (size, -1):
+            return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """One input, as the configuration declares it."""

@@ -5,12 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import Asked, Gate, Recorder, Streamed, answers, array_of, config_of, counted, serving_plane, submit
+from engines import (
+    Asked,
+    Gate,
+    Recorder,
+    Streamed,
+    answers,
+    array_of,
+    config_of,
+    counted,
+    pending_of,
+    serving_plane,
+    submit,
+)
 
 from headrace.core.errors import Cancelled, InvalidArgument, Unavailable
 from headrace.core.messages import InferRequest
@@ -160,8 +173,6 @@ def test_a_caller_that_fails_does_not_hold_the_ordered_answers_of_others() -> No
 
     def fails(result: Any) -> None:
         raise RuntimeError("this caller has gone")
-
-    from engines import pending_of
 
     order = Order()
     first, second = pending_of(done=fails), pending_of(done=heard.append)
@@ -330,13 +341,14 @@ def test_every_batch_says_why_it_was_made(scheduling: Any, sizes: tuple[int, ...
         async with serving_plane([(config_of("m", max_batch_size=8, scheduling=scheduling), Recorder())]) as plane:
             asked = [submit(plane, "m", INPUT0=np.zeros((size, 1))) for size in sizes]
             await answers(asked)
-            records = list(counted(plane, "m").log.recent)
-            assert [record.reason for record in records] == expected
-            assert sum(record.rows for record in records) == sum(sizes)
-            assert sum(record.requests for record in records) == len(sizes)
-            assert [record.left_waiting for record in records][-1] == 0
+            records = [one.pending.formed for one in asked]
+            assert sorted({record.reason for record in records}) == sorted(set(expected))
+            assert sum(1 / record.requests for record in records) == pytest.approx(len(expected))
+            assert sum(record.rows / record.requests for record in records) == pytest.approx(sum(sizes))
             assert all(record.instance == "m_0_cpu" for record in records)
-            assert asked[0].pending.formed == records[0]
+            assert records[-1].left_waiting == 0
+            reasons = counted(plane, "m").log.reasons
+            assert {reason: count for reason, count in reasons.items() if count} == Counter(expected)
 
     asyncio.run(main())
 
@@ -362,6 +374,26 @@ def test_cancelled_work_is_never_seen_by_the_model() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("scheduling", [None, DynamicBatching(), DynamicBatching((2,), 1000)])
+@pytest.mark.parametrize("cancelled", [1, 2, 5])
+def test_an_instance_whose_whole_queue_gave_up_goes_on(scheduling: Any, cancelled: int) -> None:
+    async def main() -> None:
+        gate = Gate()
+        async with serving_plane([(config_of("m", scheduling=scheduling, **threads()), gate)]) as plane:
+            for number in range(3):
+                running = submit(plane, "m", INPUT0=row(number))
+                await gate.entered()
+                waiting = [submit(plane, "m", INPUT0=row(99)) for _ in range(cancelled)]
+                await asyncio.sleep(0)
+                for one in waiting:
+                    one.pending.cancel()
+                gate.let()
+                assert array_of(await running.answer()).item() == number
+            assert numbers(gate.given) == [[0], [1], [2]]
+
+    asyncio.run(main())
+
+
 def test_running_work_is_not_waited_for() -> None:
     async def main() -> None:
         gate = Gate()
@@ -374,6 +406,8 @@ def test_running_work_is_not_waited_for() -> None:
             gate.let(2)
             await submit(plane, "m", INPUT0=row(1)).answer()
             assert len(asked.told) == 1
+            # There is no such thing as a batch of no rows.
+            assert set(counted(plane, "m").batches) == {1}
 
     asyncio.run(main())
 

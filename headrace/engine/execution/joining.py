@@ -17,7 +17,7 @@ from headrace.core.dtypes import BF16, DType
 from headrace.core.errors import Internal
 from headrace.core.tensors import Tensor
 from headrace.engine.scheduling.pending import Pending
-from headrace.modelconfig.types import ModelConfig, OutputSpec
+from headrace.modelconfig.types import Dims, ModelConfig, OutputSpec, fits
 
 Answers = list[Sequence[Tensor]]
 """The outputs for each request of a batch."""
@@ -31,6 +31,11 @@ class Joiner:
         self._batched = config.max_batch_size > 0
         self._outputs = {spec.name: spec for spec in config.outputs}
         self._all = tuple(self._outputs)
+        self.all_names = self._all
+        """What a model is asked for when the caller names no outputs."""
+        self._plain = _plain_output(config)
+        self.as_they_are = not any(spec.reshape is not None for spec in config.inputs)
+        """Whether a lone request's arrays go to the model unchanged."""
         self._reshapes = {spec.name: spec.reshape for spec in config.inputs if spec.reshape is not None}
 
     def join(self, batch: Sequence[Pending]) -> dict[str, Array]:
@@ -62,7 +67,7 @@ class Joiner:
     def split(self, batch: Sequence[Pending], result: Mapping[str, Array]) -> Answers:
         """Each request's rows of each output it asked for. Raises `Internal` for a result that cannot be right."""
         if len(batch) == 1:
-            return [self._single(batch[0], result)]
+            return [Joiner.split_alone(self, batch[0], result)]
         rows = sum(pending.rows for pending in batch)
         whole = self._checked(batch, rows, result)
         answers: Answers = []
@@ -73,8 +78,16 @@ class Joiner:
             start = stop
         return answers
 
-    def _single(self, pending: Pending, result: Mapping[str, Array]) -> Sequence[Tensor]:
+    def split_alone(self, pending: Pending, result: Mapping[str, Array]) -> Sequence[Tensor]:
+        """The outputs of a request that was computed alone."""
         request = pending.request
+        plain = self._plain
+        if plain is not None and not request.outputs:
+            name, dtype, numpy, dims = plain
+            whole = result.get(name)
+            # Anything unusual goes the long way round, where the words for it are.
+            if whole is not None and whole.dtype is numpy and whole.shape == (pending.rows, *dims):
+                return (Tensor(name, dtype, whole),)
         names = [output.name for output in request.outputs] if request.outputs else self._all
         outputs = []
         for name in names:
@@ -126,7 +139,7 @@ class Joiner:
                 )
             shape = shape[1:]
         dims = spec.dims
-        if dims is not None and shape != dims and not _matches(shape, dims):
+        if dims is not None and shape != dims and not fits(shape, dims):
             raise Internal(
                 f"model '{self._name}' returned shape {list(array.shape)} for output '{spec.name}', "
                 f"which its configuration declares {list(dims)}"
@@ -145,6 +158,16 @@ class Joiner:
         return outputs
 
 
+def _plain_output(config: ModelConfig) -> tuple[str, DType, np.dtype[Any], Dims] | None:
+    """The output of a batching model that has one, of fixed type and shape: the most common kind."""
+    if len(config.outputs) != 1 or not config.max_batch_size:
+        return None
+    (spec,) = config.outputs
+    if spec.dtype is None or spec.dims is None or -1 in spec.dims or spec.reshape is not None:
+        return None
+    return spec.name, spec.dtype, spec.dtype.numpy, spec.dims
+
+
 def column(batch: Sequence[Pending], index: int, name: str) -> list[Array]:
     """One input of every request. Clients send inputs in the same order, nearly always."""
     arrays = []
@@ -155,10 +178,6 @@ def column(batch: Sequence[Pending], index: int, name: str) -> list[Array]:
             tensor = next(other for other in inputs if other.name == name)
         arrays.append(tensor.array)
     return arrays
-
-
-def _matches(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    return len(shape) == len(dims) and all(want in (-1, size) for size, want in zip(shape, dims, strict=True))
 
 
 def _reshaped(array: Array, spec: OutputSpec, batched: bool) -> Array:

@@ -7,11 +7,13 @@ say where each request begins; a padded one has the largest size of the batch, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from headrace.backends.contract import Array
+from headrace.core.dtypes import BF16, BYTES, DType, float32_to_bf16
 from headrace.core.errors import Internal
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Answers, Joiner, column
@@ -24,6 +26,7 @@ class RaggedJoiner(Joiner):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
+        self.as_they_are = False
         self._ragged = {spec.name for spec in config.inputs if spec.allow_ragged_batch}
         self._padding = {spec.name: spec.pad_value for spec in config.inputs if spec.pad_value is not None}
         self._batch_inputs = config.batch_inputs
@@ -39,9 +42,11 @@ class RaggedJoiner(Joiner):
             if name in self._ragged:
                 joined[name] = np.concatenate([array.reshape(-1) for array in arrays])
             elif name in self._padding:
-                joined[name] = _padded(arrays, self._padding[name])
+                joined[name] = _padded(arrays, tensor.dtype, self._padding[name])
             else:
                 joined[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            if name in self._reshapes and name not in self._ragged:
+                joined[name] = joined[name].reshape((-1, *self._reshapes[name]))
         for described in self._batch_inputs:
             source = [_input(pending, described.source_input) for pending in batch]
             value = _description(described, source)
@@ -59,6 +64,10 @@ class RaggedJoiner(Joiner):
         return [
             [self._cut(tensor, pending) for tensor in outputs] for outputs, pending in zip(answers, batch, strict=True)
         ]
+
+    def split_alone(self, pending: Pending, result: Mapping[str, Array]) -> Sequence[Tensor]:
+        """See `Joiner.split_alone`."""
+        return self.split((pending,), result)[0] if self._scattered else super().split_alone(pending, result)
 
     def _split_scattered(self, batch: Sequence[Pending], result: Mapping[str, Array]) -> Answers:
         rows = sum(pending.rows for pending in batch)
@@ -92,30 +101,31 @@ class RaggedJoiner(Joiner):
 
     def _scatter(self, batch: Sequence[Pending], name: str, result: Mapping[str, Array]) -> list[Tensor]:
         spec = self._outputs[name]
+        source = self._scattered[name]
+        dtype = spec.dtype or batch[0].request.inputs[0].dtype
         flat = result[name].reshape(-1)
-        tensors = []
-        start = 0
-        for pending in batch:
-            shape = _input(pending, self._scattered[name]).shape
-            size = int(np.prod(shape))
-            if start + size > flat.size:
-                raise Internal(
-                    f"model '{self._name}' returned {flat.size} elements for output '{name}', too few to give every "
-                    f"request as many as its input '{self._scattered[name]}' has"
-                )
-            dtype = spec.dtype or batch[0].request.inputs[0].dtype
-            tensors.append(Tensor(name, dtype, flat[start : start + size].reshape(shape)))
-            start += size
-        return tensors
+        shapes = [_input(pending, source).shape for pending in batch]
+        sizes = [math.prod(shape) for shape in shapes]
+        if flat.size != sum(sizes) or flat.dtype != dtype.numpy:
+            raise Internal(
+                f"model '{self._name}' returned {flat.size} elements of {flat.dtype} for output '{name}', which must "
+                f"have {sum(sizes)} of {dtype.name}: as many as the input '{source}' of all requests"
+            )
+        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        return [Tensor(name, dtype, part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _padded(arrays: Sequence[Array], value: float) -> Array:
+def _padded(arrays: Sequence[Array], dtype: DType, value: float) -> Array:
     sizes = tuple(max(axis) for axis in zip(*(array.shape[1:] for array in arrays), strict=True))
     if all(array.shape[1:] == sizes for array in arrays):
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     rows = sum(array.shape[0] for array in arrays)
-    fill = b"" if arrays[0].dtype == object else value
-    whole = np.full((rows, *sizes), fill, dtype=arrays[0].dtype)
+    fill: object = value
+    if dtype is BYTES:
+        fill = b""
+    elif dtype is BF16:
+        fill = float32_to_bf16(np.array(value, np.float32))
+    whole = np.full((rows, *sizes), fill, dtype=dtype.numpy)
     start = 0
     for array in arrays:
         stop = start + array.shape[0]

@@ -19,8 +19,9 @@ from headrace.core.errors import HeadraceError, Internal
 from headrace.core.messages import NO_PARAMETERS, InferRequest, Parameters
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Answers, Joiner
-from headrace.engine.execution.pace import Pace
+from headrace.engine.scheduling.batches import BatchRecord
 from headrace.engine.scheduling.delay import Delay
+from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pending import ANSWERED, Pending
 from headrace.engine.scheduling.scheduler import Runner
 from headrace.engine.statistics import VersionStatistics
@@ -43,6 +44,8 @@ class _RunnerBase:
         self.device = f"{placement.kind}{placement.device}"
         self.resources = resources
         self.priority = priority
+        self.alone = BatchRecord("one at a time", 1, 1, 0, 0, placement.name)
+        self.idle = BatchRecord("idle instance", 1, 1, 0, 0, placement.name)
 
 
 class ComputeRunner(_RunnerBase):
@@ -78,12 +81,45 @@ class ComputeRunner(_RunnerBase):
     def run(self, batch: Sequence[Pending], free: Free) -> None:
         """See `Runner.run`."""
         if self.pace.inline:
-            self._finish(self._compute(batch), free)
+            if len(batch) == 1:
+                self._run_alone(batch[0])
+                free(self)
+            else:
+                self._finish(self._compute(batch), free)
             return
         if self._thread is None:
             self._thread = Thread(target=self._work, name=self.name, daemon=True)
             self._thread.start()
         self._jobs.put((batch, free))
+
+    def _run_alone(self, pending: Pending) -> None:
+        """The shortest way, for one request in the loop's thread: what `_compute` and `_answer` do, without the batch."""
+        joiner, pace, request = self._joiner, self.pace, pending.request
+        started_ns = monotonic_ns()
+        try:
+            inputs = request.inputs
+            if len(inputs) == 1 and joiner.as_they_are:
+                arrays = {inputs[0].name: inputs[0].array}
+            else:
+                arrays = joiner.join((pending,))
+            result = self._compute_arrays(arrays, joiner.wanted((pending,)) if request.outputs else joiner.all_names)
+            computed_ns = monotonic_ns()
+            outputs = joiner.split_alone(pending, result)
+        except Exception as error:
+            self._tell(pending, _told(error, self.name, (pending,)))
+            return
+        split_ns = monotonic_ns()
+        if split_ns - started_ns > pace.slow_ns or pace.strikes:
+            pace.took(split_ns - started_ns)
+        if pending.owner.follows or type(pending) is not Pending:
+            self._count((pending,), started_ns, started_ns, computed_ns, split_ns)
+            self._tell(pending, outputs)
+            return
+        self._statistics.answered_alone(pending.rows, pending.arrived_ns, started_ns, computed_ns, split_ns)
+        try:
+            pending.deliver(outputs)
+        except Exception:
+            log.exception("an answer could not be delivered")
 
     def close(self) -> None:
         """End the thread and the instance. From a loader thread, when nothing runs."""
@@ -118,9 +154,15 @@ class ComputeRunner(_RunnerBase):
         return [(batch, answers, started_ns, joined_ns, computed_ns, monotonic_ns())]
 
     def _finish(self, outcomes: list[Outcome], free: Free) -> None:
-        free(self)
-        for outcome in outcomes:
-            self._answer(*outcome)
+        if self.pace.inline:
+            # Here a free runner computes at once, and later requests would have their answers before these.
+            for outcome in outcomes:
+                self._answer(*outcome)
+            free(self)
+        else:
+            free(self)
+            for outcome in outcomes:
+                self._answer(*outcome)
 
     def _answer(
         self,
@@ -131,18 +173,20 @@ class ComputeRunner(_RunnerBase):
         computed_ns: int,
         split_ns: int,
     ) -> None:
-        if self.pace.measures:
-            self.pace.took(split_ns - started_ns)
+        self.pace.took(split_ns - started_ns)
         if isinstance(answers, HeadraceError):
             answers = [answers] * len(batch)
         else:
             self._count(batch, started_ns, joined_ns, computed_ns, split_ns)
         for pending, outputs in zip(batch, answers, strict=True):
-            if pending.state != ANSWERED:
-                try:
-                    pending.finish(outputs)
-                except Exception:  # of the caller: it must not cost the others their answers
-                    log.exception("an answer could not be delivered")
+            self._tell(pending, outputs)
+
+    def _tell(self, pending: Pending, outputs: Sequence[Tensor] | HeadraceError) -> None:
+        if pending.state != ANSWERED:
+            try:
+                pending.finish(outputs)
+            except Exception:  # of the caller: it must not cost the others their answers
+                log.exception("an answer could not be delivered")
 
     def _count(
         self, batch: Sequence[Pending], started_ns: int, joined_ns: int, computed_ns: int, split_ns: int
@@ -151,14 +195,16 @@ class ComputeRunner(_RunnerBase):
         input_ns, infer_ns, output_ns = joined_ns - started_ns, computed_ns - joined_ns, split_ns - computed_ns
         rows = 0
         for pending in batch:
-            rows += pending.rows
+            # Not those that nobody waits for: they were cancelled, or only fill the slots of silent sequences.
             if pending.state != ANSWERED:
+                rows += pending.rows
                 stats = statistics.of_rows(pending.rows)
                 stats.queue_ns += started_ns - pending.arrived_ns
                 stats.input_ns += input_ns
                 stats.infer_ns += infer_ns
                 stats.output_ns += output_ns
-        statistics.executed(rows, input_ns, infer_ns, output_ns)
+        if rows:
+            statistics.executed(rows, input_ns, infer_ns, output_ns)
         if self._delay.learns:
             self._delay.finished([split_ns - pending.arrived_ns for pending in batch], rows, split_ns - started_ns)
 
@@ -178,6 +224,7 @@ class RequestRunner(_RunnerBase):
         priority: int = 0,
     ) -> None:
         super().__init__(placement, resources, priority)
+        self.pace = Pace("thread")
         self.instance = instance
         self.joiner = joiner
         self.statistics = statistics
@@ -187,13 +234,21 @@ class RequestRunner(_RunnerBase):
         """See `Runner.run`."""
         together = _RequestBatch(self, len(batch), sum(pending.rows for pending in batch))
         works = [_Work(pending, together) for pending in batch]
+        freed = False
+
+        def finished() -> None:
+            nonlocal freed
+            if not freed:  # else two batches would come at once
+                freed = True
+                free(self)
+
         try:
-            self.instance.execute(works, lambda: free(self))
+            self.instance.execute(works, finished)
         except Exception as error:
             failure = _told(error, self.name, batch)
             for work in works:
                 work.reply(failure)
-            free(self)
+            finished()
 
     def close(self) -> None:
         """End the instance. From a loader thread, when nothing runs."""
@@ -247,7 +302,7 @@ class _Work:
 
     @property
     def cancelled(self) -> bool:
-        return self._pending.state == ANSWERED
+        return self._pending.cancelled
 
     def reply(
         self,
@@ -264,7 +319,7 @@ class _Work:
             try:
                 answer = _checked(self._together.runner.joiner, pending, outputs)
             except HeadraceError as error:
-                answer = error
+                answer = error.with_traceback(None)  # its frames are these: a circle
         failed = isinstance(answer, HeadraceError)
         if final or failed:
             self._ended = True
@@ -288,6 +343,8 @@ def _told(error: Exception, instance: str, batch: Sequence[Pending]) -> Headrace
     if isinstance(error, Internal):
         log.error("instance '%s': %s", instance, error.message)
     if isinstance(error, HeadraceError):
-        return error
+        # Its frames hold the batch; and they hold it: a circle that would stay until it is looked for.
+        error.__context__ = None
+        return error.with_traceback(None)
     log.error("instance '%s' failed on a batch of %d request(s)", instance, len(batch), exc_info=error)
     return Internal(f"model '{batch[0].owner.name}' failed; the server's log has the details")

@@ -25,6 +25,7 @@ class _Nobody:
     def __init__(self, name: str) -> None:
         self.name = name
         self.version_text = ""
+        self.follows = True
 
     def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
         """Nothing to count."""

@@ -17,6 +17,12 @@ _WINDOW = 512
 _REVIEW_EVERY = 32
 """Batches between two looks."""
 
+_NOBODY_CAME = 1.1
+"""Requests per batch up to which the wait was for nobody."""
+
+_REST_REVIEWS = 16
+"""How long waiting is left off when nobody came."""
+
 
 class Delay(Protocol):
     """How long the oldest request of a batch may wait."""
@@ -46,8 +52,9 @@ class AutoDelay:
 
     Two bounds, and the smaller holds. The room: the target, less the 99th percentile of what requests spend beside this
     wait (queueing behind busy instances, computing). The use: the time in which, at the rate of arrivals, the largest
-    batch fills; and nothing at all when in that room not even one companion would arrive. Where the observed percentile
-    is over the target all the same, the delay is halved until it is not.
+    batch fills; and nothing at all when in that room not even one companion would arrive, or when it was tried and none
+    did: a single client that sends its next request after each answer makes a fine rate and is never helped by waiting.
+    Where the observed percentile is over the target all the same, the delay is halved until it is not.
     """
 
     learns = True
@@ -62,7 +69,9 @@ class AutoDelay:
         self._latencies: deque[int] = deque(maxlen=_WINDOW)
         self._beside: deque[int] = deque(maxlen=_WINDOW)
         self._rows = 0
+        self._requests = 0
         self._batches = 0
+        self._rest = 0
         self._since_ns: int | None = None
 
     def finished(self, latencies_ns: list[int], rows: int, compute_ns: int) -> None:
@@ -72,19 +81,26 @@ class AutoDelay:
         self._latencies.extend(latencies_ns)
         self._beside.append(max(latencies_ns) - max(0, waited))
         self._rows += rows
+        self._requests += len(latencies_ns)
         self._batches += 1
 
     def review(self, now_ns: int) -> None:
         """Choose anew, every few batches. Called by the version that owns it, after `finished`."""
         if self._since_ns is None:
-            self._since_ns, self._rows, self._batches = now_ns, 0, 0
+            self._begin(now_ns)
             return
         if self._batches < _REVIEW_EVERY:
             return
         elapsed = max(1, now_ns - self._since_ns)
         self.rows_per_second = self._rows * 1e9 / elapsed
-        self._since_ns, self._rows, self._batches = now_ns, 0, 0
+        if self.nanoseconds and self._requests <= self._batches * _NOBODY_CAME:
+            self._rest = _REST_REVIEWS
+        self._begin(now_ns)
         self.p99_ns = _p99(self._latencies)
+        if self._rest:
+            self._rest -= 1
+            self.nanoseconds = 0
+            return
         if self.p99_ns > self._target_ns:
             self.nanoseconds //= 2
             # What was seen under the longer delay says nothing of the shorter.
@@ -98,6 +114,10 @@ class AutoDelay:
             chosen = 0
         # Half way at a time: the measures follow the delay, and a jump would be judged by stale ones.
         self.nanoseconds = (self.nanoseconds + chosen) // 2 if chosen else 0
+
+    def _begin(self, now_ns: int) -> None:
+        self._since_ns = now_ns
+        self._rows = self._requests = self._batches = 0
 
 
 def _p99(values: deque[int]) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a model is quick enough to compute in the event loop's own thread. Measured, unless the configuration says.
 
-Owned by a runner, told of every execution. Handing work to a thread and back costs some 50 us; a computation that holds
+Owned by a runner, told of its executions. Handing work to a thread and back costs some 50 us; a computation that holds
 the loop for much longer than that keeps every other connection waiting.
 """
 
@@ -12,7 +12,12 @@ from typing import Literal
 INLINE_BELOW_NS = 150_000
 THREAD_ABOVE_NS = 250_000
 _LOOKS = 8
-"""Executions before a model is moved; the quickest of them counts, since others may have waited for the interpreter."""
+"""Executions in a thread before a model comes inline; the quickest of them counts, since others may have waited for the
+interpreter."""
+
+_STRIKES = 4
+"""Slow executions, less quick ones, before a model leaves: a machine that was busy once is not a slow model. A very slow
+execution counts as several."""
 
 
 class Pace:
@@ -20,23 +25,29 @@ class Pace:
 
     def __init__(self, runs: Literal["auto", "inline", "thread"] = "auto") -> None:
         self.inline = runs == "inline"
-        self.measures = runs == "auto"
+        self.slow_ns = THREAD_ABOVE_NS if runs == "auto" else 1 << 62
+        """Inline executions that took longer are to be told; others only while there are `strikes`."""
+        self.strikes = 0
+        self._measures = runs == "auto"
         self._quickest_ns = THREAD_ABOVE_NS
         self._looks = 0
-        self._average_ns = 0.0
 
     def took(self, ns: int) -> None:
-        """An execution took so long. To be told only if it `measures`."""
+        """An execution took so long."""
+        if not self._measures:
+            return
         if self.inline:
-            self._average_ns += (ns - self._average_ns) / _LOOKS
-            if self._average_ns > THREAD_ABOVE_NS:
+            if ns > THREAD_ABOVE_NS:
+                self.strikes += 1 + ns // (4 * THREAD_ABOVE_NS)
+            elif self.strikes:
+                self.strikes -= 1
+            if self.strikes >= _STRIKES:
                 self.inline = False
-                self._quickest_ns, self._looks = ns, 0
+                self.strikes = self._looks = 0
+                self._quickest_ns = THREAD_ABOVE_NS
             return
         self._quickest_ns = min(self._quickest_ns, ns)
         self._looks += 1
         if self._looks == _LOOKS:
-            if self._quickest_ns < INLINE_BELOW_NS:
-                self.inline = True
-                self._average_ns = self._quickest_ns
+            self.inline = self._quickest_ns < INLINE_BELOW_NS
             self._quickest_ns, self._looks = THREAD_ABOVE_NS, 0

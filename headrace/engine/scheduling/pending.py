@@ -35,6 +35,8 @@ class Owner(Protocol):
 
     name: str
     version_text: str
+    follows: bool
+    """Whether it wants to see every answer; else who computes a request alone may count it and tell its caller."""
 
     def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
         """A request has had its last answer: count it. Called just before the caller is told."""
@@ -43,21 +45,17 @@ class Owner(Protocol):
 class Pending:
     """One request with one answer to come."""
 
-    __slots__ = (
-        "arrived_ns",
-        "cache_key",
-        "done",
-        "expires_ns",
-        "formed",
-        "key",
-        "level",
-        "on_cancel",
-        "owner",
-        "request",
-        "rows",
-        "sequence",
-        "state",
-    )
+    # What most requests never set has its default here: every request pays for what `__init__` sets.
+    state = QUEUED
+    formed: BatchRecord | None = None
+    """How its batch came about, once it has one."""
+    on_cancel: Callable[[], None] | None = None
+    cache_key: bytes | None = None
+    sequence: object | None = None
+    """What the sequence scheduler needs to know of it."""
+    expires_ns = 0
+    level = 0
+    """The last two are for the queues that use them."""
 
     def __init__(
         self, owner: Owner, request: InferRequest, rows: int, key: Hashable, done: Done, arrived_ns: int
@@ -70,17 +68,6 @@ class Pending:
         self.done: Callable[[Any], None] = done
         """Gets the one answer, or a stream's last, which may be None."""
         self.arrived_ns = arrived_ns
-        self.state = QUEUED
-        self.formed: BatchRecord | None = None
-        """How its batch came about, once it has one."""
-        self.on_cancel: Callable[[], None] | None = None
-        self.cache_key: bytes | None = None
-        self.sequence: object | None = None
-        """What the sequence scheduler needs to know of it."""
-
-    # Set by the queues that use them.
-    expires_ns: int
-    level: int
 
     @property
     def cancelled(self) -> bool:
@@ -128,11 +115,16 @@ class Pending:
         else:
             done(InferResponse(owner.name, owner.version_text, outputs, self.request.id, parameters))
 
+    def deliver(self, outputs: Sequence[Tensor]) -> None:
+        """Tell the caller of a request that is counted already."""
+        self.state = ANSWERED
+        owner = self.owner
+        done, self.done = self.done, _nobody
+        done(InferResponse(owner.name, owner.version_text, outputs, self.request.id))
+
 
 class StreamPending(Pending):
     """One request with any number of answers to come."""
-
-    __slots__ = ("answered",)
 
     def __init__(
         self, owner: Owner, request: InferRequest, rows: int, key: Hashable, answered: Answered, arrived_ns: int
@@ -158,11 +150,15 @@ class StreamPending(Pending):
                 done(None)
         elif final or isinstance(outputs, BaseException):
             self.finish(outputs, parameters)
-            self.answered = _no_stream
         else:
             owner = self.owner
             response = InferResponse(owner.name, owner.version_text, outputs, self.request.id, parameters)
             self.answered(response, False)
+
+    def finish(self, outputs: Sequence[Tensor] | BaseException, parameters: Parameters = NO_PARAMETERS) -> None:
+        """See `Pending.finish`."""
+        self.answered = _no_stream
+        super().finish(outputs, parameters)
 
 
 _NO_REQUEST = InferRequest("", ())

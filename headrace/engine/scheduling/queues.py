@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.engine.scheduling.pending import ANSWERED, QUEUED, Pending
@@ -57,7 +57,7 @@ class FifoQueue:
     def take(self, count: int) -> list[Pending]:
         """See `Queue.take`."""
         waiting = self._waiting
-        if count == 1 and waiting[0].state != ANSWERED:
+        if count == 1 and waiting and waiting[0].state != ANSWERED:
             return [waiting.popleft()]
         return _take(waiting, count)
 
@@ -80,8 +80,11 @@ class PolicyQueue:
         policies = batching.priority_queue_policies
         count = max(1, batching.priority_levels)
         self._queues = [_Level(policies.get(n, batching.default_queue_policy)) for n in range(1, count + 1)]
-        self._deadlines: list[tuple[int, int, Pending]] = []
+        self._deadlines: list[list[Any]] = []
+        """A heap of [when, number, request]; None for a request that has left the queue."""
+        self._entries: dict[Pending, list[Any]] = {}
         self._numbers = 0
+        self._look_at = _MANY
 
     def __len__(self) -> int:
         return sum(len(level.waiting) + len(level.late) for level in self._queues)
@@ -104,7 +107,10 @@ class PolicyQueue:
         if timeout:
             pending.expires_ns = pending.arrived_ns + timeout * 1000
             self._numbers += 1
-            heapq.heappush(self._deadlines, (pending.expires_ns, self._numbers, pending))
+            entry = self._entries[pending] = [pending.expires_ns, self._numbers, pending]
+            heapq.heappush(self._deadlines, entry)
+            if len(self._deadlines) > self._look_at:
+                self._bury_deadlines()
         pending.level = self._queues.index(level)
         level.waiting.append(pending)
 
@@ -115,14 +121,24 @@ class PolicyQueue:
             for queue in (level.waiting, level.late):
                 if len(taken) < count:
                     taken += _take(queue, count - len(taken))
+        for pending in taken:
+            self._forget(pending)
         return taken
+
+    def _forget(self, pending: Pending) -> None:
+        """Let go of a request that expires no more, though its time stays in the heap."""
+        entry = self._entries.pop(pending, None)
+        if entry is not None:
+            entry[2] = None
 
     def expire(self, now_ns: int) -> int | None:
         """See `Queue.expire`."""
         deadlines = self._deadlines
-        while deadlines and (deadlines[0][0] <= now_ns or deadlines[0][2].state != QUEUED):
+        while deadlines and (deadlines[0][0] <= now_ns or _left(deadlines[0][2])):
             _, _, pending = heapq.heappop(deadlines)
-            if pending.state != QUEUED:
+            if pending is not None:
+                self._entries.pop(pending, None)
+            if _left(pending):
                 continue
             level = self._queues[pending.level]
             if level.policy.timeout_action == "delay":
@@ -133,6 +149,13 @@ class PolicyQueue:
         for level in self._queues:
             level.bury()
         return deadlines[0][0] if deadlines else None
+
+    def _bury_deadlines(self) -> None:
+        for pending in [pending for pending in self._entries if _left(pending)]:
+            del self._entries[pending]
+        self._deadlines = list(self._entries.values())
+        heapq.heapify(self._deadlines)
+        self._look_at = max(_MANY, 2 * len(self._deadlines))
 
     def _level_of(self, pending: Pending) -> int:
         priority = pending.request.parameters.get("priority", 0)
@@ -164,6 +187,10 @@ class _Level:
     def living(self) -> int:
         self.bury()
         return sum(1 for queue in (self.waiting, self.late) for pending in queue if pending.state != ANSWERED)
+
+
+def _left(pending: Pending | None) -> bool:
+    return pending is None or pending.state != QUEUED
 
 
 def _timeout_of(pending: Pending, policy: QueuePolicy) -> int:

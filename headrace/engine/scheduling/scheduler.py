@@ -17,12 +17,19 @@ from headrace.engine.scheduling.batches import BatchLog, BatchRecord, BatchRules
 from headrace.engine.scheduling.delay import Delay
 from headrace.engine.scheduling.limiter import Limited, Limiter
 from headrace.engine.scheduling.order import Order
+from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pending import RUNNING, Pending
 from headrace.engine.scheduling.queues import Queue
 
 
 class Runner(Limited, Protocol):
     """One instance and its thread."""
+
+    pace: Pace
+    """Whether it computes in the loop's thread."""
+    alone: BatchRecord
+    idle: BatchRecord
+    """The records of a request that waited for nobody: of a model that takes no batches, and of one that does."""
 
     def run(self, batch: Sequence[Pending], free: Callable[[Runner], None]) -> None:
         """Compute a batch and answer its members; call `free` when another may come, which may be at once."""
@@ -56,11 +63,17 @@ class BatchScheduler:
         self._timer: asyncio.TimerHandle | None = None
         self._pumping = False
         self._order = Order() if in_order else None
+        self._alone = rules is None and not self._limited
 
     def add(self, pending: Pending) -> None:
         """Let a request wait for its turn; raises when its queue will not have it."""
         if self._closed is not None:
-            raise self._closed
+            raise type(self._closed)(self._closed.message)
+        if self._alone and self._idle and not (self._awake or self._pumping) and type(pending) is Pending:
+            runner = self._idle[-1]
+            if runner.pace.inline:
+                self._run_now(runner, pending)
+                return
         self._queue.append(pending)
         if self._order is not None:
             self._order.follow(pending)
@@ -76,6 +89,24 @@ class BatchScheduler:
         self._idle.clear()
         self._stop_timer()
 
+    def _run_now(self, runner: Runner, pending: Pending) -> None:
+        """Compute at once what need not wait for anybody: nothing is queued, and nothing would be batched with it.
+
+        Its caller is told before `add` returns. While it is, `_pumping` makes other requests wait: a caller that asks
+        again from its answer would else pile up on the stack.
+        """
+        self._pumping = True
+        self._idle.pop()
+        pending.state = RUNNING
+        record = runner.alone if pending.rows == 1 else runner.alone._replace(rows=pending.rows)
+        pending.formed = record
+        self._recent.append(record)
+        self._reasons["one at a time"] += 1
+        try:
+            runner.run((pending,), self._free)
+        finally:
+            self._pumping = False
+
     def _wake(self) -> None:
         if not self._awake:
             self._awake = True
@@ -87,9 +118,12 @@ class BatchScheduler:
         queue, idle = self._queue, self._idle
         self._pumping = True
         try:
-            while waiting := len(queue):
+            while len(queue):
                 now_ns = monotonic_ns()
                 next_expiry_ns = queue.expire(now_ns)
+                waiting = len(queue)
+                if not waiting:
+                    break
                 if not idle:
                     self._look_again(next_expiry_ns, now_ns)
                     return
@@ -107,7 +141,10 @@ class BatchScheduler:
                 if runner is None:
                     self._look_again(next_expiry_ns, now_ns)
                     return
-                self._start(runner, requests, reason, now_ns)
+                if waiting == 1 and wait_ns == _AT_ONCE and runner.pace.inline:
+                    self._start_alone(runner, reason)
+                else:
+                    self._start(runner, requests, reason, now_ns)
             if self._timer is not None:
                 self._stop_timer()
         finally:
@@ -139,6 +176,21 @@ class BatchScheduler:
             pending.formed = record
         runner.run(batch, self._free)
 
+    def _start_alone(self, runner: Runner, reason: Reason) -> None:
+        """As `_start`, for the one request that there is, and that is computed at once."""
+        batch = self._queue.take(1)
+        for pending in batch:
+            record = runner.alone if self._rules is None else runner.idle
+            if pending.rows != 1:
+                record = record._replace(rows=pending.rows)
+            pending.state = RUNNING
+            pending.formed = record
+            self._recent.append(record)
+            self._reasons[reason] += 1
+            runner.run(batch, self._free)
+            return
+        self._free(runner)
+
     def _free(self, runner: Runner) -> None:
         if self._limited:
             self._limiter.release(runner)
@@ -163,5 +215,8 @@ class BatchScheduler:
             self._timer = None
 
 
-_ONE = Choice(1, "one at a time")
-_ALL = Choice(1)
+_AT_ONCE = -1
+"""Of a choice: the request is the next by right, and nothing was weighed."""
+
+_ONE = Choice(1, "one at a time", _AT_ONCE)
+_ALL = Choice(1, "idle instance", _AT_ONCE)

@@ -75,8 +75,6 @@ class LiveSequence:
 class Step(Pending):
     """One request of a sequence, or a filler for a slot that has none, as a runner gets it."""
 
-    __slots__ = ("asked", "flags", "number", "told")
-
     sequence: LiveSequence | None
 
     def __init__(

@@ -71,7 +71,7 @@ class SequenceScheduler:
     def add(self, pending: Pending) -> None:
         """Let a request wait for its turn; raises when it belongs to no sequence."""
         if self._closed is not None:
-            raise self._closed
+            raise type(self._closed)(self._closed.message)
         if pending.rows > 1:
             raise many_rows(self._name)
         flags = read_flags(pending.request, self._name)

@@ -61,6 +61,7 @@ class StatefulJoiner(Joiner):
                 "remove allow_ragged_batch and pad_value from its inputs, or sequence_batching.state"
             )
         self._states = sequences.states
+        self.all_names = tuple(dict.fromkeys((*self._all, *(spec.output_name for spec in sequences.states))))
         self._optional = config.decoupled
         """Only the responses that change the state need to carry it."""
 
@@ -69,6 +70,10 @@ class StatefulJoiner(Joiner):
         names = dict.fromkeys(super().wanted(batch))
         names.update(dict.fromkeys(spec.output_name for spec in self._states))
         return tuple(names)
+
+    def split_alone(self, pending: Pending, result: Mapping[str, Array]) -> Sequence[Tensor]:
+        """See `Joiner.split_alone`; and keep the new states."""
+        return self.split((pending,), result)[0]
 
     def split(self, batch: Sequence[Pending], result: Mapping[str, Array]) -> Answers:
         """See `Joiner.split`; and keep the new states."""

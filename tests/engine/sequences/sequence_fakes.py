@@ -15,11 +15,11 @@ from headrace.core.errors import HeadraceError
 from headrace.core.messages import InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Joiner
-from headrace.engine.execution.pace import Pace
 from headrace.engine.execution.runners import ComputeRunner
 from headrace.engine.scheduling.batches import BatchLog
 from headrace.engine.scheduling.delay import FixedDelay
 from headrace.engine.scheduling.limiter import Limiter
+from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pending import Pending, StreamPending
 from headrace.engine.sequences.scheduler import SequenceScheduler
 from headrace.engine.sequences.states import StatefulJoiner
@@ -49,6 +49,7 @@ class Owner:
 
     name = "memory"
     version_text = "1"
+    follows = True
 
     def __init__(self) -> None:
         self.settled = 0
