@@ -42,7 +42,7 @@ def may_complete(file: Path) -> bool:
 
 def completed_config(launch: Launch) -> dict[str, Any] | None:
     """The configuration as the model completes it; None if it does not."""
-    started = Started(launch.python)
+    started = Started(launch.python, launch.model_name)
     try:
         settings = launch.settings(Placement(launch.model_name), complete=True)
         started.sock.sendall(b"".join(encode_frame(Kind.INIT, settings)))

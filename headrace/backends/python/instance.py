@@ -201,7 +201,9 @@ class PythonInstance:
         self._timer = None
         self._failure = ""
         try:
-            self._process = Process(self._loop, self._on_frame, self._on_exit, self._launch.python)
+            self._process = Process(
+                self._loop, self._on_frame, self._on_exit, self._launch.python, self._placement.name
+            )
         except OSError as error:
             self._start_failed(f"its process cannot be started ({error.strerror})")
             return

@@ -32,7 +32,7 @@ _STUB = Path(__file__).with_name("stub.py")
 class Started:
     """A process with the ends of what it shares with us."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, title: str) -> None:
         ours, theirs = socket.socketpair()
         self.incoming = make_region("headrace-out")
         self.outgoing = make_region("headrace-in") if self.incoming >= 0 else -1
@@ -41,7 +41,9 @@ class Started:
         numbers = [theirs.fileno(), self.outgoing, self.incoming, os.getpid()]
         try:
             self.popen = subprocess.Popen(  # noqa: S603  # our own file, the operator's interpreter
-                [python, "-u", str(_STUB), *map(str, numbers), str(_ROOT)], pass_fds=shared, stdin=subprocess.DEVNULL
+                [python, "-u", str(_STUB), *map(str, numbers), str(_ROOT), title],
+                pass_fds=shared,
+                stdin=subprocess.DEVNULL,
             )
         except OSError:
             ours.close()
@@ -67,11 +69,12 @@ class Process:
         on_frame: Callable[[Process, Frame], None],
         on_exit: Callable[[Process, str], None],
         python: str = sys.executable,
+        title: str = "",
     ) -> None:
         self._loop = loop
         self._on_frame = on_frame
         self._on_exit = on_exit
-        self._started = started = Started(python)
+        self._started = started = Started(python, title)
         self.pid = started.popen.pid
         self.arena = Arena(started.outgoing) if started.outgoing >= 0 else None
         self.view = ArenaView(started.incoming) if started.incoming >= 0 else None

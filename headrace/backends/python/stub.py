@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first lines of a model's process. Run by its path, so that any interpreter can; never imported.
 
-    python stub.py SOCKET IN OUT PARENT ROOT
+    python stub.py SOCKET IN OUT PARENT ROOT INSTANCE
 
-The numbers are inherited descriptors and the server's process id; ROOT is the folder that has the package.
+The numbers are inherited descriptors and the server's process id; ROOT is the folder that has the package. INSTANCE is for
+those who look at the list of processes.
 """
 
 from __future__ import annotations

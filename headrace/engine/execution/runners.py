@@ -109,12 +109,12 @@ class ComputeRunner(_RunnerBase):
             self._tell(pending, _told(error, self.name, (pending,)))
             return
         split_ns = monotonic_ns()
-        if split_ns - started_ns > pace.slow_ns or pace.strikes:
-            pace.took(split_ns - started_ns)
         if pending.owner.follows or type(pending) is not Pending:
             self._count((pending,), started_ns, started_ns, computed_ns, split_ns)
             self._tell(pending, outputs)
             return
+        if split_ns - started_ns > pace.slow_ns or pace.strikes:
+            pace.took(split_ns - started_ns, pending.rows)
         self._statistics.answered_alone(pending.rows, pending.arrived_ns, started_ns, computed_ns, split_ns)
         try:
             pending.deliver(outputs)
@@ -173,13 +173,21 @@ class ComputeRunner(_RunnerBase):
         computed_ns: int,
         split_ns: int,
     ) -> None:
-        self.pace.took(split_ns - started_ns)
         if isinstance(answers, HeadraceError):
+            self.pace.took(split_ns - started_ns, len(batch))
             answers = [answers] * len(batch)
+            counted = False
         else:
-            self._count(batch, started_ns, joined_ns, computed_ns, split_ns)
+            counted = not batch[0].owner.follows and type(batch[0]) is Pending
+            self._count(batch, started_ns, joined_ns, computed_ns, split_ns, answered=counted)
         for pending, outputs in zip(batch, answers, strict=True):
-            self._tell(pending, outputs)
+            if counted and pending.state != ANSWERED:
+                try:
+                    pending.deliver(outputs)  # type: ignore[arg-type]  # an error is never counted
+                except Exception:  # of the caller: it must not cost the others their answers
+                    log.exception("an answer could not be delivered")
+            else:
+                self._tell(pending, outputs)
 
     def _tell(self, pending: Pending, outputs: Sequence[Tensor] | HeadraceError) -> None:
         if pending.state != ANSWERED:
@@ -189,8 +197,16 @@ class ComputeRunner(_RunnerBase):
                 log.exception("an answer could not be delivered")
 
     def _count(
-        self, batch: Sequence[Pending], started_ns: int, joined_ns: int, computed_ns: int, split_ns: int
+        self,
+        batch: Sequence[Pending],
+        started_ns: int,
+        joined_ns: int,
+        computed_ns: int,
+        split_ns: int,
+        *,
+        answered: bool = False,
     ) -> None:
+        """Count an execution; and, when `answered`, its requests as answered."""
         statistics = self._statistics
         input_ns, infer_ns, output_ns = joined_ns - started_ns, computed_ns - joined_ns, split_ns - computed_ns
         rows = 0
@@ -198,11 +214,16 @@ class ComputeRunner(_RunnerBase):
             # Not those that nobody waits for: they were cancelled, or only fill the slots of silent sequences.
             if pending.state != ANSWERED:
                 rows += pending.rows
-                stats = statistics.of_rows(pending.rows)
+                stats = statistics.by_rows.get(pending.rows) or statistics.of_rows(pending.rows)
                 stats.queue_ns += started_ns - pending.arrived_ns
                 stats.input_ns += input_ns
                 stats.infer_ns += infer_ns
                 stats.output_ns += output_ns
+                if answered:
+                    statistics.settled += 1
+                    stats.success += 1
+                    stats.success_ns += split_ns - pending.arrived_ns
+        self.pace.took(split_ns - started_ns, rows)
         if rows:
             statistics.executed(rows, input_ns, infer_ns, output_ns)
         if self._delay.learns:

@@ -11,6 +11,9 @@ from typing import Literal
 
 INLINE_BELOW_NS = 150_000
 THREAD_ABOVE_NS = 250_000
+_ROW_NS = 4_000
+"""What each row of a batch may add."""
+
 _LOOKS = 8
 """Executions in a thread before a model comes inline; the quickest of them counts, since others may have waited for the
 interpreter."""
@@ -32,10 +35,12 @@ class Pace:
         self._quickest_ns = THREAD_ABOVE_NS
         self._looks = 0
 
-    def took(self, ns: int) -> None:
-        """An execution took so long."""
+    def took(self, ns: int, rows: int = 1) -> None:
+        """An execution of so many rows took so long."""
         if not self._measures:
             return
+        # A large batch may take longer: it spares as many other executions.
+        ns -= (rows - 1) * _ROW_NS
         if self.inline:
             if ns > THREAD_ABOVE_NS:
                 self.strikes += 1 + ns // (4 * THREAD_ABOVE_NS)
