@@ -12,11 +12,11 @@ BIN := $(VENV)/bin
 
 help:
 	@echo "make install         .venv with the headrace command and all that runs on this machine"
-	@echo "make serve           serve the bundled models on localhost:8000 (HTTP) and :8001 (gRPC)"
+	@echo "make serve           serve the example models on localhost:8000 (HTTP) and :8001 (gRPC)"
 	@echo "make test            lint, types, import rules, and every test that needs no system package"
 	@echo "make check           lint, types, import rules, forbidden calls, generated files"
 	@echo "make test-platforms  tests that need Debian packages (installs them)"
-	@echo "make bench           measure Headrace beside its peers (installs them), about a quarter of an hour"
+	@echo "make bench           measure Headrace beside its peers (installs them), about twenty minutes"
 	@echo "make protos          compile proto/ again"
 
 # Anew whenever the dependencies change. virtualenv steps in where Debian's python3-venv is not installed.
@@ -29,7 +29,8 @@ install: $(VENV)/.installed
 	@$(BIN)/headrace --version
 
 serve: $(VENV)/.installed
-	$(BIN)/headrace serve
+	$(BIN)/python examples/make_models.py build/models
+	$(BIN)/headrace serve build/models
 
 test: check
 	$(BIN)/python -m pytest -m "not platform"

@@ -50,6 +50,9 @@ class FunctionBackend:
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
         return None
 
+    def usable_gpus(self, present: int) -> int:
+        return present
+
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> FunctionModel:
         return FunctionModel(self._functions[config.name])
 

@@ -148,5 +148,8 @@ class Backend(Protocol):
         None when they tell nothing. May block. Raises `InvalidArgument` where the two contradict each other.
         """
 
+    def usable_gpus(self, present: int) -> int:
+        """How many of the machine's GPUs it can use, as it is installed here: where KIND_AUTO goes depends on it."""
+
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> Model:
         """Load a version. May block: called from a loader thread."""

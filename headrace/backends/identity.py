@@ -28,6 +28,10 @@ class IdentityBackend:
         """There is no file that could tell anything."""
         return None
 
+    def usable_gpus(self, present: int) -> int:
+        """All: nothing is done there, but an instance may be said to stand there."""
+        return present
+
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> IdentityModel:
         """Check that each output has an input to be."""
         if not config.inputs or len(config.inputs) != len(config.outputs):

@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument as OrtInvalidArgument
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
-from headrace.backends.onnx_settings import CPU, providers, run_options, session_options
+from headrace.backends.onnx_settings import CPU, can_use_gpus, providers, run_options, session_options
 from headrace.backends.onnx_signature import Signature, check_signature, completion, is_declared, signature_of
 from headrace.core.dtypes import BF16, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, Unimplemented
@@ -33,6 +33,10 @@ log = logging.getLogger("headrace.backends")
 
 class OnnxBackend:
     """`backend: "onnxruntime"`."""
+
+    def usable_gpus(self, present: int) -> int:
+        """All, if this build of ONNX Runtime can compute on any."""
+        return present if can_use_gpus() else 0
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
         """Inputs, outputs and batch size, as the model's graph has them."""

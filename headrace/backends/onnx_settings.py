@@ -90,6 +90,11 @@ def run_options(config: ModelConfig) -> ort.RunOptions | None:
     return options
 
 
+def can_use_gpus() -> bool:
+    """Whether this build of ONNX Runtime has a provider for GPUs."""
+    return CUDA in ort.get_available_providers()
+
+
 def providers(config: ModelConfig, placement: Placement) -> Providers:
     """What computes the operators, the preferred one first. Refuses what this ONNX Runtime was not built with."""
     chosen: Providers = []

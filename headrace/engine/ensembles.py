@@ -60,17 +60,12 @@ class EnsembleVersion:
 
     def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
         """See `Owner.settle`."""
-        statistics = self.statistics
-        statistics.settled += 1
         took_ns = monotonic_ns() - pending.arrived_ns
-        if isinstance(outputs, BaseException):
-            statistics.failed(pending.rows, outputs, took_ns)
-        else:
-            stats = statistics.of_rows(pending.rows)
-            stats.success += 1
-            stats.success_ns += took_ns
+        error = outputs if isinstance(outputs, BaseException) else None
+        stats = self.statistics.answered(pending.rows, error, took_ns)
+        if error is None:
             stats.infer_ns += took_ns
-            statistics.executed(pending.rows, 0, took_ns, 0)
+            self.statistics.executed(pending.rows, 0, took_ns, 0)
         if self._drain.waiting:
             self._drain.settled()
 

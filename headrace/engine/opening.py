@@ -32,7 +32,8 @@ from headrace.engine.checking import RequestChecker
 from headrace.engine.ensembles import EnsembleVersion
 from headrace.engine.execution.joining import Joiner
 from headrace.engine.execution.ragged import RaggedJoiner
-from headrace.engine.execution.runners import ComputeRunner, RequestRunner
+from headrace.engine.execution.request_runner import RequestRunner
+from headrace.engine.execution.runners import ComputeRunner
 from headrace.engine.execution.warmup import warm_up
 from headrace.engine.labels import read_labels
 from headrace.engine.scheduling.batches import BatchRules

@@ -58,16 +58,6 @@ class BatchStats:
         self.count = self.input_ns = self.infer_ns = self.output_ns = 0
 
 
-@dataclass(slots=True)
-class ResponseStats:
-    """The n-th response of decoupled requests, for each n."""
-
-    success: int = 0
-    success_ns: int = 0
-    fail: int = 0
-    empty: int = 0
-
-
 FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 _REASONS = {
     Code.UNAVAILABLE: "REJECTED",
@@ -154,6 +144,17 @@ class VersionStatistics:
         stats.fail += 1
         stats.fail_ns += duration_ns
         self.failures[failure_reason(error)] += 1
+
+    def answered(self, rows: int, error: BaseException | None, took_ns: int) -> RequestStats:
+        """A request has had its last answer. Returns the numbers for its size."""
+        self.settled += 1
+        stats = self.by_rows.get(rows) or self.of_rows(rows)
+        if error is not None:
+            self.failed(rows, error, took_ns)
+        else:
+            stats.success += 1
+            stats.success_ns += took_ns
+        return stats
 
     def answered_alone(self, rows: int, arrived_ns: int, started_ns: int, computed_ns: int, split_ns: int) -> None:
         """A request was computed and is answered, without others and without joining: all that is to be counted."""

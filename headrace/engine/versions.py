@@ -147,19 +147,12 @@ class ModelVersion:
 
     def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
         """See `Owner.settle`."""
-        statistics = self.statistics
-        statistics.settled += 1
-        took_ns = monotonic_ns() - pending.arrived_ns
-        if isinstance(outputs, BaseException):
-            statistics.failed(pending.rows, outputs, took_ns)
-        else:
-            stats = statistics.by_rows.get(pending.rows) or statistics.of_rows(pending.rows)
-            stats.success += 1
-            stats.success_ns += took_ns
-            if pending.cache_key is not None and self._cache is not None and outputs is not None:
-                before_ns = monotonic_ns()
-                self._cache.put(pending.cache_key, outputs)
-                stats.miss_ns += monotonic_ns() - before_ns
+        now_ns = monotonic_ns()
+        error = outputs if isinstance(outputs, BaseException) else None
+        stats = self.statistics.answered(pending.rows, error, now_ns - pending.arrived_ns)
+        if pending.cache_key is not None and self._cache is not None and isinstance(outputs, Sequence):
+            self._cache.put(pending.cache_key, outputs)
+            stats.miss_ns += monotonic_ns() - now_ns
         if self._auto is not None:
             self._auto.review(monotonic_ns())
         if self._drain.waiting:

@@ -11,6 +11,7 @@ from onnx_graphs import configured
 
 from headrace.backends import onnx_settings
 from headrace.backends.contract import Placement
+from headrace.backends.onnx import OnnxBackend
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.modelconfig.schema import new_config
 from headrace.modelconfig.types import ModelConfig
@@ -187,3 +188,11 @@ def test_a_provider_that_was_not_built_in_is_refused_with_those_that_were(monkey
         onnx_settings.providers(configured(), GPU)
     with pytest.raises(FailedPrecondition, match="needs OpenVINO.*take it out of"):
         onnx_settings.providers(with_accelerator("cpu", "openvino"), Placement("x"))
+
+
+@pytest.mark.parametrize(("available", "usable"), [(["CPUExecutionProvider"], 0), (["CUDAExecutionProvider"], 2)])
+def test_gpus_are_used_only_by_a_build_that_can(
+    monkeypatch: pytest.MonkeyPatch, available: list[str], usable: int
+) -> None:
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: available)
+    assert OnnxBackend().usable_gpus(2) == usable

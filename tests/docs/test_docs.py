@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -48,14 +49,29 @@ RUN = [document for document in DOCUMENTS if runs_something(document)]
 
 @pytest.fixture(scope="module")
 def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
+    """A server with the built-in models, on free ports."""
+    with server_of(tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def example_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
     """A server as `make serve` starts it, but on free ports."""
-    log = tmp_path_factory.mktemp("server") / "log"
+    folder = tmp_path_factory.mktemp("examples")
+    models = folder / "models"
+    subprocess.run([sys.executable, ROOT / "examples/make_models.py", models], check=True, capture_output=True)
+    with server_of(folder, models) as found:
+        yield found
+
+
+@contextmanager
+def server_of(folder: Path, *models: Path) -> Iterator[dict[str, int]]:
+    log = folder / "log"
     with log.open("wb") as output:
-        server = subprocess.Popen(
-            [HEADRACE, "serve", "--http-port", "0", "--grpc-port", "0"], stdout=output, stderr=subprocess.STDOUT
-        )
+        command = [HEADRACE, "serve", *models, "--http-port", "0", "--grpc-port", "0"]
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            while "ready" not in log.read_text():
+            while "ready: " not in log.read_text():
                 assert server.poll() is None, log.read_text()
                 time.sleep(0.05)  # the test's own time-out is the limit
             http, grpc = (int(number) for number in LISTENING.findall(log.read_text()))
@@ -66,11 +82,12 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
 
 
 @pytest.mark.parametrize("document", RUN, ids=name_of)
-def test_what_the_reader_is_told_to_do_works(document: Path, ports: dict[str, int], tmp_path: Path) -> None:
+def test_what_the_reader_is_told_to_do_works(document: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     missing = sorted(tool for tool in tools_of(document) if shutil.which(tool) is None)
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}")
-    session = Session(tmp_path, ports)
+    # The README begins with `make serve`; the guides with `headrace serve`, or start what they need themselves.
+    session = Session(tmp_path, request.getfixturevalue("example_ports" if document.name == "README.md" else "ports"))
     try:
         assert session.follow(document.read_text()) > 0
     finally:

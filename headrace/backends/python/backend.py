@@ -26,6 +26,10 @@ class PythonBackend:
         # The only thing models share: metrics that several of them name.
         self._families: WeakKeyDictionary[Registry, Families] = WeakKeyDictionary()
 
+    def usable_gpus(self, present: int) -> int:
+        """All: the model does with them what it likes."""
+        return present
+
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
         """What the model's `auto_complete_config` says; None where it has none."""
         launch = launch_of(config, files)

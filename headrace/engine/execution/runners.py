@@ -2,7 +2,7 @@
 """Runners: each holds one instance of a model, computes the batches it is given and answers their requests.
 
 Called by the schedulers in the loop's thread; answers are given there too. A `ComputeRunner` computes in that thread or
-in one of its own, as its `Pace` says. A `RequestRunner` passes requests on to an instance that answers by itself.
+in one of its own, as its `Pace` says. `request_runner` has the other kind, for instances that answer by themselves.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from queue import SimpleQueue
 from threading import Thread
 from time import monotonic_ns
 
-from headrace.backends.contract import ComputeInstance, Placement, RequestInstance
+from headrace.backends.contract import ComputeInstance, Placement
 from headrace.core.errors import HeadraceError, Internal
-from headrace.core.messages import NO_PARAMETERS, InferRequest, Parameters
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Answers, Joiner
 from headrace.engine.scheduling.batches import BatchRecord
@@ -36,7 +35,7 @@ Outcome = tuple[Sequence[Pending], Answers | HeadraceError, int, int, int, int]
 """What became of (a part of) a batch, and when it was started, joined, computed and cut apart."""
 
 
-class _RunnerBase:
+class RunnerBase:
     """What the limiter and people need to know of a runner."""
 
     def __init__(self, placement: Placement, resources: tuple[Resource, ...], priority: int) -> None:
@@ -48,7 +47,7 @@ class _RunnerBase:
         self.idle = BatchRecord("idle instance", 1, 1, 0, 0, placement.name)
 
 
-class ComputeRunner(_RunnerBase):
+class ComputeRunner(RunnerBase):
     """Joins, computes, cuts apart."""
 
     def __init__(
@@ -106,7 +105,7 @@ class ComputeRunner(_RunnerBase):
             computed_ns = monotonic_ns()
             outputs = joiner.split_alone(pending, result)
         except Exception as error:
-            self._tell(pending, _told(error, self.name, (pending,)))
+            self._tell(pending, told(error, self.name, (pending,)))
             return
         split_ns = monotonic_ns()
         if pending.owner.follows or type(pending) is not Pending:
@@ -150,7 +149,7 @@ class ComputeRunner(_RunnerBase):
         except Exception as error:
             if len(batch) > 1 and self._alone_again:
                 return [outcome for pending in batch for outcome in self._compute((pending,))]
-            answers = _told(error, self.name, batch)
+            answers = told(error, self.name, batch)
         return [(batch, answers, started_ns, joined_ns, computed_ns, monotonic_ns())]
 
     def _finish(self, outcomes: list[Outcome], free: Free) -> None:
@@ -230,136 +229,7 @@ class ComputeRunner(_RunnerBase):
             self._delay.finished([split_ns - pending.arrived_ns for pending in batch], rows, split_ns - started_ns)
 
 
-class RequestRunner(_RunnerBase):
-    """Passes requests on, and checks what comes back."""
-
-    def __init__(
-        self,
-        instance: RequestInstance,
-        placement: Placement,
-        joiner: Joiner,
-        statistics: VersionStatistics,
-        delay: Delay,
-        *,
-        resources: tuple[Resource, ...] = (),
-        priority: int = 0,
-    ) -> None:
-        super().__init__(placement, resources, priority)
-        self.pace = Pace("thread")
-        self.instance = instance
-        self.joiner = joiner
-        self.statistics = statistics
-        self.delay = delay
-
-    def run(self, batch: Sequence[Pending], free: Free) -> None:
-        """See `Runner.run`."""
-        together = _RequestBatch(self, len(batch), sum(pending.rows for pending in batch))
-        works = [_Work(pending, together) for pending in batch]
-        freed = False
-
-        def finished() -> None:
-            nonlocal freed
-            if not freed:  # else two batches would come at once
-                freed = True
-                free(self)
-
-        try:
-            self.instance.execute(works, finished)
-        except Exception as error:
-            failure = _told(error, self.name, batch)
-            for work in works:
-                work.reply(failure)
-            finished()
-
-    def close(self) -> None:
-        """End the instance. From a loader thread, when nothing runs."""
-        self.instance.close()
-
-
-class _RequestBatch:
-    """Requests that were passed on together, until the last of them is answered."""
-
-    __slots__ = ("latencies_ns", "left", "rows", "runner", "started_ns", "succeeded")
-
-    def __init__(self, runner: RequestRunner, requests: int, rows: int) -> None:
-        self.runner = runner
-        self.left = requests
-        self.rows = rows
-        self.started_ns = monotonic_ns()
-        self.succeeded = False
-        self.latencies_ns: list[int] = []
-
-    def settle(self, pending: Pending, *, success: bool) -> None:
-        """One of them has had its last answer."""
-        now_ns = monotonic_ns()
-        took_ns = now_ns - self.started_ns
-        statistics = self.runner.statistics
-        self.left -= 1
-        self.latencies_ns.append(now_ns - pending.arrived_ns)
-        if success:
-            self.succeeded = True
-            stats = statistics.of_rows(pending.rows)
-            stats.queue_ns += self.started_ns - pending.arrived_ns
-            stats.infer_ns += took_ns
-        if not self.left and self.succeeded:
-            statistics.executed(self.rows, 0, took_ns, 0)
-            if self.runner.delay.learns:
-                self.runner.delay.finished(self.latencies_ns, self.rows, took_ns)
-
-
-class _Work:
-    """A request in the hands of an instance. See `contract.Work`."""
-
-    __slots__ = ("_ended", "_pending", "_together")
-
-    def __init__(self, pending: Pending, together: _RequestBatch) -> None:
-        self._pending = pending
-        self._together = together
-        self._ended = False
-
-    @property
-    def request(self) -> InferRequest:
-        return self._pending.request
-
-    @property
-    def cancelled(self) -> bool:
-        return self._pending.cancelled
-
-    def reply(
-        self,
-        outputs: Sequence[Tensor] | HeadraceError | None,
-        *,
-        final: bool = True,
-        parameters: Parameters = NO_PARAMETERS,
-    ) -> None:
-        if self._ended:
-            return
-        pending = self._pending
-        answer: Sequence[Tensor] | HeadraceError | None = outputs
-        if outputs is not None and not isinstance(outputs, HeadraceError):
-            try:
-                answer = _checked(self._together.runner.joiner, pending, outputs)
-            except HeadraceError as error:
-                answer = error.with_traceback(None)  # its frames are these: a circle
-        failed = isinstance(answer, HeadraceError)
-        if final or failed:
-            self._ended = True
-            self._together.settle(pending, success=not failed)
-        try:
-            pending.reply(answer, final=final, parameters=parameters)
-        except Exception:
-            log.exception("an answer could not be delivered")
-
-
-def _checked(joiner: Joiner, pending: Pending, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What the caller asked for, of what the model returned."""
-    for tensor in outputs:
-        joiner.check_dtype(tensor)
-    by_name = {tensor.name: tensor.array for tensor in outputs}
-    return joiner.split((pending,), by_name)[0]
-
-
-def _told(error: Exception, instance: str, batch: Sequence[Pending]) -> HeadraceError:
+def told(error: Exception, instance: str, batch: Sequence[Pending]) -> HeadraceError:
     """What callers are told of a failed execution; everything else goes to the log."""
     if isinstance(error, Internal):
         log.error("instance '%s': %s", instance, error.message)

@@ -16,7 +16,7 @@ from headrace.backends.contract import Backend, ModelFiles
 from headrace.backends.table import backend_named
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.engine.repository.ensembles import ensemble_problems
-from headrace.engine.repository.plans import ENSEMBLE
+from headrace.engine.repository.plans import ENSEMBLE, gpus_for
 from headrace.engine.repository.scan import FoundModel, Stray, open_repositories, scan
 from headrace.modelconfig.drafts import Draft, read_draft
 from headrace.modelconfig.finishing import finish
@@ -138,7 +138,7 @@ def _finish(draft: Draft, version: int | None, backend: Backend | None, gpus: in
             log.debug("%s cannot be read", place, exc_info=error)
             notes.problems.append(Problem(place, None, "", f"the model cannot be read: {error!r:.300}"))
     try:
-        return finish(draft, told, gpus)
+        return finish(draft, told, gpus if backend is None else gpus_for(draft, backend, gpus))
     except ConfigError as error:
         # What the model's file would have told is not missing if the file could not be asked.
         known = asked or (draft.message.input and draft.message.output)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.backends.contract import ModelFiles
+from headrace.backends.contract import Backend, ModelFiles
 from headrace.backends.table import backend_named
 from headrace.engine.repository.contract import Plan
-from headrace.modelconfig.drafts import draft_from_json, read_draft
+from headrace.modelconfig.drafts import Draft, draft_from_json, read_draft
 from headrace.modelconfig.finishing import finish
 from headrace.modelconfig.problems import ConfigError, Problem
 from headrace.modelconfig.types import EnsembleScheduling, ModelConfig
@@ -37,8 +37,16 @@ def read_plan(folder: Path, config_json: str | None, gpus: int, *, strict: bool 
     config = draft.typed()
 
     def finished(files: ModelFiles) -> ModelConfig:
-        # Without a backend there is nobody to ask; `finish` then says what to write.
-        told = backend_named(draft.backend).complete(config, files) if draft.backend and not strict else None
-        return finish(draft, told, gpus)
+        if not draft.backend:
+            return finish(draft, None, gpus)  # nobody to ask; it says what to write
+        backend = backend_named(draft.backend)
+        told = None if strict else backend.complete(config, files)
+        return finish(draft, told, gpus_for(draft, backend, gpus))
 
     return Plan(config.version_policy, finished)
+
+
+def gpus_for(draft: Draft, backend: Backend, present: int) -> int:
+    """How many GPUs there are for KIND_AUTO. A group that asks for one by name is told by the backend why it has none."""
+    asked = any(group.kind == group.KIND_GPU for group in draft.message.instance_group)
+    return present if asked else backend.usable_gpus(present)

@@ -18,7 +18,7 @@ from time import monotonic_ns
 
 from headrace.backends.contract import Array
 from headrace.core.errors import Cancelled, HeadraceError, Unimplemented
-from headrace.engine.execution.runners import RequestRunner
+from headrace.engine.execution.request_runner import RequestRunner
 from headrace.engine.scheduling.batches import BatchLog, BatchRecord
 from headrace.engine.scheduling.limiter import Limiter
 from headrace.engine.scheduling.pending import RUNNING, Pending

@@ -159,6 +159,9 @@ def test_a_file_that_the_backend_cannot_read_is_a_problem(tmp_path: Path, monkey
         def complete(self, config: object, files: object) -> None:
             raise ValueError("not a protobuf")
 
+        def usable_gpus(self, present: int) -> int:
+            return present
+
     monkeypatch.setattr("headrace.engine.repository.check.backend_named", lambda name: Broken())
     put(tmp_path, "m", 'backend: "onnxruntime"', 1, files=("model.onnx",))
     assert lines(check_repository(tmp_path)) == ["m/1: the model cannot be read: ValueError('not a protobuf')"]

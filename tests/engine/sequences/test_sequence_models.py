@@ -19,7 +19,7 @@ from headrace.core.dtypes import BYTES, FP32
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Joiner
-from headrace.engine.execution.runners import RequestRunner
+from headrace.engine.execution.request_runner import RequestRunner
 from headrace.engine.scheduling.batches import BatchLog
 from headrace.engine.scheduling.delay import FixedDelay
 from headrace.engine.scheduling.limiter import Limiter

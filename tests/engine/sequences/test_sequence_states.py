@@ -23,7 +23,7 @@ from headrace.core.dtypes import BYTES, FP32, INT32
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument, Unimplemented
 from headrace.core.messages import InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor, tensor_from_values
-from headrace.engine.execution.runners import RequestRunner
+from headrace.engine.execution.request_runner import RequestRunner
 from headrace.engine.scheduling.batches import BatchLog
 from headrace.engine.scheduling.delay import FixedDelay
 from headrace.engine.scheduling.limiter import Limiter

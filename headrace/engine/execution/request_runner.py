@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner for instances that take requests as they are, and answer when they like: processes, decoupled models.
+
+Called by the schedulers in the loop's thread; the instance answers there too. Holds what comes back against the model's
+configuration before a caller gets it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from time import monotonic_ns
+
+from headrace.backends.contract import Placement, RequestInstance
+from headrace.core.errors import HeadraceError
+from headrace.core.messages import NO_PARAMETERS, InferRequest, Parameters
+from headrace.core.tensors import Tensor
+from headrace.engine.execution.joining import Joiner
+from headrace.engine.execution.runners import Free, RunnerBase, told
+from headrace.engine.scheduling.delay import Delay
+from headrace.engine.scheduling.pace import Pace
+from headrace.engine.scheduling.pending import Pending
+from headrace.engine.statistics import VersionStatistics
+from headrace.modelconfig.types import Resource
+
+log = logging.getLogger("headrace.engine")
+
+
+class RequestRunner(RunnerBase):
+    """Passes requests on, and checks what comes back."""
+
+    def __init__(
+        self,
+        instance: RequestInstance,
+        placement: Placement,
+        joiner: Joiner,
+        statistics: VersionStatistics,
+        delay: Delay,
+        *,
+        resources: tuple[Resource, ...] = (),
+        priority: int = 0,
+    ) -> None:
+        super().__init__(placement, resources, priority)
+        self.pace = Pace("thread")
+        self.instance = instance
+        self.joiner = joiner
+        self.statistics = statistics
+        self.delay = delay
+
+    def run(self, batch: Sequence[Pending], free: Free) -> None:
+        """See `Runner.run`."""
+        together = _RequestBatch(self, len(batch), sum(pending.rows for pending in batch))
+        works = [_Work(pending, together) for pending in batch]
+        freed = False
+
+        def finished() -> None:
+            nonlocal freed
+            if not freed:  # else two batches would come at once
+                freed = True
+                free(self)
+
+        try:
+            self.instance.execute(works, finished)
+        except Exception as error:
+            failure = told(error, self.name, batch)
+            for work in works:
+                work.reply(failure)
+            finished()
+
+    def close(self) -> None:
+        """End the instance. From a loader thread, when nothing runs."""
+        self.instance.close()
+
+
+class _RequestBatch:
+    """Requests that were passed on together, until the last of them is answered."""
+
+    __slots__ = ("latencies_ns", "left", "rows", "runner", "started_ns", "succeeded")
+
+    def __init__(self, runner: RequestRunner, requests: int, rows: int) -> None:
+        self.runner = runner
+        self.left = requests
+        self.rows = rows
+        self.started_ns = monotonic_ns()
+        self.succeeded = False
+        self.latencies_ns: list[int] = []
+
+    def settle(self, pending: Pending, *, success: bool) -> None:
+        """One of them has had its last answer."""
+        now_ns = monotonic_ns()
+        took_ns = now_ns - self.started_ns
+        statistics = self.runner.statistics
+        self.left -= 1
+        self.latencies_ns.append(now_ns - pending.arrived_ns)
+        if success:
+            self.succeeded = True
+            stats = statistics.of_rows(pending.rows)
+            stats.queue_ns += self.started_ns - pending.arrived_ns
+            stats.infer_ns += took_ns
+        if not self.left and self.succeeded:
+            statistics.executed(self.rows, 0, took_ns, 0)
+            if self.runner.delay.learns:
+                self.runner.delay.finished(self.latencies_ns, self.rows, took_ns)
+
+
+class _Work:
+    """A request in the hands of an instance. See `contract.Work`."""
+
+    __slots__ = ("_ended", "_pending", "_together")
+
+    def __init__(self, pending: Pending, together: _RequestBatch) -> None:
+        self._pending = pending
+        self._together = together
+        self._ended = False
+
+    @property
+    def request(self) -> InferRequest:
+        return self._pending.request
+
+    @property
+    def cancelled(self) -> bool:
+        return self._pending.cancelled
+
+    def reply(
+        self,
+        outputs: Sequence[Tensor] | HeadraceError | None,
+        *,
+        final: bool = True,
+        parameters: Parameters = NO_PARAMETERS,
+    ) -> None:
+        if self._ended:
+            return
+        pending = self._pending
+        answer: Sequence[Tensor] | HeadraceError | None = outputs
+        if outputs is not None and not isinstance(outputs, HeadraceError):
+            try:
+                answer = _checked(self._together.runner.joiner, pending, outputs)
+            except HeadraceError as error:
+                answer = error.with_traceback(None)  # its frames are these: a circle
+        failed = isinstance(answer, HeadraceError)
+        if final or failed:
+            self._ended = True
+            self._together.settle(pending, success=not failed)
+        try:
+            pending.reply(answer, final=final, parameters=parameters)
+        except Exception:
+            log.exception("an answer could not be delivered")
+
+
+def _checked(joiner: Joiner, pending: Pending, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What the caller asked for, of what the model returned."""
+    for tensor in outputs:
+        joiner.check_dtype(tensor)
+    by_name = {tensor.name: tensor.array for tensor in outputs}
+    return joiner.split((pending,), by_name)[0]
