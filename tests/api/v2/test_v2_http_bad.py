@@ -359,7 +359,6 @@ def test_readiness_of_a_name_that_no_model_has(server: Serving, name: bytes) -> 
         b"/v2/models/identity/infer/",
         b"/v2/models//infer",
         b"/v2/models/identity//infer",
-        b"/v2/models/infer",
         b"/v2/nope",
     ],
 )
