@@ -104,7 +104,12 @@ async def _serve(settings: ServerSettings, http: Address, grpc: Address, index: 
     for server in servers:
         await server.start()
 
+    loop = asyncio.get_running_loop()
+    ends: float | None = None
+
     def stop_being_ready() -> None:
+        nonlocal ends
+        ends = loop.time() + settings.grace_seconds
         plane.accepting = False
         health.shut_down()
 
@@ -121,7 +126,8 @@ async def _serve(settings: ServerSettings, http: Address, grpc: Address, index: 
     finally:
         loading.cancel()
         await asyncio.gather(loading, serving, return_exceptions=True)
-        await engine.close(settings.grace_seconds)
+        # What the connections have left of the grace; there is one for all of it.
+        await engine.close(settings.grace_seconds if ends is None else max(0.0, ends - loop.time()))
         tracer.close()
 
 

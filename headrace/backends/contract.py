@@ -153,3 +153,11 @@ class Backend(Protocol):
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> Model:
         """Load a version. May block: called from a loader thread."""
+
+
+@runtime_checkable
+class Abandoning(Protocol):
+    """A backend that can end a load that is under way. For others the server waits, when it closes."""
+
+    def abandon(self, model_folder: Path) -> None:
+        """Let `complete` and `open` of this model's versions fail soon. From the loop's thread."""

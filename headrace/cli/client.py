@@ -12,7 +12,7 @@ import json
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from headrace.core.errors import HeadraceError, InvalidArgument, Unavailable, Unimplemented
+from headrace.core.errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _MOST_BYTES = 64 * 1024 * 1024
@@ -21,7 +21,7 @@ LOAD_SECONDS = 3600.0
 """Large models take their time to load."""
 
 
-class Refused(HeadraceError):
+class Refused(FailedPrecondition):
     """Raise when the server answers with an error; the text is the server's."""
 
     def __init__(self, status: int, message: str) -> None:

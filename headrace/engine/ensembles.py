@@ -172,10 +172,13 @@ class _Run:
             self.ensemble.ended()
         self.pending.reply(outputs, final=final)
 
-    def _outputs(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def wanted(self) -> list[str]:
+        """The outputs that the caller asks for, by name."""
         requested = self.pending.request.outputs
-        names = [output.name for output in requested] or [spec.name for spec in self.ensemble.config.outputs]
-        return [tensors[name] for name in names]
+        return [output.name for output in requested] or [spec.name for spec in self.ensemble.config.outputs]
+
+    def _outputs(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        return [tensors[name] for name in self.wanted()]
 
 
 class _Path:
@@ -186,8 +189,10 @@ class _Path:
         self._tensors = tensors
         self._waiting = waiting
         self._running = running
+        self._shared = set(running)
+        """Of the steps that run, those that ran before this way began: whoever began them passes their answers on."""
         self._forks: list[_Path] = []
-        """Ways that began with one of several answers to a step; what ran then is theirs too."""
+        """Ways that began with one of several answers to a step, while they share a step that runs."""
         self._ended = False
 
     def advance(self) -> None:
@@ -208,12 +213,12 @@ class _Path:
         if isinstance(answer, HeadraceError):
             self._run.fail(answer)
             return
-        for fork in [fork for fork in self._forks if n in fork._running]:
-            fork.answered(n, answer, final)
-            if self._run.over:
-                return
+        self._pass_on(n, answer, final)
+        if self._run.over:
+            return
         if not final:
-            self._fork(n, answer)
+            if not self._ended:  # else another step had no more answers, and nothing comes of this one's
+                self._fork(n, answer)
             return
         self._running.discard(n)
         if answer is None:
@@ -225,10 +230,21 @@ class _Path:
             self._take(n, answer)
             self.advance()
 
+    def _pass_on(self, n: int, answer: Answer, final: bool) -> None:
+        for fork in [fork for fork in self._forks if n in fork._shared]:
+            if final:
+                fork._shared.discard(n)
+            fork.answered(n, answer, final)
+            if self._run.over:
+                return
+        if final:
+            self._forks = [fork for fork in self._forks if fork._shared]
+
     def _fork(self, n: int, answer: Answer) -> None:
         if isinstance(answer, InferResponse):
             fork = _Path(self._run, dict(self._tensors), list(self._waiting), self._running - {n})
-            self._forks.append(fork)
+            if fork._shared:
+                self._forks.append(fork)
             self._run.fork()
             fork._take(n, answer)
             fork.advance()
@@ -256,7 +272,16 @@ class _Path:
         )
 
     def _finish(self) -> None:
-        missing = [spec.name for spec in self._run.ensemble.config.outputs if spec.name not in self._tensors]
+        missing = [name for name in self._run.wanted() if name not in self._tensors]
+        left_out = [spec.name for spec in self._run.ensemble.config.inputs if spec.name not in self._tensors]
+        if missing and left_out:
+            self._run.fail(
+                InvalidArgument(
+                    f"output '{missing[0]}' cannot be computed without an input that was left out ('{left_out[0]}'): give "
+                    "it, or ask for other outputs"
+                )
+            )
+            return
         if missing:
             stuck = ", ".join(f"'{self._run.ensemble.steps[n].model_name}'" for n in self._waiting)
             self._run.fail(

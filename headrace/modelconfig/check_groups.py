@@ -7,6 +7,9 @@ from typing import Any
 
 from headrace.modelconfig.reports import Report
 
+MOST_INSTANCES = 1024
+"""Of one group: each may be a process, and a configuration may come with a request to load."""
+
 _GPU = 1
 _KIND_NAMES = {2: "KIND_CPU", 3: "KIND_MODEL"}
 
@@ -19,6 +22,8 @@ def check_groups(message: Any, report: Report, gpus: int) -> None:
         called = f"instance group {group.name} of model {message.name}"
         if group.count < 0:
             report.add(f"{place}.count", f"{called} has count {group.count}; write 1 or more")
+        if group.count > MOST_INSTANCES:
+            report.add(f"{place}.count", f"{called} has count {group.count}; write {MOST_INSTANCES} or less")
         if group.name in seen:
             report.add(f"{place}.name", f"{called} has the name of another group; rename one")
         seen.add(group.name)

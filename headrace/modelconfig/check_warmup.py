@@ -9,6 +9,9 @@ from headrace.modelconfig.check_tensors import check_dims
 from headrace.modelconfig.reports import Report
 from headrace.modelconfig.typed import dtype_of_field
 
+MOST_TIMES = 10_000
+"""How often a warm-up may be computed: nobody is warmer after that, and the model does not serve meanwhile."""
+
 
 def check_warmups(message: Any, report: Report) -> None:
     """Each sample."""
@@ -26,6 +29,8 @@ def check_warmups(message: Any, report: Report) -> None:
             report.add(
                 f"{place}.batch_size", f"{called} has more than the model takes, {max(1, message.max_batch_size)}"
             )
+        if sample.count > MOST_TIMES:
+            report.add(f"{place}.count", f"{called} is to be computed {sample.count} times; write {MOST_TIMES} or less")
         missing = [name for name in needed if name not in sample.inputs]
         if missing:
             report.add(place, f"{called} must give every input, and '{missing[0]}' is missing; add it to its inputs")

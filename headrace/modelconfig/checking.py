@@ -18,8 +18,11 @@ from headrace.modelconfig.check_sequence import check_sequence_batching
 from headrace.modelconfig.check_tensors import check_batch_tensors, check_tensors
 from headrace.modelconfig.check_warmup import check_warmups
 from headrace.modelconfig.drafts import Draft
-from headrace.modelconfig.problems import Problem
+from headrace.modelconfig.problems import ConfigError, Problem
 from headrace.modelconfig.reports import Report
+
+_PART_BYTES = 255
+"""How long a file's name may be."""
 
 
 def check_config(message: Any, draft: Draft, *, gpus: int, told: bool) -> list[Problem]:
@@ -56,6 +59,17 @@ def check_config(message: Any, draft: Draft, *, gpus: int, told: bool) -> list[P
     return report.problems
 
 
+def check_model_filenames(draft: Draft) -> None:
+    """Raise if the configuration names a model file outside of the version's folder.
+
+    To be called before a backend is asked to complete the draft, since that opens the file, or even runs it.
+    """
+    report = Report(draft)
+    _check_model_files(draft.message, report)
+    if report.problems:
+        raise ConfigError(report.problems)
+
+
 def _check_name(message: Any, draft: Draft, report: Report) -> None:
     folder = draft.model_folder.name
     if message.name != folder:
@@ -85,12 +99,19 @@ def _check_versions(policy: Any, report: Report) -> None:
 
 
 def _check_files(message: Any, report: Report) -> None:
-    report.check_inside("default_model_filename", message.default_model_filename, "the version folder")
-    for capability, name in message.cc_model_filenames.items():
-        report.check_inside(f"cc_model_filenames.{capability}", name, "the version folder")
+    _check_model_files(message, report)
     for index, output in enumerate(message.output):
         if output.label_filename:
             report.check_file(f"output[{index}].label_filename", "", output.label_filename)
+
+
+def _check_model_files(message: Any, report: Report) -> None:
+    named = {"default_model_filename": message.default_model_filename}
+    named |= {f"cc_model_filenames.{capability}": name for capability, name in message.cc_model_filenames.items()}
+    for place, name in named.items():
+        inside = report.check_inside(place, name, "the version folder")
+        if inside and any(len(part.encode(errors="surrogatepass")) > _PART_BYTES for part in name.split("/")):
+            report.add(place, f"'{name[:64]}...' is longer than any file's name; correct it")
 
 
 def _check_metrics(metrics: Any, report: Report) -> None:

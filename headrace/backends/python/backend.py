@@ -6,6 +6,7 @@ Called by the engine through `backends.contract`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ from headrace.backends.python.configs import config_message
 from headrace.backends.python.instance import PythonInstance
 from headrace.backends.python.launch import Launch, launch_of
 from headrace.backends.python.measures import Families
+from headrace.backends.python.starting import Starting
 from headrace.modelconfig.types import ModelConfig
 from headrace.telemetry.registry import Registry
 
@@ -25,6 +27,7 @@ class PythonBackend:
     def __init__(self) -> None:
         # The only thing models share: metrics that several of them name.
         self._families: WeakKeyDictionary[Registry, Families] = WeakKeyDictionary()
+        self._starting = Starting()
 
     def usable_gpus(self, present: int) -> int:
         """All: the model does with them what it likes."""
@@ -35,27 +38,33 @@ class PythonBackend:
         launch = launch_of(config, files)
         if config.proto is None or not may_complete(launch.file):
             return None
-        completed = completed_config(launch)
+        completed = completed_config(launch, self._starting)
         return None if completed is None else config_message(config, completed)
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> PythonModel:
         """Check what can be checked without a process; `open` starts them."""
         families = self._families.setdefault(services.metrics, Families(services.metrics))
-        return PythonModel(launch_of(config, files), services, families)
+        return PythonModel(launch_of(config, files), services, families, self._starting)
+
+    def abandon(self, model_folder: Path) -> None:
+        """End the processes of a model that are being started. From the loop's thread."""
+        self._starting.end(model_folder.absolute())
 
 
 class PythonModel:
     """See `contract.Model`."""
 
-    def __init__(self, launch: Launch, services: EngineServices, families: Families) -> None:
+    def __init__(self, launch: Launch, services: EngineServices, families: Families, starting: Starting) -> None:
         self._launch = launch
         self._services = services
         self._families = families
+        self._starting = starting
 
     def open(self, placement: Placement) -> PythonInstance:
         """Start a process and wait until the model in it is initialised."""
         instance = PythonInstance(self._launch, placement, self._services, self._families)
-        instance.open()
+        with self._starting.noted(self._launch.model_folder, instance.abandon):
+            instance.open()
         return instance
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from headrace.backends.contract import Placement
 from headrace.backends.python.frames import Frame, FrameReader, Kind, encode_frame
 from headrace.backends.python.launch import Launch
 from headrace.backends.python.process import Started
+from headrace.backends.python.starting import Starting
 from headrace.core.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 
 _END_SECONDS = 5.0
@@ -40,13 +41,14 @@ def may_complete(file: Path) -> bool:
     return True
 
 
-def completed_config(launch: Launch) -> dict[str, Any] | None:
+def completed_config(launch: Launch, starting: Starting) -> dict[str, Any] | None:
     """The configuration as the model completes it; None if it does not."""
     started = Started(launch.python, launch.model_name)
     try:
         settings = launch.settings(Placement(launch.model_name), complete=True)
         started.sock.sendall(b"".join(encode_frame(Kind.INIT, settings)))
-        return _answer(started.sock, launch)
+        with starting.noted(launch.model_folder, started.popen.kill):
+            return _answer(started.sock, launch)
     finally:
         started.sock.close()
         started.close_regions()

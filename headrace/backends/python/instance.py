@@ -52,6 +52,7 @@ class PythonInstance:
         self._ready = False
         self._failure = ""
         """Why the process that is starting could not."""
+        self._abandoned = False
         self._opened: Future[None] | None = None
         self._closed: Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -77,6 +78,11 @@ class PythonInstance:
             # The loop itself has an end to this; it has stopped, then.
             self._kill_without_loop()
             raise Unavailable("the server stopped while a model was being loaded") from None
+
+    def abandon(self) -> None:
+        """Let `open` fail soon: nobody waits for it any more. From the loop's thread."""
+        self._abandoned = True
+        self._kill()
 
     def close(self) -> None:
         """Have the model finalised and end the process."""
@@ -200,6 +206,9 @@ class PythonInstance:
     def _start(self) -> None:
         self._timer = None
         self._failure = ""
+        if self._abandoned:
+            self._start_failed("the server is closing")
+            return
         try:
             self._process = Process(
                 self._loop, self._on_frame, self._on_exit, self._launch.python, self._placement.name

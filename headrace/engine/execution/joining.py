@@ -36,7 +36,9 @@ class Joiner:
         self._plain = _plain_output(config)
         self.as_they_are = not any(spec.reshape is not None for spec in config.inputs)
         """Whether a lone request's arrays go to the model unchanged."""
-        self._reshapes = {spec.name: spec.reshape for spec in config.inputs if spec.reshape is not None}
+        self._reshapes = {
+            spec.name: (spec.dims or (), spec.reshape) for spec in config.inputs if spec.reshape is not None
+        }
 
     def join(self, batch: Sequence[Pending]) -> dict[str, Array]:
         """One array per input, the rows of the requests in order."""
@@ -49,10 +51,15 @@ class Joiner:
             joined = {}
             for index, tensor in enumerate(batch[0].request.inputs):
                 joined[tensor.name] = np.concatenate(column(batch, index, tensor.name))
-        for name, dims in self._reshapes.items():
+        for name in self._reshapes:
             if name in joined:
-                joined[name] = joined[name].reshape((-1, *dims) if self._batched else dims)
+                joined[name] = self.reshaped(name, joined[name])
         return joined
+
+    def reshaped(self, name: str, array: Array) -> Array:
+        """An input that has a `reshape`, in the shape the model wants."""
+        dims, wanted = self._reshapes[name]
+        return _reshaped(array, dims, wanted, self._batched)
 
     def wanted(self, batch: Sequence[Pending]) -> Sequence[str]:
         """The outputs that at least one request asks for, by name."""
@@ -133,7 +140,7 @@ class Joiner:
                 f"which its configuration declares {dtype.name}"
             )
         if spec.reshape is not None:
-            array = _reshaped(array, spec, self._batched)
+            array = _reshaped_output(array, spec.reshape, spec, self._batched)
         shape = array.shape
         if self._batched:
             if not shape or shape[0] != rows:
@@ -184,11 +191,18 @@ def column(batch: Sequence[Pending], index: int, name: str) -> list[Array]:
     return arrays
 
 
-def _reshaped(array: Array, spec: OutputSpec, batched: bool) -> Array:
+def _reshaped(array: Array, dims: Dims, wanted: Dims, batched: bool) -> Array:
+    """From the shape that `dims` describe to the one of `wanted`. Variable sizes stay what they are, one by one."""
+    front, shape = (array.shape[:1], array.shape[1:]) if batched else ((), array.shape)
+    sizes = iter([size for size, declared in zip(shape, dims, strict=False) if declared == -1])
+    return array.reshape((*front, *(next(sizes, -1) if size == -1 else size for size in wanted)))
+
+
+def _reshaped_output(array: Array, given: Dims, spec: OutputSpec, batched: bool) -> Array:
     dims = spec.dims or ()
     try:
-        return array.reshape((array.shape[0], *dims) if batched else dims)
-    except (ValueError, IndexError):
+        return _reshaped(array, given, dims, batched)
+    except ValueError:
         raise Internal(
             f"shape {list(array.shape)} of output '{spec.name}' cannot be reshaped to the {list(dims)} of its configuration"
         ) from None

@@ -32,6 +32,7 @@ class RaggedJoiner(Joiner):
         self._batch_inputs = config.batch_inputs
         self._scattered = {name: output.source_input for output in config.batch_outputs for name in output.target_names}
         self._padded_like = {spec.name: spec.padded_like for spec in config.outputs if spec.padded_like}
+        self._input_dims = {spec.name: spec.dims or () for spec in config.inputs}
 
     def join(self, batch: Sequence[Pending]) -> dict[str, Array]:
         """See `Joiner.join`."""
@@ -46,7 +47,7 @@ class RaggedJoiner(Joiner):
             else:
                 joined[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
             if name in self._reshapes and name not in self._ragged:
-                joined[name] = joined[name].reshape((-1, *self._reshapes[name]))
+                joined[name] = self.reshaped(name, joined[name])
         for described in self._batch_inputs:
             source = [_input(pending, described.source_input) for pending in batch]
             value = _description(described, source)
@@ -94,8 +95,9 @@ class RaggedJoiner(Joiner):
         if source is None:
             return tensor
         spec = self._outputs[tensor.name]
-        sizes = iter(_input(pending, source).shape[1:])
-        # The output's variable sizes, in order, are the input's first ones.
+        given = zip(_input(pending, source).shape[1:], self._input_dims[source], strict=True)
+        # The output's variable sizes, in order, are the input's.
+        sizes = iter([size for size, declared in given if declared == -1])
         cuts = [slice(None), *(slice(next(sizes, None)) if size == -1 else slice(None) for size in spec.dims or ())]
         return Tensor(tensor.name, tensor.dtype, tensor.array[tuple(cuts)])
 

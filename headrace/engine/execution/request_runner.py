@@ -49,7 +49,7 @@ class RequestRunner(RunnerBase):
 
     def run(self, batch: Sequence[Pending], free: Free) -> None:
         """See `Runner.run`."""
-        together = _RequestBatch(self, len(batch), sum(pending.rows for pending in batch))
+        together = _RequestBatch(self, len(batch))
         works = [_Work(pending, together) for pending in batch]
         freed = False
 
@@ -75,14 +75,14 @@ class RequestRunner(RunnerBase):
 class _RequestBatch:
     """Requests that were passed on together, until the last of them is answered."""
 
-    __slots__ = ("latencies_ns", "left", "rows", "runner", "started_ns", "succeeded")
+    __slots__ = ("latencies_ns", "left", "rows", "runner", "started_ns")
 
-    def __init__(self, runner: RequestRunner, requests: int, rows: int) -> None:
+    def __init__(self, runner: RequestRunner, requests: int) -> None:
         self.runner = runner
         self.left = requests
-        self.rows = rows
+        self.rows = 0
+        """Of those that succeeded."""
         self.started_ns = monotonic_ns()
-        self.succeeded = False
         self.latencies_ns: list[int] = []
 
     def settle(self, pending: Pending, *, success: bool) -> None:
@@ -92,12 +92,13 @@ class _RequestBatch:
         statistics = self.runner.statistics
         self.left -= 1
         self.latencies_ns.append(now_ns - pending.arrived_ns)
-        if success:
-            self.succeeded = True
+        # Not those that nobody waits for: they were counted when they were cancelled.
+        if success and not pending.cancelled:
+            self.rows += pending.rows
             stats = statistics.of_rows(pending.rows)
             stats.queue_ns += self.started_ns - pending.arrived_ns
             stats.infer_ns += took_ns
-        if not self.left and self.succeeded:
+        if not self.left and self.rows:
             statistics.executed(self.rows, 0, took_ns, 0)
             if self.runner.delay.learns:
                 self.runner.delay.finished(self.latencies_ns, self.rows, took_ns)

@@ -178,9 +178,15 @@ class ComputeRunner(RunnerBase):
             counted = False
         else:
             counted = not batch[0].owner.follows and type(batch[0]) is Pending
-            self._count(batch, started_ns, joined_ns, computed_ns, split_ns, answered=counted)
+            self._count(batch, started_ns, joined_ns, computed_ns, split_ns)
+        statistics = self._statistics
         for pending, outputs in zip(batch, answers, strict=True):
             if counted and pending.state != ANSWERED:
+                # One by one: a caller that is told may cancel others of the batch, which are counted by that.
+                statistics.settled += 1
+                stats = statistics.by_rows[pending.rows]
+                stats.success += 1
+                stats.success_ns += split_ns - pending.arrived_ns
                 try:
                     pending.deliver(outputs)  # type: ignore[arg-type]  # an error is never counted
                 except Exception:  # of the caller: it must not cost the others their answers
@@ -196,16 +202,9 @@ class ComputeRunner(RunnerBase):
                 log.exception("an answer could not be delivered")
 
     def _count(
-        self,
-        batch: Sequence[Pending],
-        started_ns: int,
-        joined_ns: int,
-        computed_ns: int,
-        split_ns: int,
-        *,
-        answered: bool = False,
+        self, batch: Sequence[Pending], started_ns: int, joined_ns: int, computed_ns: int, split_ns: int
     ) -> None:
-        """Count an execution; and, when `answered`, its requests as answered."""
+        """Count an execution."""
         statistics = self._statistics
         input_ns, infer_ns, output_ns = joined_ns - started_ns, computed_ns - joined_ns, split_ns - computed_ns
         rows = 0
@@ -218,10 +217,6 @@ class ComputeRunner(RunnerBase):
                 stats.input_ns += input_ns
                 stats.infer_ns += infer_ns
                 stats.output_ns += output_ns
-                if answered:
-                    statistics.settled += 1
-                    stats.success += 1
-                    stats.success_ns += split_ns - pending.arrived_ns
         self.pace.took(split_ns - started_ns, rows)
         if rows:
             statistics.executed(rows, input_ns, infer_ns, output_ns)

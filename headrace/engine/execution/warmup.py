@@ -11,12 +11,12 @@ from time import monotonic_ns
 import numpy as np
 
 from headrace.core.dtypes import BF16, BOOL, BYTES
-from headrace.core.errors import FailedPrecondition, HeadraceError
+from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.tensors import Tensor, tensor_from_buffer
 from headrace.engine.scheduling.pending import Pending, StreamPending
 from headrace.engine.scheduling.scheduler import Runner
-from headrace.modelconfig.types import ModelConfig, Warmup, WarmupInput
+from headrace.modelconfig.types import ModelConfig, Warmup, WarmupInput, fits
 
 
 class _Nobody:
@@ -58,6 +58,15 @@ async def warm_up(runner: Runner, config: ModelConfig, warmup: Warmup, model_fol
 
 
 def _inputs(config: ModelConfig, warmup: Warmup, model_folder: Path) -> list[Tensor]:
+    for spec in config.inputs:
+        source = warmup.inputs.get(spec.name)
+        if source is None or spec.dtype is None or spec.dims is None:
+            continue
+        if source.dtype is not spec.dtype or not fits(source.dims, spec.dims):
+            raise FailedPrecondition(
+                f"warm-up '{warmup.name}' gives input '{spec.name}' as {source.dtype.name} {list(source.dims)}, and model "
+                f"'{config.name}' takes {spec.dtype.name} {list(spec.dims)}: correct the warm-up's data_type and dims"
+            )
     return [
         _input(name, source, warmup.batch_size if config.max_batch_size else 0, model_folder)
         for name, source in warmup.inputs.items()
@@ -70,11 +79,12 @@ def _input(name: str, source: WarmupInput, rows: int, model_folder: Path) -> Ten
     if source.source == "file":
         path = model_folder / "warmup" / source.data_file
         try:
-            one = path.read_bytes()
-            data = one * max(1, rows) if dtype is not BYTES or not rows else one * rows
-            return tensor_from_buffer(name, dtype, shape, data)
+            one = tensor_from_buffer(name, dtype, source.dims, path.read_bytes())
         except OSError as error:
             raise FailedPrecondition(f"{path}: the warm-up data cannot be read ({error.strerror})") from None
+        except InvalidArgument as error:
+            raise FailedPrecondition(f"{path}: the warm-up data is not right: {error.message}") from None
+        return Tensor(name, dtype, np.stack([one.array] * rows) if rows else one.array)
     if dtype is BYTES:
         array = np.full(shape, b"", dtype=object)
     elif source.source == "zero":

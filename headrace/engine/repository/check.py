@@ -18,6 +18,7 @@ from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.engine.repository.ensembles import ensemble_problems
 from headrace.engine.repository.plans import ENSEMBLE, gpus_for
 from headrace.engine.repository.scan import FoundModel, Stray, open_repositories, scan
+from headrace.modelconfig.checking import check_model_filenames
 from headrace.modelconfig.drafts import Draft, read_draft
 from headrace.modelconfig.finishing import finish
 from headrace.modelconfig.formats import FORMATS
@@ -63,7 +64,12 @@ def check_repository(*paths: str | Path, gpus: int = 0) -> RepositoryReport:
     notes.problems += [Problem(str(path), None, "", "cannot be read") for path in snapshot.unreadable]
     checked: dict[str, _Checked] = {}
     for found in snapshot.models.values():
-        model = _check_model(found, gpus, notes)
+        try:
+            model = _check_model(found, gpus, notes)
+        except OSError as error:
+            text = f"cannot be read: {error.strerror}; check the permissions of everything in the folder"
+            notes.problems.append(Problem(found.name, None, "", text))
+            continue
         if model is not None:
             checked[found.name] = model
     for name in sorted(checked):
@@ -125,7 +131,7 @@ def _backend(draft: Draft, notes: _Notes) -> Backend | None:
 def _finish(draft: Draft, version: int | None, backend: Backend | None, gpus: int, notes: _Notes) -> ModelConfig | None:
     """The whole configuration of one version; None, and problems noted, if there is none."""
     told, asked = None, draft.backend in {"", ENSEMBLE}
-    if version is not None and _has_file(draft, version, notes) and backend is not None:
+    if version is not None and _stays_inside(draft) and _has_file(draft, version, notes) and backend is not None:
         files = ModelFiles(draft.model_folder, version, draft.model_folder / str(version))
         place = f"{draft.model_folder.name}/{version}"
         try:
@@ -144,6 +150,15 @@ def _finish(draft: Draft, version: int | None, backend: Backend | None, gpus: in
         known = asked or (draft.message.input and draft.message.output)
         notes.problems += [each for each in error.problems if known or not each.field.startswith(("input", "output"))]
     return None
+
+
+def _stays_inside(draft: Draft) -> bool:
+    """Whether the model's file may be looked at; `finish` tells why not."""
+    try:
+        check_model_filenames(draft)
+    except ConfigError:
+        return False
+    return True
 
 
 def _has_file(draft: Draft, version: int, notes: _Notes) -> bool:

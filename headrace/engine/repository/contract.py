@@ -43,6 +43,10 @@ threads. When it is cancelled it frees what it has loaded so far.
 """
 
 
+def _nothing() -> None:
+    """For plans that nothing can be hurried with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a configuration says before the files of a version were asked."""
@@ -53,6 +57,8 @@ class Plan:
     is_ensemble: bool = False
     steps: tuple[EnsembleStep, ...] = ()
     """The models an ensemble uses."""
+    abandon: Callable[[], None] = _nothing
+    """Let what is being opened by this plan fail soon, as far as its backend can. From the loop's thread."""
 
 
 ReadPlan = Callable[[Path, str | None, int], Plan]

@@ -29,7 +29,7 @@ from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.repository.states import State, States, VersionState
 from headrace.engine.repository.watching import Watch
 from headrace.engine.repository.wishes import Wish
-from headrace.engine.repository.workshop import Workshop
+from headrace.engine.repository.workshop import Workshop, told
 from headrace.modelconfig.types import ModelConfig
 from headrace.telemetry.progress import Progress, silent
 
@@ -105,14 +105,15 @@ class RepositoryControl:
             self._polling = asyncio.get_running_loop().create_task(self._poll())
 
     async def close(self, grace_seconds: float) -> None:
-        """Stop looking and loading, and retire everything."""
+        """Stop looking and loading, and retire everything, also what is retiring already, in this time."""
         self._shop.closing = True
+        end = self._shop.clock.monotonic() + grace_seconds
         if self._polling is not None:
             self._polling.cancel()
             await asyncio.gather(self._polling, return_exceptions=True)
             self._polling = None
         await asyncio.gather(*(life.close(grace_seconds) for life in self._lives.values()))
-        await self._shop.close(grace_seconds)
+        await self._shop.close(max(0.0, end - self._shop.clock.monotonic()))
 
     async def settled(self, *, retired: bool = False) -> None:
         """Return when no model is being loaded or unloaded; with `retired`, when old copies are gone too."""
@@ -181,6 +182,8 @@ class RepositoryControl:
             wish = await self._wish(name, config_json or None, files or {})
         except HeadraceError as error:
             raise _failed("load", name, error) from None
+        except OSError as error:  # no space left, most likely
+            raise _failed("load", name, told(error, f"writing the files that came with model '{name}'")) from None
         problem = await self._life(name).want(wish)
         if problem is not None:
             raise _failed("load", name, problem)

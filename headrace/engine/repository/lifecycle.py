@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.backends.contract import ModelFiles
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
@@ -66,6 +66,8 @@ class ModelLife:
         self._copies: dict[int, _Copy] = {}
         self._next: _Queued | None = None
         self._task: asyncio.Task[None] | None = None
+        self._plan: Plan | None = None
+        """By which versions are being opened, or were the last time."""
         self._tried = False
         self._well = False
         self._retiring: set[asyncio.Task[None]] = set()
@@ -135,6 +137,8 @@ class ModelLife:
         task = self._task
         if task is not None:
             task.cancel()
+            if self._plan is not None:
+                self._plan.abandon()
             await asyncio.gather(task, return_exceptions=True)
         copies = list(self._copies.items())
         self._copies.clear()
@@ -163,6 +167,7 @@ class ModelLife:
                     self.problem = await self._fulfil(queued.wish)
                 finally:
                     self._shop.let_go(override)
+                self._drop_override(queued.wish)
                 queued.answer(self.problem)
         finally:
             self._task = None
@@ -171,6 +176,13 @@ class ModelLife:
                     unanswered.answer(Unavailable("the server is closing"))
             self._next = None
         self._neighbours.changed(self.name)
+
+    def _drop_override(self, wish: Wish) -> None:
+        """After a failure: files that came with the request are of no use, unless an ensemble tries again with them."""
+        failed = self.problem is not None and not isinstance(self.problem, MissingStep)
+        if failed and wish.override is not None and wish is self.wish:
+            self.wish = replace(wish, override=None)
+            self._shop.let_go(wish.override)
 
     async def _fulfil(self, wish: Wish) -> HeadraceError | None:
         if wish.found is None:
@@ -198,6 +210,7 @@ class ModelLife:
             raise FailedPrecondition(found.problem)
         settings = self._shop.settings
         plan = await self._shop.in_loader(self._shop.read_plan, found.folder, wish.config_json, settings.gpus)
+        self._plan = plan
         # An ensemble has no files, and an empty folder is easily lost: git does not keep it.
         present = found.versions or ({1: _NO_FILES} if plan.is_ensemble else {})
         if not present:

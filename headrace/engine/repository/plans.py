@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.backends.contract import Backend, ModelFiles
+from headrace.backends.contract import Abandoning, Backend, ModelFiles
 from headrace.backends.table import backend_named
 from headrace.engine.repository.contract import Plan
+from headrace.modelconfig.checking import check_model_filenames
 from headrace.modelconfig.drafts import Draft, draft_from_json, read_draft
 from headrace.modelconfig.finishing import finish
 from headrace.modelconfig.problems import ConfigError, Problem
@@ -35,15 +36,23 @@ def read_plan(folder: Path, config_json: str | None, gpus: int, *, strict: bool 
         steps = scheduling.steps if isinstance(scheduling, EnsembleScheduling) else ()
         return Plan(whole.version_policy, lambda _: whole, True, steps)
     config = draft.typed()
+    asked: list[Backend] = []
 
     def finished(files: ModelFiles) -> ModelConfig:
         if not draft.backend:
             return finish(draft, None, gpus)  # nobody to ask; it says what to write
         backend = backend_named(draft.backend)
+        asked.append(backend)
+        check_model_filenames(draft)
         told = None if strict else backend.complete(config, files)
         return finish(draft, told, gpus_for(draft, backend, gpus))
 
-    return Plan(config.version_policy, finished)
+    def abandon() -> None:
+        for backend in asked:
+            if isinstance(backend, Abandoning):
+                backend.abandon(folder)
+
+    return Plan(config.version_policy, finished, abandon=abandon)
 
 
 def gpus_for(draft: Draft, backend: Backend, present: int) -> int:

@@ -162,8 +162,12 @@ def _look(repository: Path, entry: os.DirEntry[str], strays: list[Stray]) -> Fou
 def _model(name: str, folder: Path, strays: list[Stray]) -> FoundModel | None:
     try:
         entries = _listed(folder)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None  # gone between two looks, or no folder at all
+    except OSError as error:
+        # Not gone, but not known: what serves goes on.
+        problem = f"the folder of model '{name}' cannot be read: {error.strerror}; check its permissions"
+        return FoundModel(name, folder, {}, Fingerprint(b"unreadable"), problem)
     versions: dict[int, Fingerprint] = {}
     beside = _Digest()
     configured = False

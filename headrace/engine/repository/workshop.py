@@ -144,4 +144,6 @@ def told(error: Exception, doing: str) -> HeadraceError:
         log.warning("%s: %s", doing, error.message)
         return error
     log.error("%s", doing, exc_info=error)
+    if isinstance(error, OSError) and error.strerror:
+        return Internal(f"{error.strerror} while {doing}; the server's log has the details")
     return Internal(f"{type(error).__name__} while {doing}; the server's log has the details")

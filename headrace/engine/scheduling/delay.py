@@ -54,6 +54,8 @@ class AutoDelay:
     wait (queueing behind busy instances, computing). The use: the time in which, at the rate of arrivals, the largest
     batch fills; and nothing at all when in that room not even one companion would arrive, or when it was tried and none
     did: a single client that sends its next request after each answer makes a fine rate and is never helped by waiting.
+    Nor is the wait much longer than companions were seen to take: two such clients have both come after a moment, and the
+    rest of any wait is for nobody.
     Where the observed percentile is over the target all the same, the delay is halved until it is not.
     """
 
@@ -68,6 +70,8 @@ class AutoDelay:
         self._largest = largest_batch
         self._latencies: deque[int] = deque(maxlen=_WINDOW)
         self._beside: deque[int] = deque(maxlen=_WINDOW)
+        self._spans: list[int] = []
+        """Since the last look: from the first request of each batch to its last."""
         self._rows = 0
         self._requests = 0
         self._batches = 0
@@ -79,6 +83,7 @@ class AutoDelay:
         # What the requests would have spent without the wait of their oldest.
         waited = min(self.nanoseconds, max(latencies_ns) - compute_ns)
         self._latencies.extend(latencies_ns)
+        self._spans.append(max(latencies_ns) - min(latencies_ns))
         self._beside.append(max(latencies_ns) - max(0, waited))
         self._rows += rows
         self._requests += len(latencies_ns)
@@ -92,9 +97,11 @@ class AutoDelay:
         if self._batches < _REVIEW_EVERY:
             return
         elapsed = max(1, now_ns - self._since_ns)
-        self.rows_per_second = self._rows * 1e9 / elapsed
+        # Of 0 rows are batches whose callers all gave up while they were computed.
+        self.rows_per_second = max(1, self._rows) * 1e9 / elapsed
         if self.nanoseconds and self._requests <= self._batches * _NOBODY_CAME:
             self._rest = _REST_REVIEWS
+        span = sorted(self._spans)[len(self._spans) * 9 // 10]
         self._begin(now_ns)
         self.p99_ns = _p99(self._latencies)
         if self._rest:
@@ -109,6 +116,8 @@ class AutoDelay:
         room = max(0, self._target_ns - _p99(self._beside)) * 4 // 5
         per_row = 1e9 / self.rows_per_second
         useful = int(per_row * (self._largest - 1))
+        if self.nanoseconds:
+            useful = min(useful, 2 * span)
         chosen = min(room, useful)
         if chosen < per_row:
             chosen = 0
@@ -118,6 +127,7 @@ class AutoDelay:
     def _begin(self, now_ns: int) -> None:
         self._since_ns = now_ns
         self._rows = self._requests = self._batches = 0
+        self._spans.clear()
 
 
 def _p99(values: deque[int]) -> int:

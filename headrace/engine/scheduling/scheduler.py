@@ -119,6 +119,8 @@ class BatchScheduler:
         self._pumping = True
         try:
             while len(queue):
+                if self._limited and self._awake:  # others may come before us: see `_free`
+                    return
                 now_ns = monotonic_ns()
                 next_expiry_ns = queue.expire(now_ns)
                 waiting = len(queue)
@@ -192,10 +194,15 @@ class BatchScheduler:
         self._free(runner)
 
     def _free(self, runner: Runner) -> None:
-        if self._limited:
-            self._limiter.release(runner)
         self._idle.append(runner)
-        if len(self._queue) and not self._pumping:
+        if self._limited:
+            # Not at once: it may be another model's turn.
+            again = self._wake if len(self._queue) else None
+            if runner.resources:
+                self._limiter.release(runner, again)
+            elif again is not None:
+                again()
+        elif len(self._queue) and not self._pumping:
             # At once: an instance with a thread of its own computes while we tell the callers of its last batch.
             self._pump()
 

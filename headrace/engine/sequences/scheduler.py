@@ -222,11 +222,13 @@ class SequenceScheduler:
 
     def _free(self, lane: Lane, runner: Runner) -> None:
         # Not at once: a runner is free before it has answered, and the sequences of its last batch go on only then.
-        self._limiter.release(runner)
-        if self._closed is None:
-            lane.idle = True
-            if lane.ready:
-                self._wake()
+        if self._closed is not None:
+            self._limiter.release(runner)
+            return
+        lane.idle = True
+        self._limiter.release(runner, self._wake if lane.ready else None)
+        if lane.ready:
+            self._wake()
 
     def _timer_rang(self) -> None:
         self._timer = None

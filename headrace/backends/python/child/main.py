@@ -82,7 +82,7 @@ class Runner:
             self._model = model_class()
             if hasattr(self._model, "initialize"):
                 self._model.initialize(dict(self._settings["args"]))
-        except Exception as error:  # the model's own code: anything may come
+        except (Exception, SystemExit) as error:  # the model's own code: anything may come
             self._channel.send(Kind.FAILED, {"stage": stage, "text": told(error, self._file)})
             return False
         # What exists now stays: the collector need not look at it again and again.
@@ -104,7 +104,7 @@ class Runner:
         try:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
-        except Exception as error:  # as above
+        except (Exception, SystemExit) as error:  # as above
             self._log_error(f"finalize of model instance '{self._name}' failed: {told(error, self._file)}")
         self._channel.send(Kind.BYE, {})
 
@@ -155,7 +155,7 @@ class Runner:
                 del future
             answers = self._answers(batch, returned, pieces)
             del returned
-        except Exception as error:  # as above
+        except (Exception, SystemExit) as error:  # as above; the end of the process is the server's to decide
             answers, pieces = self._failed(batch, error), []
         # Before the frame is made: memory that is free now is told with it.
         del batch

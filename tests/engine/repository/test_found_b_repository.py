@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that were found by trying: files outside, files left behind, folders that cannot be read, slow ends."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository_fakes import Bench, put_model
+
+from headrace.backends.contract import ModelFiles
+from headrace.core.clock import SystemClock
+from headrace.core.errors import Internal, InvalidArgument
+from headrace.engine.engine import Engine, EngineSettings
+from headrace.engine.repository import scan as scanning
+from headrace.engine.repository.check import check_repository
+from headrace.engine.repository.plans import read_plan
+from headrace.engine.repository.settings import RepositorySettings
+from headrace.modelconfig.problems import ConfigError
+
+TENSORS = {
+    "input": [{"name": "IN", "data_type": "TYPE_FP32", "dims": [-1]}],
+    "output": [{"name": "OUT", "data_type": "TYPE_FP32", "dims": [-1]}],
+}
+
+
+def put_python(repository: Path, source: str, **config: Any) -> Path:
+    folder = repository / "m" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(source)
+    (folder.parent / "config.json").write_text(json.dumps({"backend": "python", **TENSORS, **config}))
+    return folder.parent
+
+
+def test_a_file_outside_of_the_version_is_never_run(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "other.py").write_text(f"open({str(ran)!r}, 'w').close()")
+    folder = put_python(tmp_path / "models", "", default_model_filename="../../../other.py")
+    plan = read_plan(folder, None, 0)
+    with pytest.raises(ConfigError, match="outside of the version folder"):
+        plan.finish(_files(folder))
+    report = check_repository(tmp_path / "models")
+    assert ["outside of the version folder" in problem.text for problem in report.problems] == [True]
+    assert not ran.exists()
+
+
+def test_a_file_name_that_no_file_can_have_is_told(tmp_path: Path) -> None:
+    folder = put_python(tmp_path, "", default_model_filename="n" * 5000)
+    with pytest.raises(ConfigError, match="default_model_filename: 'nnn.* is longer than any file's name"):
+        read_plan(folder, None, 0).finish(_files(folder))
+    assert len(check_repository(tmp_path).problems) == 1
+
+
+def test_files_of_a_load_that_failed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with Bench(tmp_path, mode="explicit") as bench:
+            for name in ("a", "b"):
+                bench.opener.failures[f"{name}/1"] = InvalidArgument("no")
+                with pytest.raises(InvalidArgument):
+                    await bench.control.load(name, "{}", {"file:1/model.x": b"bytes"})
+            await bench.control.settled(retired=True)
+            assert list(tmp_path.glob("headrace-models-*/*")) == []
+            await bench.control.load("c", "{}", {"file:1/model.x": b"bytes"})
+            await bench.control.settled(retired=True)
+            assert len(list(tmp_path.glob("headrace-models-*/*/c/1/model.x"))) == 1
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    asyncio.run(main())
+
+
+def test_a_full_disk_is_told_to_who_sent_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def main() -> None:
+        async with Bench(tmp_path, mode="explicit") as bench:
+            monkeypatch.setattr(Path, "write_bytes", full)
+            with pytest.raises(Internal, match="failed to load 'm', No space left on device while writing the files"):
+                await bench.control.load("m", "{}", {"file:1/model.x": b"bytes"})
+
+    asyncio.run(main())
+
+
+def test_a_model_whose_folder_cannot_be_read_goes_on_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = scanning._listed
+
+    def denied(folder: Path) -> Any:
+        if folder.name == "m":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listed(folder)
+
+    async def main() -> None:
+        put_model(tmp_path, "m", 1)
+        async with Bench(tmp_path, mode="poll", poll_seconds=1000) as bench:
+            monkeypatch.setattr(scanning, "_listed", denied)
+            for _ in range(3):
+                await bench.control.poll_once()
+                await bench.control.settled()
+            assert len(bench.states("m")) == 1
+            assert bench.states("m")[0].startswith("1 READY serves as it was loaded before")
+            assert "the folder of model 'm' cannot be read: Permission denied" in bench.states("m")[0]
+
+    asyncio.run(main())
+    assert [problem.text for problem in check_repository(tmp_path).problems] == [
+        "the folder of model 'm' cannot be read: Permission denied; check its permissions"
+    ]
+
+
+def test_check_tells_of_files_it_may_not_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    put_python(tmp_path, "")
+    monkeypatch.setattr(Path, "is_file", denied)
+    problems = check_repository(tmp_path).problems
+    assert [(each.path, "cannot be read: Permission denied" in each.text) for each in problems] == [("m", True)]
+
+
+def test_closing_gives_what_retires_already_no_second_grace(tmp_path: Path) -> None:
+    async def main() -> None:
+        put_model(tmp_path, "a", 1)
+        put_model(tmp_path, "b", 1)
+        bench = Bench(tmp_path, mode="explicit", load_models=("*",), unload_wait_seconds=0.01)
+        await bench.control.start()
+        bench.newest("b").retire = asyncio.sleep  # type: ignore[method-assign]  # takes the whole grace
+        bench.opener.retiring.clear()  # and `a` never comes to its end
+        await bench.control.unload("a")
+        began = time.monotonic()
+        await bench.control.close(1.0)
+        assert time.monotonic() - began < 1.9
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stage", ["initialize", "auto_complete_config"])
+def test_closing_does_not_wait_for_a_model_that_takes_long_to_start(tmp_path: Path, stage: str) -> None:
+    began = tmp_path / "began"
+    put_python(
+        tmp_path / "models",
+        f"import time\nclass TritonPythonModel:\n    def {stage}(self, args=None):\n"
+        f"        open({str(began)!r}, 'w').close()\n        time.sleep(100)\n"
+        "    def execute(self, requests): pass\n"
+        + ("    auto_complete_config = staticmethod(auto_complete_config)\n" if stage != "initialize" else ""),
+    )
+
+    async def main() -> None:
+        settings = EngineSettings((tmp_path / "models",), RepositorySettings(mode="none"), gpus=0)
+        engine = Engine(settings, SystemClock())
+        starting = asyncio.create_task(engine.start())
+        async with asyncio.timeout(20):
+            while not began.exists():
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            await engine.close(5)
+            await starting
+
+    asyncio.run(main())
+
+
+def _files(folder: Path) -> ModelFiles:
+    return ModelFiles(folder, 1, folder / "1")
