@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 
 from headrace.backends.contract import Answer, EngineServices
-from headrace.core.errors import HeadraceError, Internal, InvalidArgument, Unavailable
+from headrace.core.errors import HeadraceError, Internal, InvalidArgument, Unavailable, retold
 from headrace.core.messages import InferRequest, InferResponse, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.engine.checking import RequestChecker
@@ -139,7 +139,7 @@ class _Run:
             return
         self.cancel()
         self.pending.on_cancel = None
-        self.pending.reply(type(error)(f"in ensemble '{self.ensemble.name}', {error.message}"))
+        self.pending.reply(retold(error, f"in ensemble '{self.ensemble.name}', {error.message}"))
 
     def submit(self, step: int, request: InferRequest, path: _Path) -> None:
         """Compute a step."""

@@ -22,7 +22,19 @@ def test_each_code_has_exactly_one_class(code):
 def test_no_class_is_without_a_code_of_its_own():
     assert len(CLASSES) == len(Code)
     assert all("code" in vars(kind) for kind in CLASSES)
-    assert not any(kind.__subclasses__() for kind in CLASSES)
+
+
+def test_a_room_that_refines_a_class_keeps_its_code():
+    assert all(refined.code is kind.code for kind in CLASSES for refined in kind.__subclasses__())
+
+
+def test_an_error_is_retold_as_what_it_refines():
+    class Refined(errors.NotFound):
+        def __init__(self, place: int) -> None:
+            super().__init__(f"nothing at {place}", retry_after_seconds=2.0)
+
+    told = errors.retold(Refined(7), "in the house, nothing at 7")
+    assert (type(told), told.message, told.retry_after_seconds) == (errors.NotFound, "in the house, nothing at 7", 2.0)
 
 
 def test_each_class_says_when_to_raise_it():

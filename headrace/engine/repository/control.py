@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.core.clock import Clock
-from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable
+from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable, retold
 from headrace.core.names import check_name
 from headrace.engine.repository.contract import OpenVersion, ReadPlan
 from headrace.engine.repository.directory import Directory
@@ -296,11 +296,7 @@ class RepositoryControl:
 
 
 def _failed(doing: str, name: str, problem: HeadraceError) -> HeadraceError:
-    text = f"failed to {doing} '{name}', {problem.message}"
-    # Errors with a constructor of their own are told as what they derive from.
-    kind = next(kind for kind in type(problem).__mro__ if kind.__module__ == HeadraceError.__module__)
-    wrapped: HeadraceError = kind(text)
-    return wrapped
+    return retold(problem, f"failed to {doing} '{name}', {problem.message}")
 
 
 def _empty(name: str, override: Override) -> FoundModel:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import Protocol
 
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, retold
 from headrace.engine.scheduling.batches import BatchLog, BatchRecord, BatchRules, Choice, Reason, choose
 from headrace.engine.scheduling.delay import Delay
 from headrace.engine.scheduling.limiter import Limited, Limiter
@@ -68,7 +68,7 @@ class BatchScheduler:
     def add(self, pending: Pending) -> None:
         """Let a request wait for its turn; raises when its queue will not have it."""
         if self._closed is not None:
-            raise type(self._closed)(self._closed.message)
+            raise retold(self._closed, self._closed.message)
         if self._alone and self._idle and not (self._awake or self._pumping) and type(pending) is Pending:
             runner = self._idle[-1]
             if runner.pace.inline:

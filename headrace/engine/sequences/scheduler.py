@@ -17,7 +17,7 @@ from functools import partial
 from time import monotonic_ns
 
 from headrace.backends.contract import Array
-from headrace.core.errors import Cancelled, HeadraceError, Unimplemented
+from headrace.core.errors import Cancelled, HeadraceError, Unimplemented, retold
 from headrace.engine.execution.request_runner import RequestRunner
 from headrace.engine.scheduling.batches import BatchLog, BatchRecord
 from headrace.engine.scheduling.limiter import Limiter
@@ -71,7 +71,7 @@ class SequenceScheduler:
     def add(self, pending: Pending) -> None:
         """Let a request wait for its turn; raises when it belongs to no sequence."""
         if self._closed is not None:
-            raise type(self._closed)(self._closed.message)
+            raise retold(self._closed, self._closed.message)
         if pending.rows > 1:
             raise many_rows(self._name)
         flags = read_flags(pending.request, self._name)
