@@ -45,7 +45,7 @@ class Server:
         def read() -> None:
             for line in self.process.stderr or ():
                 self.log.append(line)
-                if "ready: models" in line:
+                if "ready: " in line:
                     ready.set()
 
         self._reader = threading.Thread(target=read, daemon=True)
