@@ -1,23 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend a configuration means. Read by the engine; a backend is imported when the first model needs it."""
+"""Which backend a configuration means. Read by the engine; a backend is imported when the first model needs it.
+
+Packages of others add theirs by an entry point of the group `headrace.backends`, whose name is what `backend:` says and
+whose object is a class without arguments (`contract.Backend`). They cannot take the name of one that is here.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 
 from headrace.backends.contract import Backend
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 
 BACKENDS = {
-    "onnxruntime": "headrace.backends.onnx:OnnxBackend",
+    "onnxruntime": "headrace.backends.onnx.backend:OnnxBackend",
     "python": "headrace.backends.python.backend:PythonBackend",
+    "tensorflow": "headrace.backends.tensorflow.backend:TensorFlowBackend",
+    "pytorch": "headrace.backends.pytorch.backend:PyTorchBackend",
+    "netdef": "headrace.backends.netdef.backend:NetDefBackend",
+    "tensorrt": "headrace.backends.tensorrt.backend:TensorRTBackend",
+    "openvino": "headrace.backends.openvino.backend:OpenVINOBackend",
+    "xgboost": "headrace.backends.tabular.xgboost:XGBoostBackend",
+    "lightgbm": "headrace.backends.tabular.lightgbm:LightGBMBackend",
+    "sklearn": "headrace.backends.tabular.sklearn:SklearnBackend",
     "identity": "headrace.backends.identity:IdentityBackend",
 }
 """Every backend by the name that `backend:` gives it."""
 
-EXTRAS = {"onnxruntime": "onnx"}
+EXTRAS = {
+    "onnxruntime": "onnx",
+    "tensorflow": "tensorflow",
+    "pytorch": "pytorch",
+    "netdef": "netdef",
+    "openvino": "openvino",
+    "xgboost": "xgboost",
+    "lightgbm": "lightgbm",
+    "sklearn": "sklearn",
+}
 """The extra that installs what a backend needs."""
+
+BY_HAND = {
+    "tensorrt": "install TensorRT 10 or newer for this machine's GPU from NVIDIA: pip install tensorrt cuda-python"
+}
+"""What to do where no extra can."""
+
+ENTRY_POINTS = "headrace.backends"
 
 
 @cache
@@ -25,15 +54,24 @@ def backend_named(name: str) -> Backend:
     """The backend, or what to do to have it."""
     target = BACKENDS.get(name)
     if target is None:
-        raise InvalidArgument(f"backend '{name[:64]}' is not known: use one of {', '.join(sorted(BACKENDS))}")
+        return _of_others(name)
     module, attribute = target.split(":")
     try:
         backend: Backend = getattr(import_module(module), attribute)()
     except ImportError as error:
-        extra = EXTRAS.get(name)
-        if extra is None or (error.name or "").startswith("headrace"):
+        if (error.name or "").startswith("headrace") or not (name in EXTRAS or name in BY_HAND):
             raise
+        remedy = BY_HAND.get(name) or f"pip install 'headrace[{EXTRAS[name]}]'"
         raise FailedPrecondition(
-            f"backend '{name}' needs a package that is not installed ({error.name}): pip install 'headrace[{extra}]'"
+            f"backend '{name}' needs a package that is not installed ({error.name}): {remedy}"
         ) from None
+    return backend
+
+
+def _of_others(name: str) -> Backend:
+    added = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name not in added:
+        known = ", ".join(sorted({*BACKENDS, *added}))
+        raise InvalidArgument(f"backend '{name[:64]}' is not known: use one of {known}")
+    backend: Backend = added[name].load()()
     return backend

@@ -11,7 +11,7 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
-from headrace.backends.onnx import OnnxBackend, OnnxInstance
+from headrace.backends.onnx.backend import OnnxBackend, OnnxInstance
 from headrace.core.dtypes import DTYPES, FP32, DType
 from headrace.modelconfig.schema import new_config
 from headrace.modelconfig.types import Dims, InputSpec, ModelConfig, OutputSpec

@@ -17,8 +17,8 @@ from onnx import TensorProto, helper
 from onnx_graphs import ALL_DTYPES, NO_SERVICES, configured, graph, identity, opened, placed, sample
 
 from headrace.backends.contract import Placement
-from headrace.backends.onnx import OnnxBackend, OnnxInstance
-from headrace.backends.onnx_signature import signature_of
+from headrace.backends.onnx.backend import OnnxBackend, OnnxInstance
+from headrace.backends.onnx.session import signature_of
 from headrace.core.dtypes import BF16, BYTES, FP32, INT64, DType
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, Unimplemented
 

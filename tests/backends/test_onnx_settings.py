@@ -9,9 +9,9 @@ import onnxruntime as ort
 import pytest
 from onnx_graphs import configured
 
-from headrace.backends import onnx_settings
 from headrace.backends.contract import Placement
-from headrace.backends.onnx import OnnxBackend
+from headrace.backends.onnx import settings as onnx_settings
+from headrace.backends.onnx.backend import OnnxBackend
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.modelconfig.schema import new_config
 from headrace.modelconfig.types import ModelConfig

@@ -13,8 +13,8 @@ from onnx import TensorProto, helper
 from onnx_graphs import ONNX_TYPES, Shape, configured, graph, identity, opened, placed
 
 from headrace.backends.contract import ModelFiles
-from headrace.backends.onnx import OnnxBackend
-from headrace.backends.onnx_signature import DEFAULT_MAX_BATCH_SIZE
+from headrace.backends.onnx.backend import OnnxBackend
+from headrace.backends.signature import DEFAULT_MAX_BATCH_SIZE
 from headrace.core.dtypes import BOOL, FP32, FP64, INT32, INT64
 from headrace.core.errors import InvalidArgument
 from headrace.modelconfig.types import (

@@ -1,32 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an ONNX model takes and gives, held against its configuration, or turned into the part that was left out.
+"""What a model takes and gives, held against its configuration, or turned into the part that was left out.
 
-Called by `backends.onnx` with an open session. Knows the two descriptions and no files, threads or devices.
+Called by every backend whose model files tell their inputs and outputs: it reads them into a `Signature`. Knows the two
+descriptions, and no framework, files, threads or devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.core.dtypes import (
-    BF16,
-    BOOL,
-    BYTES,
-    FP16,
-    FP32,
-    FP64,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
-    UINT8,
-    UINT16,
-    UINT32,
-    UINT64,
-    DType,
-)
+from headrace.core.dtypes import BYTES, DType
 from headrace.core.errors import InvalidArgument
 from headrace.modelconfig.types import Dims, InputSpec, ModelConfig, OutputSpec, SequenceBatching
 
@@ -34,35 +19,18 @@ DEFAULT_MAX_BATCH_SIZE = 64
 """For models that can batch and whose configuration does not say. Triton says 4; a higher one costs nothing when nobody
 sends that much, and memory is taken for the batch that is there, not for the largest."""
 
-_DTYPES = {
-    "tensor(bool)": BOOL,
-    "tensor(uint8)": UINT8,
-    "tensor(uint16)": UINT16,
-    "tensor(uint32)": UINT32,
-    "tensor(uint64)": UINT64,
-    "tensor(int8)": INT8,
-    "tensor(int16)": INT16,
-    "tensor(int32)": INT32,
-    "tensor(int64)": INT64,
-    "tensor(float16)": FP16,
-    "tensor(float)": FP32,
-    "tensor(double)": FP64,
-    "tensor(bfloat16)": BF16,
-    "tensor(string)": BYTES,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One input or output of the graph."""
+    """One input or output of the model."""
 
     name: str
     kind: str
-    """ONNX Runtime's word for its type."""
+    """The framework's word for its type."""
     dtype: DType | None
     """None: nothing a request could carry, such as a map."""
     shape: Dims | None
-    """-1 for any size. None: a single number or any shape; ONNX Runtime does not tell the two apart."""
+    """-1 for any size. None: any shape, or one that the framework does not tell (of ONNX Runtime also a single number)."""
 
     def takes(self, shape: Sequence[int]) -> bool:
         """Whether an array of this shape fits."""
@@ -90,13 +58,6 @@ class _Declared:
     name: str
     dtype: DType | None
     dims: Dims | None
-
-
-def signature_of(session: Any) -> Signature:
-    """Read it from an `InferenceSession`."""
-    return Signature(
-        _ports(session.get_inputs()), _ports(session.get_outputs()), _ports(session.get_overridable_initializers())
-    )
 
 
 def check_signature(config: ModelConfig, signature: Signature) -> None:
@@ -144,15 +105,6 @@ def completion(config: ModelConfig, signature: Signature) -> Any:
     for port in outputs:
         _describe(config, message.output.add(), port, batched)
     return message
-
-
-def _ports(arguments: Iterable[Any]) -> dict[str, Port]:
-    ports = {}
-    for argument in arguments:
-        # A size is a number, the name of one that varies, or None.
-        sizes = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in argument.shape or ())
-        ports[argument.name] = Port(argument.name, argument.type, _DTYPES.get(argument.type), sizes or None)
-    return ports
 
 
 def _declared_inputs(config: ModelConfig) -> Iterator[_Declared]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a configuration sets ONNX Runtime up: its parameters and `optimization` become session options and providers.
 
-Called by `backends.onnx` for each instance. The names are those of Triton's backend, so that its configurations mean
+Called by `backends.onnx.backend` for each instance. The names are those of Triton's backend, so that its configurations mean
 the same here, with one other default: an instance computes with one thread. Must not know what a model looks like.
 
     parameters

@@ -2,7 +2,7 @@
 """Models in ONNX's format, computed by ONNX Runtime, on the CPU or a GPU.
 
 Called by the engine through `backends.contract`. Each instance has a session of its own, so that instances compute side
-by side; what a session is made with is in `onnx_settings`, what a configuration must agree with in `onnx_signature`.
+by side; what a session is made with is in `settings`, how it is opened and read in `session`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Collection, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,10 @@ import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument as OrtInvalidArgument
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
-from headrace.backends.onnx_settings import CPU, can_use_gpus, providers, run_options, session_options
-from headrace.backends.onnx_signature import Signature, check_signature, completion, is_declared, signature_of
+from headrace.backends.model_files import model_path, named_path
+from headrace.backends.onnx.session import open_session, signature_of
+from headrace.backends.onnx.settings import CPU, can_use_gpus, providers, run_options, session_options
+from headrace.backends.signature import Signature, check_signature, completion, is_declared
 from headrace.core.dtypes import BF16, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, Unimplemented
 from headrace.modelconfig.types import ModelConfig
@@ -48,13 +50,13 @@ class OnnxBackend:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.intra_op_num_threads = 1
         options.add_session_config_entry("session.disable_prepacking", "1")
-        session = _open_session(config, model_file(config, files), options, [(CPU, {})])
+        session = open_session(config, _model_file(config, files), options, [(CPU, {})])
         return completion(config, signature_of(session))
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> OnnxModel:
         """Find the file and check the settings. The file is read by the instances, each into its own session."""
         session_options(config)
-        return OnnxModel(config, model_file(config, files))
+        return OnnxModel(config, _model_file(config, files))
 
 
 class OnnxModel:
@@ -69,7 +71,7 @@ class OnnxModel:
         # The configuration is checked here and not in `load`, because only a session knows the signature, and a second
         # one would read the weights twice.
         chosen = providers(self._config, placement)
-        session = _open_session(self._config, self._file, session_options(self._config), chosen)
+        session = open_session(self._config, self._file, session_options(self._config), chosen)
         if chosen[0][0] not in session.get_providers():
             # ONNX Runtime goes on without it; whoever asked for a GPU wants to know.
             raise FailedPrecondition(
@@ -175,51 +177,14 @@ class OnnxInstance:
         }
 
 
-def model_file(config: ModelConfig, files: ModelFiles) -> Path:
-    """The file to read. `cc_model_filenames` is not looked at: ONNX Runtime does not tell a GPU's capability."""
-    filename = config.default_model_filename or DEFAULT_FILENAME
-    relative = PurePosixPath(filename)
-    if relative.is_absolute() or ".." in relative.parts:
-        raise InvalidArgument(
-            f"default_model_filename '{filename[:128]}' of model '{config.name}' leaves the version's folder: "
-            "name a file inside it"
-        )
-    path = files.version_folder / relative
+def _model_file(config: ModelConfig, files: ModelFiles) -> Path:
+    """The graph. `cc_model_filenames` is not looked at: ONNX Runtime does not tell a GPU's capability."""
+    path = model_path(config, files, DEFAULT_FILENAME)
     # A model with external data may come as a folder of that name, with the graph in a file of the same name.
-    if path.is_dir():
-        path /= relative.name
-    if not path.is_file():
-        raise FailedPrecondition(
-            f"model '{config.name}' version {files.version} has no file '{_shown(path, files)}': put the model there, "
-            "or name it in default_model_filename"
-        )
-    return path
-
-
-def _shown(path: Path, files: ModelFiles) -> str:
-    return str(path.relative_to(files.model_folder.parent))
-
-
-def _open_session(config: ModelConfig, file: Path, options: Any, chosen: list[tuple[str, dict[str, str]]]) -> Any:
-    names = [name for name, _ in chosen]
-    settings = [given for _, given in chosen]
-    try:
-        # Without the fallback: it would print, compute elsewhere from then on, and tell nobody.
-        return ort.InferenceSession(
-            str(file), options, providers=names, provider_options=settings, enable_fallback=False
-        )
-    except Exception:
-        # Each of ONNX Runtime's exceptions is a class of its own under Exception.
-        log.exception("model %s: %s could not be opened with %s", config.name, file, names[0])
-        if names[0] != CPU:
-            raise FailedPrecondition(
-                f"model '{config.name}': ONNX Runtime {ort.__version__} cannot open '{file.name}' with {names[0]}. The "
-                "device is out of memory or does not work, or the file is damaged; the server's log says which"
-            ) from None
-        raise InvalidArgument(
-            f"model '{config.name}': ONNX Runtime {ort.__version__} cannot read '{file.name}'. It is damaged, not an "
-            "ONNX model, has lost its external data, or needs a newer ONNX Runtime; the server's log says which"
-        ) from None
+    if not path.is_dir():
+        return path
+    inside = (path / path.name).relative_to(files.version_folder)
+    return named_path(config, files, str(inside), "default_model_filename")
 
 
 def _to_text(name: str, array: Array) -> Array:
