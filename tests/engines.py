@@ -5,7 +5,7 @@ plane = await builtin_plane()
 plane = await plane_of([(config_of("double", max_batch_size=4), lambda inputs: {"OUTPUT0": inputs["INPUT0"] * 2})])
 answer = await ask(plane, "double", INPUT0=array)
 
-In place of a function there may be an object with `execute`: a `RequestInstance`, used as it is. For the parts below the
+In place of a function there may be an object with `close`: an instance, used as it is. For the parts below the
 plane there are `pending_of`, a request that belongs to no version, and `Asked`, a caller that notes what it is told.
 """
 
@@ -34,7 +34,15 @@ from headrace.engine.scheduling.limiter import Limiter
 from headrace.engine.scheduling.pending import Pending
 from headrace.engine.services import ModelServices
 from headrace.engine.statistics import VersionStatistics
-from headrace.modelconfig.types import DynamicBatching, InputSpec, InstanceGroup, ModelConfig, OutputSpec
+from headrace.modelconfig.types import (
+    DynamicBatching,
+    EnsembleScheduling,
+    EnsembleStep,
+    InputSpec,
+    InstanceGroup,
+    ModelConfig,
+    OutputSpec,
+)
 from headrace.telemetry.progress import Reporter, silent
 from headrace.telemetry.registry import Registry
 
@@ -62,7 +70,7 @@ class FunctionModel:
         self._function = function
 
     def open(self, placement: Placement) -> Any:
-        return self._function if hasattr(self._function, "execute") else self
+        return self._function if hasattr(self._function, "close") else self
 
     def compute(self, inputs: Mapping[str, Any], wanted: Collection[str]) -> Mapping[str, Any]:
         result: Mapping[str, Any] = self._function(inputs)
@@ -82,6 +90,27 @@ def config_of(name: str, **more: Any) -> ModelConfig:
         "scheduling": DynamicBatching(),
     }
     return ModelConfig(name, "function", **{**settings, **more})
+
+
+def step(model: str, inputs: str, outputs: str, version: int = -1) -> EnsembleStep:
+    """`inputs` and `outputs` as "theirs=ours theirs=ours"."""
+
+    def mapped(text: str) -> dict[str, str]:
+        return dict(pair.split("=") for pair in text.split())
+
+    return EnsembleStep(model, version, mapped(inputs), mapped(outputs))
+
+
+def ensemble(*steps: EnsembleStep, inputs: str = "IN", outputs: str = "OUT", most: int = 0, **more: Any) -> Any:
+    config = config_of(
+        "ensemble",
+        inputs=tuple(InputSpec(name, None, None) for name in inputs.split()),
+        outputs=tuple(OutputSpec(name, None, None) for name in outputs.split()),
+        instance_groups=(),
+        scheduling=EnsembleScheduling(steps, most),
+        **more,
+    )
+    return config, None
 
 
 async def plane_of(

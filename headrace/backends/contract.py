@@ -116,6 +116,19 @@ class ComputeInstance(Protocol):
         """Free everything, the memory of the device too."""
 
 
+@runtime_checkable
+class DeviceComputing(Protocol):
+    """A `ComputeInstance` that can leave tensors in the memory of its device, for the next step of an ensemble.
+
+    What it leaves there is an object with the `shape`, `dtype`, `reshape` and slices of a numpy array, which
+    `np.concatenate` joins on the device (by `__array_function__`) and `np.asarray` copies to the host. Both of its ways
+    to compute take such objects, also those of another instance.
+    """
+
+    def compute_on_device(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+        """As `compute`; what it returns lies on the device and is finished."""
+
+
 class RequestInstance(Protocol):
     """Computes requests as they are."""
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
+
 from headrace.core.tensors import Tensor
 
 ParameterValue = bool | int | float | str
@@ -32,6 +34,11 @@ class InferRequest:
 
     __slots__ = ("id", "inputs", "model_name", "model_version", "outputs", "parameters")
 
+    inside = False
+    """Whether it was made inside the engine, for a step of an ensemble: then its tensors may lie on a device."""
+    stays_on_device = False
+    """Whether its answer may lie there too."""
+
     def __init__(
         self,
         model_name: str,
@@ -47,6 +54,19 @@ class InferRequest:
         self.inputs = inputs
         self.outputs = outputs
         self.parameters = parameters
+
+
+class StepRequest(InferRequest):
+    """A step of an ensemble. Arrays on a device are those of `backends.contract.DeviceComputing`."""
+
+    __slots__ = ("stays_on_device",)
+
+    inside = True
+
+    def on_host(self) -> InferRequest:
+        """The same for models that compute elsewhere: what lies on a device is copied."""
+        inputs = [Tensor(tensor.name, tensor.dtype, np.asarray(tensor.array)) for tensor in self.inputs]
+        return InferRequest(self.model_name, inputs, self.model_version, self.id, self.outputs, self.parameters)
 
 
 class InferResponse:

@@ -37,9 +37,7 @@ class RequestChecker:
         )
         """Whether two right requests can differ so that they cannot share a batch."""
         self._apart = {spec.name for spec in self._inputs.values()} - {spec.name for spec in free}
-        only = next(iter(self._inputs.values())) if len(self._inputs) == 1 else None
-        self._plain = only if only is not None and self._most and not self.by_shape and not only.finite else None
-        """The input of a model that has one, of fixed type and shape: the most common kind."""
+        self._plain = plain_input(config) if self._most else None
 
     def check(self, request: InferRequest) -> int:
         """The number of rows of a right request; raises `InvalidArgument` for a wrong one."""
@@ -146,6 +144,16 @@ class RequestChecker:
             f"unexpected shape for input '{spec.name}' for model '{self._name}'. "
             f"Expected {_listed(expected)}, got {_listed(shape)}."
         )
+
+
+def plain_input(config: ModelConfig) -> InputSpec | None:
+    """The input of a model that has one, of fixed type and shape, and nothing else to be looked at: the most common kind."""
+    if len(config.inputs) != 1 or _made_by_the_engine(config):
+        return None
+    (spec,) = config.inputs
+    fixed = spec.dtype is not None and spec.dims is not None and -1 not in spec.dims
+    special = spec.optional or spec.finite or spec.allow_ragged_batch or spec.pad_value is not None
+    return spec if fixed and not special and spec.reshape is None else None
 
 
 def _made_by_the_engine(config: ModelConfig) -> set[str]:

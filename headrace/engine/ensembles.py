@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ensembles: a graph of models behind one name. Each step goes through the queue of its own model, like anyone's request.
 
-Opened by `opening` as a version among others. Tensors pass from step to step as they are, without a copy. A step whose
-model is decoupled may answer several times: the rest of the graph then runs once for each answer.
+Opened by `opening` as a version among others. Tensors pass from step to step as they are, without a copy; between models
+that can, in the memory of their device. A step whose model is decoupled may answer several times: the rest of the graph
+then runs once for each answer.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 
+import numpy as np
+
 from headrace.backends.contract import Answer, EngineServices
 from headrace.core.errors import HeadraceError, Internal, InvalidArgument, Unavailable, retold
-from headrace.core.messages import InferRequest, InferResponse, RequestedOutput
+from headrace.core.messages import InferRequest, InferResponse, RequestedOutput, StepRequest
 from headrace.core.tensors import Tensor
 from headrace.engine.checking import RequestChecker
 from headrace.engine.scheduling.delay import FixedDelay
 from headrace.engine.scheduling.pending import ANSWERED, Answered, Done, Pending, StreamPending
 from headrace.engine.statistics import VersionStatistics
 from headrace.engine.versions import Drain
-from headrace.modelconfig.types import EnsembleScheduling, EnsembleStep, ModelConfig
+from headrace.modelconfig.types import EnsembleScheduling, ModelConfig
 
 
 class EnsembleVersion:
@@ -43,6 +46,9 @@ class EnsembleVersion:
         self.delay = FixedDelay(0)
         self.follows = True
         self.steps = scheduling.steps
+        taken = {name for step in self.steps for name in step.input_map.values()}
+        self.passes_on = [any(name in taken for name in step.output_map.values()) for step in self.steps]
+        """Whether a step's outputs are for other steps."""
         self.services = services
         self._most = scheduling.max_inflight_requests
         self._running = 0
@@ -178,7 +184,9 @@ class _Run:
         return [output.name for output in requested] or [spec.name for spec in self.ensemble.config.outputs]
 
     def _outputs(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        return [tensors[name] for name in self.wanted()]
+        chosen = (tensors[name] for name in self.wanted())
+        # Without a copy, unless another step took it too and it lay on a device for that.
+        return [Tensor(tensor.name, tensor.dtype, np.asarray(tensor.array)) for tensor in chosen]
 
 
 class _Path:
@@ -202,7 +210,7 @@ class _Path:
         self._waiting = [n for n in self._waiting if n not in ready]
         self._running.update(ready)
         for n in ready:
-            self._run.submit(n, self._request(steps[n]), self)
+            self._run.submit(n, self._request(n), self)
             if self._run.over:
                 return
         if not self._running:
@@ -256,13 +264,14 @@ class _Path:
             if name is not None:
                 self._tensors[name] = Tensor(name, tensor.dtype, tensor.array)
 
-    def _request(self, step: EnsembleStep) -> InferRequest:
+    def _request(self, n: int) -> InferRequest:
+        step = self._run.ensemble.steps[n]
         inputs = []
         for name, source in step.input_map.items():
             tensor = self._tensors[source]
             inputs.append(Tensor(name, tensor.dtype, tensor.array))
         request = self._run.pending.request
-        return InferRequest(
+        made = StepRequest(
             step.model_name,
             inputs,
             "" if step.model_version < 0 else str(step.model_version),
@@ -270,6 +279,8 @@ class _Path:
             [RequestedOutput(name) for name in step.output_map],
             request.parameters,
         )
+        made.stays_on_device = self._run.ensemble.passes_on[n]
+        return made
 
     def _finish(self) -> None:
         missing = [name for name in self._run.wanted() if name not in self._tensors]

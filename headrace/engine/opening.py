@@ -104,6 +104,7 @@ class VersionOpener:
                 labels=labels,
                 cache=self._cache,
                 close=opened.close,
+                runners=runners,
             )
         except BaseException:
             await asyncio.shield(self._blocking(opened.close))

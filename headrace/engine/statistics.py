@@ -172,6 +172,19 @@ class VersionStatistics:
         batch.infer_ns += infer_ns
         batch.output_ns += output_ns
 
+    def answered_at_once(self, rows: int, took_ns: int, ended_ns: int) -> None:
+        """A request was received, computed and answered in one go: nothing to wait for, to join or to cut apart."""
+        self.received += 1
+        self.settled += 1
+        self._last_ns = ended_ns
+        stats = self.by_rows.get(rows) or self.of_rows(rows)
+        stats.success += 1
+        stats.success_ns += took_ns
+        stats.infer_ns += took_ns
+        batch = self.batches.get(rows) or self.of_batch(rows)
+        batch.count += 1
+        batch.infer_ns += took_ns
+
     def executed(self, rows: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         """A batch was computed."""
         self._last_ns = time.monotonic_ns()

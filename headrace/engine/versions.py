@@ -13,12 +13,14 @@ from time import monotonic_ns
 from typing import Protocol
 
 from headrace.core.errors import HeadraceError, InvalidArgument, Unavailable, Unimplemented
-from headrace.core.messages import InferRequest
+from headrace.core.messages import InferRequest, StepRequest
 from headrace.core.tensors import Tensor
 from headrace.engine.cache import ResponseCache, key_of
 from headrace.engine.checking import RequestChecker
+from headrace.engine.express import express_for
 from headrace.engine.scheduling.delay import AutoDelay, Delay
 from headrace.engine.scheduling.pending import Answered, Done, Pending, StreamPending
+from headrace.engine.scheduling.scheduler import Runner
 from headrace.engine.statistics import VersionStatistics
 from headrace.modelconfig.types import ModelConfig, SequenceBatching
 
@@ -74,6 +76,7 @@ class ModelVersion:
         labels: Mapping[str, Sequence[str]],
         cache: ResponseCache | None = None,
         close: Callable[[], None],
+        runners: Sequence[Runner] = (),
     ) -> None:
         self.name = config.name
         self.version = version
@@ -96,12 +99,17 @@ class ModelVersion:
         self._auto = delay if isinstance(delay, AutoDelay) else None
         self._special = config.decoupled or self._key is not None or self._cache is not None
         self.follows = self._auto is not None or self._cache is not None
+        self._express = express_for(self, config, scheduler, runners, statistics)
 
     def infer(self, request: InferRequest, done: Done) -> Pending:
         """Compute a request. Raises at once for a wrong one; otherwise `done` gets the answer.
 
         Mostly later; before this returns when the model is quick and has nothing else to do.
         """
+        if self._express is not None:
+            answered = self._express(request, done)
+            if answered is not None:
+                return answered
         arrived_ns = monotonic_ns()
         try:
             rows = self._check(request)
@@ -159,6 +167,8 @@ class ModelVersion:
             self._drain.settled()
 
     def _answered_from_cache(self, pending: Pending, cache: ResponseCache) -> bool:
+        if isinstance(pending.request, StepRequest):
+            pending.request = pending.request.on_host()  # what is kept takes no memory of a device
         key = key_of(self._cache_prefix, pending.request)
         outputs = cache.get(key)
         stats = self.statistics.of_rows(pending.rows)
@@ -183,6 +193,7 @@ class ModelVersion:
     async def retire(self, grace_seconds: float) -> None:
         """Finish what is in flight, for as long as `grace_seconds`; then free everything."""
         self.follows = True
+        self._express = None
         await self._drain.wait(grace_seconds)
         self._scheduler.close(Unavailable(f"model '{self.name}' version {self.version_text} was unloaded"))
         if self._cache is not None:

@@ -20,7 +20,9 @@ from engines import (
     array_of,
     config_of,
     counted,
+    ensemble,
     serving_plane,
+    step,
     submit,
     tensors_of,
 )
@@ -32,34 +34,12 @@ from headrace.core.tensors import Tensor
 from headrace.modelconfig.types import (
     DynamicBatching,
     EnsembleScheduling,
-    EnsembleStep,
     InputSpec,
     InstanceGroup,
     ModelConfig,
     OutputSpec,
     QueuePolicy,
 )
-
-
-def step(model: str, inputs: str, outputs: str, version: int = -1) -> EnsembleStep:
-    """`inputs` and `outputs` as "theirs=ours theirs=ours"."""
-
-    def mapped(text: str) -> dict[str, str]:
-        return dict(pair.split("=") for pair in text.split())
-
-    return EnsembleStep(model, version, mapped(inputs), mapped(outputs))
-
-
-def ensemble(*steps: EnsembleStep, inputs: str = "IN", outputs: str = "OUT", most: int = 0, **more: Any) -> Any:
-    config = config_of(
-        "ensemble",
-        inputs=tuple(InputSpec(name, None, None) for name in inputs.split()),
-        outputs=tuple(OutputSpec(name, None, None) for name in outputs.split()),
-        instance_groups=(),
-        scheduling=EnsembleScheduling(steps, most),
-        **more,
-    )
-    return config, None
 
 
 def add(number: int) -> Recorder:

@@ -18,9 +18,14 @@ def infer_traced(plane: DataPlane, tracer: Tracer, head: RequestHead, request: I
         span.set("request_id", request.id)
 
     pending: Pending | None = None
+    early: InferResponse | BaseException | None = None
 
     def answered(result: InferResponse | BaseException) -> None:
-        if pending is not None and pending.formed is not None:
+        nonlocal early
+        if pending is None:  # a quick model answers before it returns the handle that tells of its batch
+            early = result
+            return
+        if pending.formed is not None:
             span.set("batch", str(pending.formed))
         if isinstance(result, InferResponse):
             span.set("version", result.model_version)
@@ -34,4 +39,6 @@ def infer_traced(plane: DataPlane, tracer: Tracer, head: RequestHead, request: I
     except Exception as error:
         span.end(type(error).__name__)
         raise
+    if early is not None:
+        answered(early)
     return pending

@@ -33,9 +33,7 @@ class Joiner:
         self._all = tuple(self._outputs)
         self.all_names = self._all
         """What a model is asked for when the caller names no outputs."""
-        self._plain = _plain_output(config)
-        self.as_they_are = not any(spec.reshape is not None for spec in config.inputs)
-        """Whether a lone request's arrays go to the model unchanged."""
+        self._plain = plain_output(config)
         self._reshapes = {
             spec.name: (spec.dims or (), spec.reshape) for spec in config.inputs if spec.reshape is not None
         }
@@ -92,9 +90,8 @@ class Joiner:
     def split_alone(self, pending: Pending, result: Mapping[str, Array]) -> Sequence[Tensor]:
         """The outputs of a request that was computed alone."""
         request = pending.request
-        plain = self._plain
-        if plain is not None and not request.outputs:
-            name, dtype, numpy, dims = plain
+        if self._plain is not None and not request.outputs:
+            name, dtype, numpy, dims = self._plain
             whole = result.get(name)
             # Anything unusual goes the long way round, where the words for it are.
             if whole is not None and whole.dtype is numpy and whole.shape == (pending.rows, *dims):
@@ -169,9 +166,9 @@ class Joiner:
         return outputs
 
 
-def _plain_output(config: ModelConfig) -> tuple[str, DType, np.dtype[Any], Dims] | None:
-    """The output of a batching model that has one, of fixed type and shape: the most common kind."""
-    if len(config.outputs) != 1 or not config.max_batch_size:
+def plain_output(config: ModelConfig) -> tuple[str, DType, np.dtype[Any], Dims] | None:
+    """The output of a model that has one, of fixed type and shape: the most common kind."""
+    if len(config.outputs) != 1:
         return None
     (spec,) = config.outputs
     if spec.dtype is None or spec.dims is None or -1 in spec.dims or spec.reshape is not None:

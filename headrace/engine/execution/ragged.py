@@ -26,7 +26,6 @@ class RaggedJoiner(Joiner):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.as_they_are = False
         self._ragged = {spec.name for spec in config.inputs if spec.allow_ragged_batch}
         self._padding = {spec.name: spec.pad_value for spec in config.inputs if spec.pad_value is not None}
         self._batch_inputs = config.batch_inputs

@@ -13,7 +13,7 @@ from time import monotonic_ns
 
 from headrace.backends.contract import Placement, RequestInstance
 from headrace.core.errors import HeadraceError
-from headrace.core.messages import NO_PARAMETERS, InferRequest, Parameters
+from headrace.core.messages import NO_PARAMETERS, InferRequest, Parameters, StepRequest
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Joiner
 from headrace.engine.execution.runners import Free, RunnerBase, told
@@ -49,6 +49,9 @@ class RequestRunner(RunnerBase):
 
     def run(self, batch: Sequence[Pending], free: Free) -> None:
         """See `Runner.run`."""
+        for pending in batch:
+            if isinstance(pending.request, StepRequest):
+                pending.request = pending.request.on_host()
         together = _RequestBatch(self, len(batch))
         works = [_Work(pending, together) for pending in batch]
         freed = False

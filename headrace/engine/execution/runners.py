@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
 from threading import Thread
 from time import monotonic_ns
 
-from headrace.backends.contract import ComputeInstance, Placement
+import numpy as np
+
+from headrace.backends.contract import Array, ComputeInstance, DeviceComputing, Placement
 from headrace.core.errors import HeadraceError, Internal
+from headrace.core.messages import StepRequest
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Answers, Joiner
 from headrace.engine.scheduling.batches import BatchRecord
 from headrace.engine.scheduling.delay import Delay
 from headrace.engine.scheduling.pace import Pace
-from headrace.engine.scheduling.pending import ANSWERED, Pending
+from headrace.engine.scheduling.pending import ANSWERED, Pending, answered_handle
 from headrace.engine.scheduling.scheduler import Runner
 from headrace.engine.statistics import VersionStatistics
 from headrace.modelconfig.types import Resource
@@ -29,6 +32,7 @@ from headrace.modelconfig.types import Resource
 log = logging.getLogger("headrace.engine")
 
 Free = Callable[[Runner], None]
+Compute = Callable[[Mapping[str, Array], Collection[str]], Mapping[str, Array]]
 
 
 Outcome = tuple[Sequence[Pending], Answers | HeadraceError, int, int, int, int]
@@ -65,8 +69,12 @@ class ComputeRunner(RunnerBase):
     ) -> None:
         super().__init__(placement, resources, priority)
         self._instance = instance
-        self._compute_arrays = instance.compute
-        self._joiner = joiner
+        self.compute = instance.compute
+        self.joiner = joiner
+        self.on_device: DeviceComputing | None = None
+        """The instance, if it can compute with tensors of its device and leave them there."""
+        if isinstance(instance, DeviceComputing) and type(joiner) is Joiner:
+            self.on_device = instance
         self._statistics = statistics
         self._delay = delay
         self.pace = pace
@@ -76,11 +84,13 @@ class ComputeRunner(RunnerBase):
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[tuple[Sequence[Pending], Free] | None] = SimpleQueue()
         self._thread: Thread | None = None
+        self.answered = answered_handle(self.alone)
+        """The handle of every request that was answered before its caller had one."""
 
     def run(self, batch: Sequence[Pending], free: Free) -> None:
         """See `Runner.run`."""
         if self.pace.inline:
-            if len(batch) == 1:
+            if len(batch) == 1 and not batch[0].request.inside:
                 self._run_alone(batch[0])
                 free(self)
             else:
@@ -93,19 +103,15 @@ class ComputeRunner(RunnerBase):
 
     def _run_alone(self, pending: Pending) -> None:
         """The shortest way, for one request in the loop's thread: what `_compute` and `_answer` do, without the batch."""
-        joiner, pace, request = self._joiner, self.pace, pending.request
+        joiner, pace, request = self.joiner, self.pace, pending.request
         started_ns = monotonic_ns()
         try:
-            inputs = request.inputs
-            if len(inputs) == 1 and joiner.as_they_are:
-                arrays = {inputs[0].name: inputs[0].array}
-            else:
-                arrays = joiner.join((pending,))
-            result = self._compute_arrays(arrays, joiner.wanted((pending,)) if request.outputs else joiner.all_names)
+            arrays = joiner.join((pending,))
+            result = self.compute(arrays, joiner.wanted((pending,)) if request.outputs else joiner.all_names)
             computed_ns = monotonic_ns()
             outputs = joiner.split_alone(pending, result)
         except Exception as error:
-            self._tell(pending, told(error, self.name, (pending,)))
+            self.fail(pending, error)
             return
         split_ns = monotonic_ns()
         if pending.owner.follows or type(pending) is not Pending:
@@ -119,6 +125,10 @@ class ComputeRunner(RunnerBase):
             pending.deliver(outputs)
         except Exception:
             log.exception("an answer could not be delivered")
+
+    def fail(self, pending: Pending, error: Exception) -> None:
+        """Answer a request that was computed alone, in the loop's thread, and could not be."""
+        self._tell(pending, told(error, self.name, (pending,)))
 
     def close(self) -> None:
         """End the thread and the instance. From a loader thread, when nothing runs."""
@@ -138,19 +148,34 @@ class ComputeRunner(RunnerBase):
 
     def _compute(self, batch: Sequence[Pending]) -> list[Outcome]:
         """In the computing thread: the batch's outcome, or that of each request alone when the batch failed."""
-        joiner = self._joiner
+        joiner = self.joiner
         started_ns = joined_ns = computed_ns = monotonic_ns()
         try:
+            compute = self._way_of(batch)
             inputs = joiner.join(batch)
             joined_ns = monotonic_ns()
-            result = self._compute_arrays(inputs, joiner.wanted(batch))
+            result = compute(inputs, joiner.wanted(batch))
             computed_ns = monotonic_ns()
-            answers: Answers | HeadraceError = joiner.split(batch, result)
+            parts = joiner.split(batch, result)
+            answers: Answers | HeadraceError = parts if compute is self.compute else _brought_home(batch, parts)
         except Exception as error:
             if len(batch) > 1 and self._alone_again:
                 return [outcome for pending in batch for outcome in self._compute((pending,))]
             answers = told(error, self.name, batch)
         return [(batch, answers, started_ns, joined_ns, computed_ns, monotonic_ns())]
+
+    def _way_of(self, batch: Sequence[Pending]) -> Compute:
+        """How to compute a batch: so that its tensors stay on the device, if a member may have them there."""
+        inside = [pending for pending in batch if pending.request.inside]
+        if not inside:
+            return self.compute
+        if self.on_device is None:
+            for pending in inside:
+                if isinstance(pending.request, StepRequest):
+                    pending.request = pending.request.on_host()
+            return self.compute
+        stays = any(pending.request.stays_on_device for pending in inside)
+        return self.on_device.compute_on_device if stays else self.compute
 
     def _finish(self, outcomes: list[Outcome], free: Free) -> None:
         if self.pace.inline:
@@ -222,6 +247,16 @@ class ComputeRunner(RunnerBase):
             statistics.executed(rows, input_ns, infer_ns, output_ns)
         if self._delay.learns:
             self._delay.finished([split_ns - pending.arrived_ns for pending in batch], rows, split_ns - started_ns)
+
+
+def _brought_home(batch: Sequence[Pending], answers: Answers) -> Answers:
+    """Of outputs on a device, copies on the host for those that are not to have them there."""
+    return [
+        outputs
+        if pending.request.stays_on_device
+        else [Tensor(tensor.name, tensor.dtype, np.asarray(tensor.array)) for tensor in outputs]
+        for pending, outputs in zip(batch, answers, strict=True)
+    ]
 
 
 def told(error: Exception, instance: str, batch: Sequence[Pending]) -> HeadraceError:

@@ -161,6 +161,14 @@ class StreamPending(Pending):
         super().finish(outputs, parameters)
 
 
+def answered_handle(formed: BatchRecord) -> Pending:
+    """The handle of a request that has its answer: there is nothing to cancel, only how it was computed to be told."""
+    handle = Pending.__new__(Pending)
+    handle.state = ANSWERED
+    handle.formed = formed
+    return handle
+
+
 _NO_REQUEST = InferRequest("", ())
 
 

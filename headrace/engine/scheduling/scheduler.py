@@ -54,31 +54,30 @@ class BatchScheduler:
         self._rules = rules
         """None: one request at a time."""
         self._delay = delay
-        self._idle = list(reversed(runners))
+        self.idle = list(reversed(runners))
+        """Who has nothing to do; the last is the next to be given work. Always this list."""
         self._recent, self._reasons = log.recent, log.reasons
         self._limiter = limiter
         self._limited = any(runner.resources for runner in runners)
         self._closed: HeadraceError | None = None
-        self._awake = False
+        self.awake = False
+        """Whether what waits will be looked at soon."""
         self._timer: asyncio.TimerHandle | None = None
-        self._pumping = False
+        self.busy = False
+        """Whether somebody gives out work right now."""
         self._order = Order() if in_order else None
-        self._alone = rules is None and not self._limited
+        self.one_at_a_time = rules is None and not self._limited
+        """Whether a request may be computed at once when an instance is idle: see `engine.express`."""
 
     def add(self, pending: Pending) -> None:
         """Let a request wait for its turn; raises when its queue will not have it."""
         if self._closed is not None:
             raise retold(self._closed, self._closed.message)
-        if self._alone and self._idle and not (self._awake or self._pumping) and type(pending) is Pending:
-            runner = self._idle[-1]
-            if runner.pace.inline:
-                self._run_now(runner, pending)
-                return
         self._queue.append(pending)
         if self._order is not None:
             self._order.follow(pending)
-        if not self._awake:
-            self._awake = True
+        if not self.awake:
+            self.awake = True
             self._loop.call_soon(self._pump)
 
     def close(self, reason: HeadraceError) -> None:
@@ -86,40 +85,22 @@ class BatchScheduler:
         self._closed = reason
         for pending in list(self._queue):
             pending.cancel(reason)
-        self._idle.clear()
+        self.idle.clear()
         self._stop_timer()
 
-    def _run_now(self, runner: Runner, pending: Pending) -> None:
-        """Compute at once what need not wait for anybody: nothing is queued, and nothing would be batched with it.
-
-        Its caller is told before `add` returns. While it is, `_pumping` makes other requests wait: a caller that asks
-        again from its answer would else pile up on the stack.
-        """
-        self._pumping = True
-        self._idle.pop()
-        pending.state = RUNNING
-        record = runner.alone if pending.rows == 1 else runner.alone._replace(rows=pending.rows)
-        pending.formed = record
-        self._recent.append(record)
-        self._reasons["one at a time"] += 1
-        try:
-            runner.run((pending,), self._free)
-        finally:
-            self._pumping = False
-
     def _wake(self) -> None:
-        if not self._awake:
-            self._awake = True
+        if not self.awake:
+            self.awake = True
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
         """Give out all that may be given out now."""
-        self._awake = False
-        queue, idle = self._queue, self._idle
-        self._pumping = True
+        self.awake = False
+        queue, idle = self._queue, self.idle
+        self.busy = True
         try:
             while len(queue):
-                if self._limited and self._awake:  # others may come before us: see `_free`
+                if self._limited and self.awake:  # others may come before us: see `_free`
                     return
                 now_ns = monotonic_ns()
                 next_expiry_ns = queue.expire(now_ns)
@@ -150,13 +131,13 @@ class BatchScheduler:
             if self._timer is not None:
                 self._stop_timer()
         finally:
-            self._pumping = False
+            self.busy = False
 
     def _ready_runner(self) -> Runner | None:
         """An idle instance for which there are resources; if there is none, the limiter will wake us."""
-        for position in range(len(self._idle) - 1, -1, -1):
-            if self._limiter.acquire(self._idle[position], self._wake):
-                return self._idle.pop(position)
+        for position in range(len(self.idle) - 1, -1, -1):
+            if self._limiter.acquire(self.idle[position], self._wake):
+                return self.idle.pop(position)
         return None
 
     def _start(self, runner: Runner, count: int, reason: Reason, now_ns: int) -> None:
@@ -194,7 +175,7 @@ class BatchScheduler:
         self._free(runner)
 
     def _free(self, runner: Runner) -> None:
-        self._idle.append(runner)
+        self.idle.append(runner)
         if self._limited:
             # Not at once: it may be another model's turn.
             again = self._wake if len(self._queue) else None
@@ -202,7 +183,7 @@ class BatchScheduler:
                 self._limiter.release(runner, again)
             elif again is not None:
                 again()
-        elif len(self._queue) and not self._pumping:
+        elif len(self._queue) and not self.busy:
             # At once: an instance with a thread of its own computes while we tell the callers of its last batch.
             self._pump()
 

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short way of plain requests: it answers what the long way would, and takes nothing that it should not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import Asked, Recorder, ask, config_of, counted, serving_plane, submit
+
+from headrace.core.dtypes import FP32
+from headrace.core.errors import Internal, InvalidArgument, Unavailable
+from headrace.core.messages import InferRequest, InferResponse
+from headrace.core.tensors import Tensor
+from headrace.modelconfig.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
+
+ROW = np.arange(4, dtype=np.float32)
+
+
+def plain(name: str = "plain", *, most: int = 8, dims: tuple[int, ...] = (4,), **more: Any) -> ModelConfig:
+    """One tensor of fixed type and shape, one request at a time."""
+    settings: dict[str, Any] = {
+        "max_batch_size": most,
+        "inputs": (InputSpec("INPUT0", FP32, (4,)),),
+        "outputs": (OutputSpec("OUTPUT0", FP32, dims),),
+        "scheduling": None,
+    }
+    return config_of(name, **{**settings, **more})
+
+
+def doubled(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"OUTPUT0": inputs["INPUT0"] * 2}
+
+
+def request(array: Any = None, model: str = "plain", **more: Any) -> InferRequest:
+    return InferRequest(model, [Tensor.of("INPUT0", ROW[None] if array is None else array)], **more)
+
+
+def at_once(plane: Any, asked: InferRequest) -> list[Any]:
+    """What a caller has been told when `infer` returns."""
+    told: list[Any] = []
+    handle = plane.infer(asked, told.append)
+    handle.cancel()  # has no effect on what is answered
+    return told
+
+
+def run(test: Any) -> None:
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(("most", "shape"), [(8, (1, 4)), (8, (3, 4)), (0, (4,))])
+def test_a_plain_request_is_answered_before_infer_returns(most: int, shape: tuple[int, ...]) -> None:
+    async def main() -> None:
+        async with serving_plane([(plain(most=most), doubled)]) as plane:
+            array = np.random.default_rng(1).random(shape, dtype=np.float32)
+            (answer,) = at_once(plane, request(array, id="seven"))
+            assert isinstance(answer, InferResponse)
+            assert (answer.model_name, answer.model_version, answer.id) == ("plain", "1", "seven")
+            np.testing.assert_array_equal(answer.outputs[0].array, array * 2)
+            statistics = counted(plane, "plain")
+            rows = shape[0] if most else 1
+            assert (statistics.executions, statistics.inferences, statistics.in_flight) == (1, rows, 0)
+            assert statistics.total().success == 1
+            assert statistics.log.reasons["one at a time"] == 1
+            assert statistics.last_inference_ms > 0
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        plain(scheduling=DynamicBatching()),
+        plain(decoupled=True),
+        plain(response_cache=True),
+        plain(inputs=(InputSpec("INPUT0", FP32, (-1,)),)),
+        plain(inputs=(InputSpec("INPUT0", FP32, (4,), finite=True),)),
+        plain(inputs=(InputSpec("INPUT0", FP32, (4,)), InputSpec("INPUT1", FP32, (4,), optional=True))),
+    ],
+    ids=["batches", "decoupled", "cache", "variable", "finite", "two inputs"],
+)
+def test_other_models_have_no_express(config: ModelConfig) -> None:
+    async def main() -> None:
+        async with serving_plane([(config, doubled)]) as plane:
+            (version,) = plane.statistics("plain")
+            assert version._express is None
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (request(ROW), "unexpected shape|batch dimension"),
+        (request(np.zeros((1, 5), np.float32)), "unexpected shape"),
+        (request(np.zeros((9, 4), np.float32)), "batch-size must be <= 8"),
+        (request(np.zeros((0, 4), np.float32)), "at least 1"),
+        (request(np.float32(1)), "batch dimension"),
+        (request(np.zeros((1, 4), np.int32)), "data-type"),
+        (InferRequest("plain", [Tensor.of("OTHER", ROW[None])]), "unexpected inference input"),
+        (InferRequest("plain", []), "expected 1 inputs"),
+    ],
+)
+def test_wrong_requests_are_refused_in_the_usual_words(wrong: InferRequest, text: str) -> None:
+    async def main() -> None:
+        async with serving_plane([(plain(), doubled)]) as plane:
+            with pytest.raises(InvalidArgument, match=text):
+                plane.infer(wrong, lambda _: None)
+            assert counted(plane, "plain").total().fail == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({}, "did not return its output"),
+        ({"OUTPUT0": np.zeros((1, 4))}, "declares FP32"),
+        ({"OUTPUT0": np.zeros((2, 4), np.float32)}, "first dimension must be 1"),
+        ({"OUTPUT0": np.zeros((1, 5), np.float32)}, "declares"),
+    ],
+)
+def test_a_wrong_result_is_told_in_the_usual_words(result: Mapping[str, Any], text: str) -> None:
+    async def main() -> None:
+        async with serving_plane([(plain(), lambda _: result)]) as plane:
+            with pytest.raises(Internal, match=text):
+                await ask(plane, "plain", INPUT0=ROW[None])
+            statistics = counted(plane, "plain")
+            assert (statistics.total().fail, statistics.executions, statistics.in_flight) == (1, 0, 0)
+
+    run(main)
+
+
+def test_a_model_that_raises_fails_its_request_and_lives() -> None:
+    def fragile(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        if inputs["INPUT0"][0, 0] < 0:
+            raise InvalidArgument("no negative numbers")
+        return doubled(inputs)
+
+    async def main() -> None:
+        async with serving_plane([(plain(), fragile)]) as plane:
+            (told,) = at_once(plane, request(-ROW[None] - 1))
+            assert isinstance(told, InvalidArgument)
+            assert isinstance(at_once(plane, request())[0], InferResponse)
+            statistics = counted(plane, "plain").total()
+            assert (statistics.success, statistics.fail) == (1, 1)
+
+    run(main)
+
+
+def test_a_caller_that_asks_again_from_its_answer_does_not_pile_up_on_the_stack() -> None:
+    async def main() -> None:
+        async with serving_plane([(plain(), doubled)]) as plane:
+            left = 5000
+            over = asyncio.Event()
+
+            def again(_: Any) -> None:
+                nonlocal left
+                left -= 1
+                if left:
+                    plane.infer(request(), again)
+                else:
+                    over.set()
+
+            plane.infer(request(), again)
+            await asyncio.wait_for(over.wait(), 20)
+            assert counted(plane, "plain").total().success == 5000
+
+    run(main)
+
+
+def test_a_caller_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with serving_plane([(plain(), doubled)]) as plane:
+
+            def broken(_: Any) -> None:
+                raise RuntimeError("the client has gone")
+
+            plane.infer(request(), broken)
+            assert isinstance(at_once(plane, request())[0], InferResponse)
+
+    run(main)
+    assert "could not be delivered" in caplog.text
+
+
+def test_requests_that_wait_are_not_overtaken() -> None:
+    async def main() -> None:
+        recorder = Recorder(lambda rows: rows)
+        async with serving_plane([(plain(), recorder)]) as plane:
+            told: list[float] = []
+
+            def note(result: Any) -> None:
+                told.append(float(result.outputs[0].array[0, 0]))
+
+            # A request with named outputs takes the long way: the plain one behind it must wait for it.
+            from headrace.core.messages import RequestedOutput
+
+            plane.infer(request(np.full((1, 4), 1, np.float32), outputs=[RequestedOutput("OUTPUT0")]), note)
+            plane.infer(request(np.full((1, 4), 2, np.float32)), note)
+            assert told == []
+            await submit(plane, "plain", INPUT0=np.full((1, 4), 3, np.float32)).answer()
+            assert told == [1, 2]
+
+    run(main)
+
+
+def test_a_version_that_goes_takes_no_more_by_the_short_way() -> None:
+    async def main() -> None:
+        async with serving_plane([(plain(), doubled)]) as plane:
+            (version,) = plane.statistics("plain")
+            await version.retire(1)
+            asked = Asked()
+            with pytest.raises(Unavailable):
+                version.infer(request(), asked)
+
+    run(main)
