@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 .PHONY: help install serve test check test-platforms bench protos clean
 
 help:
-	@echo "make install         .venv with the headrace command and all that runs on this machine"
+	@echo "make install         .venv with the headrace command, ONNX Runtime and tracing"
 	@echo "make serve           serve the example models on localhost:8000 (HTTP) and :8001 (gRPC)"
 	@echo "make test            lint, types, import rules, and every test that needs no system package"
 	@echo "make check           lint, types, import rules, forbidden calls, generated files"
@@ -22,6 +22,11 @@ help:
 # Anew whenever the dependencies change. virtualenv steps in where Debian's python3-venv is not installed.
 $(VENV)/.installed: pyproject.toml scripts/make_venv.sh
 	bash scripts/make_venv.sh $(PYTHON) $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[all]'
+	touch $@
+
+# What only the tests need, TensorFlow and PyTorch among it: a gigabyte and a half that nobody should wait for to serve.
+$(VENV)/.testing: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[all,test,check]'
 	touch $@
 
@@ -35,7 +40,7 @@ serve: $(VENV)/.installed
 test: check
 	$(BIN)/python -m pytest -m "not platform"
 
-check: $(VENV)/.installed
+check: $(VENV)/.testing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -43,14 +48,14 @@ check: $(VENV)/.installed
 	$(BIN)/python scripts/check_forbidden.py
 	$(BIN)/python scripts/compile_protos.py --check
 
-test-platforms: $(VENV)/.installed
+test-platforms: $(VENV)/.testing
 	bash scripts/install_platform_packages.sh
 	$(BIN)/python -m pytest -m platform
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.testing
 	$(BIN)/python -m bench
 
-protos: $(VENV)/.installed
+protos: $(VENV)/.testing
 	$(BIN)/python scripts/compile_protos.py
 
 clean:

@@ -94,8 +94,13 @@ class IdentityInstance:
             while time.thread_time() < end:
                 pass
         sources = self._sources
-        # An optional input that was not given has nothing to give back.
-        given = {name: inputs[sources[name]] for name in wanted if sources[name] in inputs}
+        for name in wanted:
+            if sources[name] not in inputs:
+                raise InvalidArgument(
+                    f"output '{name}' gives back input '{sources[name]}', which this request left out: "
+                    "give it, or ask for other outputs"
+                )
+        given = {name: inputs[sources[name]] for name in wanted}
         if not self._first:
             return given
         return {name: self._cut(array) for name, array in given.items()}

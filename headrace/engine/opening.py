@@ -36,6 +36,7 @@ from headrace.engine.execution.request_runner import RequestRunner
 from headrace.engine.execution.runners import ComputeRunner
 from headrace.engine.execution.warmup import warm_up
 from headrace.engine.labels import read_labels
+from headrace.engine.repository.ensembles import ENSEMBLE_CACHE
 from headrace.engine.scheduling.batches import BatchRules
 from headrace.engine.scheduling.delay import AutoDelay, Delay, FixedDelay
 from headrace.engine.scheduling.limiter import Limiter
@@ -78,6 +79,8 @@ class VersionOpener:
         """Load a version and warm it up. See `repository.contract.OpenVersion`."""
         labels = await self._blocking(read_labels, config, files.model_folder)
         if isinstance(config.scheduling, EnsembleScheduling):
+            if config.response_cache:
+                log.warning("model '%s': %s", config.name, ENSEMBLE_CACHE)
             return EnsembleVersion(config, config.scheduling, files.version, self._services, labels)
         initial_states: Mapping[str, Array] = {}
         if isinstance(config.scheduling, SequenceBatching):

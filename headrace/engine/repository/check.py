@@ -15,7 +15,7 @@ from pathlib import Path
 from headrace.backends.contract import Backend, ModelFiles
 from headrace.backends.table import backend_named
 from headrace.core.errors import HeadraceError, InvalidArgument
-from headrace.engine.repository.ensembles import ensemble_problems
+from headrace.engine.repository.ensembles import ENSEMBLE_CACHE, ensemble_problems
 from headrace.engine.repository.plans import ENSEMBLE, gpus_for
 from headrace.engine.repository.scan import FoundModel, Stray, open_repositories, scan
 from headrace.modelconfig.checking import check_model_filenames
@@ -111,6 +111,8 @@ def _check_model(found: FoundModel, gpus: int, notes: _Notes) -> _Checked | None
         config = _finish(draft, version, backend, gpus, notes)
         if config is not None and version is not None:
             configs[version] = config
+    if draft.backend == ENSEMBLE and draft.message.response_cache.enable:
+        notes.warnings.append(draft.problem("response_cache.enable", ENSEMBLE_CACHE))
     return _Checked(draft, frozenset(wanted), configs)
 
 

@@ -15,6 +15,11 @@ from headrace.modelconfig.types import EnsembleScheduling, EnsembleStep, InputSp
 Lookup = Callable[[EnsembleStep], ModelConfig | None]
 """The configuration of the model that a step uses; None when it is not known."""
 
+ENSEMBLE_CACHE = (
+    "the answers of an ensemble are not kept, since they would outlive a change of its models: "
+    "write response_cache in the models of its steps instead"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _End:
