@@ -90,7 +90,7 @@ def completion(config: ModelConfig, signature: Signature) -> Any:
     inputs = [port for port in signature.inputs.values() if port.name not in hidden]
     # Maps and sequences, which scikit-learn's exporters add, can be neither sent nor missed.
     outputs = [port for port in signature.outputs.values() if port.name not in hidden and port.dtype is not None]
-    batches = all(port.shape is not None and port.shape[0] == -1 for port in (*inputs, *outputs))
+    batches = all(_is_dynamic(port) for port in (*inputs, *outputs))
     message = type(config.proto)()
     if config.max_batch_size > 0:
         if not batches:
@@ -175,7 +175,7 @@ def _check(config: ModelConfig, tensor: _Declared, ports: Mapping[str, Port], si
 
 
 def _is_dynamic(port: Port) -> bool:
-    return port.shape is not None and port.shape[0] == -1
+    return port.shape is not None and port.shape[:1] == (-1,)
 
 
 def _cannot_batch(config: ModelConfig, port: Port) -> str:

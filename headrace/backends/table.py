@@ -42,7 +42,7 @@ EXTRAS = {
 """The extra that installs what a backend needs."""
 
 BY_HAND = {
-    "tensorrt": "install TensorRT 10 or newer for this machine's GPU from NVIDIA: pip install tensorrt cuda-python"
+    "tensorrt": "install TensorRT 10 or newer for this machine's GPU from NVIDIA: pip install tensorrt 'cuda-python>=12.9.1'"
 }
 """What to do where no extra can."""
 
@@ -63,7 +63,7 @@ def backend_named(name: str) -> Backend:
             raise
         remedy = BY_HAND.get(name) or f"pip install 'headrace[{EXTRAS[name]}]'"
         raise FailedPrecondition(
-            f"backend '{name}' needs a package that is not installed ({error.name}): {remedy}"
+            f"backend '{name}' needs a package that is not installed ({error.name or 'a library of it'}): {remedy}"
         ) from None
     return backend
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace models`: look at the models of a running server, load and unload them, check a folder before it is served."""
+"""`headrace models`: look at the models of a running server, load and unload them; make, convert and check their folders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 models = typer.Typer(
-    name="models", help="Look at models, load and unload them, check their folders.", no_args_is_help=True
+    name="models", help="Look at models, load and unload them, make and check their folders.", no_args_is_help=True
 )
 
 Url = Annotated[str, typer.Option(metavar="URL", help="Address of the server's HTTP port.")]
@@ -126,6 +126,76 @@ def check(
         show_report(report)
     if report.problems:
         raise typer.Exit(FAILED)
+
+
+@models.command()
+def init(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A model's file or folder, or a model without a config.")],
+    repository: Annotated[str, typer.Option(metavar="DIR", help="The folder of models to put it into.")] = "models",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the model; that of the file unless told.")] = "",
+    version: Annotated[str, typer.Option(metavar="NUMBER", help="Number of the version.")] = "1",
+    move: Annotated[bool, typer.Option("--move", help="Move the file instead of copying it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a model of a file: say what it is, put it into a folder of models, write its configuration.
+
+    The format is told by the file's content. If its backend is not installed, the message says how to install it, and
+    the configuration has only what is known.
+
+    Examples:
+
+        headrace models init resnet50.onnx
+
+        headrace models init export/saved_model --repository models --name flowers --version 2
+
+        headrace models init models/flowers
+    """
+    from pathlib import Path
+
+    from headrace.cli.init import init_model
+    from headrace.cli.init_view import made_json, show_made
+
+    with _told():
+        made = init_model(Path(path), Path(repository), name, version, move=move)
+    if as_json:
+        _print_json(made_json(made))
+    else:
+        show_made(made)
+
+
+@models.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A Caffe2 model: its network's file, or its folder.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The ONNX file to write.")],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=SIZES", help="Shape of an input, such as data=-1,3,224,224. Repeatable."),
+    ] = None,
+    outputs: Annotated[
+        list[str] | None, typer.Option("--output", metavar="NAME", help="Keep this output only. Repeatable.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it is there.")] = False,
+) -> None:
+    """Convert a Caffe2 model (NetDef) to ONNX.
+
+    Types and shapes of its inputs are those of the model's configuration, if it has one, or those given here.
+
+    Examples:
+
+        headrace models convert squeezenet squeezenet.onnx
+
+        headrace models convert predict_net.pb net.onnx --input data=-1,3,224,224 --input ids=INT64:-1,16
+    """
+    from pathlib import Path
+
+    from headrace.cli.convert import convert_netdef
+
+    with _told():
+        made = convert_netdef(
+            Path(source), Path(target), inputs=inputs or (), outputs=outputs or (), overwrite=overwrite
+        )
+    ends = f"{', '.join(made.inputs)} -> {', '.join(made.outputs)}"
+    typer.echo(f"wrote {made.target}: {made.nodes} nodes, {ends}, {made.size_bytes} bytes")
 
 
 def _control(model: str, verb: str, document: dict[str, Any], url: str, as_json: bool) -> None:

@@ -29,9 +29,11 @@ class Case:
     expected: Callable[[Arrays], Arrays]
     """The outputs for them, by numpy or by the framework's own call: never by the code under test."""
     model_file: str
-    """The file inside the version folder that the suite damages, cuts short and takes away."""
+    """The file inside the version folder that the suite damages, cuts short and takes away; "" if the model has none."""
     batches: bool = True
     tolerance: float = 1e-5
     needs_config: bool = True
     """False: the backend tells the whole configuration itself, so the suite also serves it without `config.pbtxt`."""
     releases_gil: bool = True
+    is_code: bool = False
+    """The model's file is a program: what is wrong in it is told by its own error, with the line."""

@@ -164,7 +164,7 @@ def test_a_folder_may_hold_the_graph_and_its_external_data(tmp_path: Path) -> No
     rows = np.ones((1, 4), np.float32)
     assert opened(configured(), files).compute({"X": rows}, ["Y"])["Y"].tolist() == [[6] * 4]
     (folder / "weights.bin").unlink()
-    with pytest.raises(InvalidArgument, match="has lost its external data"):
+    with pytest.raises(FailedPrecondition, match=r"keeps weights in 'weights\.bin', which is not there: put"):
         opened(configured(), files)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,18 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument as OrtIn
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
 from headrace.backends.model_files import model_path, named_path
-from headrace.backends.onnx.session import open_session, signature_of
-from headrace.backends.onnx.settings import CPU, can_use_gpus, providers, run_options, session_options
+from headrace.backends.onnx.graph_cache import GraphCache, first_line
+from headrace.backends.onnx.reading import check_external, read_outline
+from headrace.backends.onnx.session import check_inputs, new_session, open_session, read_signature, signature_of
+from headrace.backends.onnx.settings import (
+    Providers,
+    can_use_gpus,
+    graph_settings,
+    keeps_graph,
+    providers,
+    run_options,
+    session_options,
+)
 from headrace.backends.signature import Signature, check_signature, completion, is_declared
 from headrace.core.dtypes import BF16, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, Unimplemented
@@ -42,36 +52,45 @@ class OnnxBackend:
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
         """Inputs, outputs and batch size, as the model's graph has them."""
+        file = _model_file(config, files)
+        outline = read_outline(file)
+        if outline is not None:
+            check_external(config, file, outline)
         if is_declared(config):
             return None
-        options = ort.SessionOptions()
-        options.logid = config.name
-        # The session is for reading the signature: preparing it to compute would only take time.
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.intra_op_num_threads = 1
-        options.add_session_config_entry("session.disable_prepacking", "1")
-        session = open_session(config, _model_file(config, files), options, [(CPU, {})])
-        return completion(config, signature_of(session))
+        signature = read_signature(config, file, outline)
+        check_inputs(config, signature)
+        return completion(config, signature)
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> OnnxModel:
-        """Find the file and check the settings. The file is read by the instances, each into its own session."""
+        """Find the files and check the settings. The weights are read by the instances, each into its own session."""
         session_options(config)
-        return OnnxModel(config, _model_file(config, files))
+        keeps_graph(config)
+        file = _model_file(config, files)
+        outline = read_outline(file)
+        return OnnxModel(config, file, [] if outline is None else check_external(config, file, outline))
 
 
 class OnnxModel:
-    """One version: a file, and what to open it with."""
+    """One version: a file, those with the rest of its weights, and what to open it with."""
 
-    def __init__(self, config: ModelConfig, file: Path) -> None:
+    def __init__(
+        self, config: ModelConfig, file: Path, weights: Sequence[Path] = (), content: bytes | None = None
+    ) -> None:
+        """With `content`, that is the model, made from the file of another format."""
         self._config = config
         self._file = file
+        self._weights = weights
+        self._content = content
 
     def open(self, placement: Placement) -> OnnxInstance:
         """Read the file into a session. Refuses a configuration that does not fit what the file has."""
         # The configuration is checked here and not in `load`, because only a session knows the signature, and a second
         # one would read the weights twice.
         chosen = providers(self._config, placement)
-        session = open_session(self._config, self._file, session_options(self._config), chosen)
+        session = self._kept(chosen) if self._content is None and keeps_graph(self._config) else None
+        if session is None:
+            session = open_session(self._config, self._file, session_options(self._config), chosen, self._content)
         if chosen[0][0] not in session.get_providers():
             # ONNX Runtime goes on without it; whoever asked for a GPU wants to know.
             raise FailedPrecondition(
@@ -79,8 +98,33 @@ class OnnxModel:
                 "start: check the driver, the device number and the log, or say KIND_CPU in instance_group"
             )
         signature = signature_of(session)
+        check_inputs(self._config, signature)
         check_signature(self._config, signature)
         return OnnxInstance(self._config, session, signature, bound=placement.kind == "gpu")
+
+    def _kept(self, chosen: Providers) -> Any | None:
+        """A session of the graph that was kept, or one that leaves its graph to be kept; None if neither can be."""
+        try:
+            cache = GraphCache(self._config, self._file, self._weights, graph_settings(self._config, chosen))
+        except OSError:
+            return None  # the model itself cannot be read, which opening it tells
+        kept = cache.find()
+        if kept is not None:
+            options = session_options(self._config)
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            try:
+                return new_session(str(kept), options, chosen)
+            except Exception as error:
+                cache.discard(kept, first_line(error))
+
+        def make(path: Path) -> Any:
+            options = session_options(self._config)
+            options.optimized_model_filepath = str(path)
+            # It warns that the graph suits this machine; it is kept for no other.
+            options.log_severity_level = 3
+            return new_session(str(self._file), options, chosen)
+
+        return cache.write(make)
 
     def close(self) -> None:
         """Nothing is shared."""
@@ -133,8 +177,11 @@ class OnnxInstance:
             else:
                 outputs = dict(zip(names, self._session.run(names, feed, self._run_options), strict=True))
         except Exception as error:
-            log.exception("model %s could not compute a batch", self._name)
-            raise self._explained(error, inputs) from None
+            told = self._explained(error, inputs)
+            level = logging.ERROR if isinstance(told, Internal) else logging.WARNING
+            log.log(level, "model %s could not compute a batch: %s", self._name, first_line(error))
+            log.debug("model %s: how that came about", self._name, exc_info=error)
+            raise told from None
         for name in self._text_outputs.intersection(names):
             outputs[name] = _to_bytes(outputs[name])
         return outputs
@@ -145,17 +192,20 @@ class OnnxInstance:
 
     def _explained(self, error: Exception, inputs: Mapping[str, Array]) -> HeadraceError:
         """What a caller may know of it. The text of ONNX Runtime tells of the model's inside, and is for the log."""
-        # A bound run says RuntimeError for everything, so the shapes are looked at too.
-        refused = isinstance(error, OrtInvalidArgument) or not all(
-            self._inputs[name].takes(array.shape) for name, array in inputs.items() if name in self._inputs
-        )
-        if not refused:
-            return Internal(f"model '{self._name}' failed to compute this request; the server's log has the details")
         shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in inputs.items())
-        return InvalidArgument(
-            f"model '{self._name}' does not accept inputs of these shapes: {shapes}. Compare them with the model's "
-            "metadata; the server's log says where it stopped"
-        )
+        # By the shapes and not by the error: a bound run says RuntimeError for everything.
+        if not all(self._inputs[name].takes(array.shape) for name, array in inputs.items() if name in self._inputs):
+            return InvalidArgument(
+                f"model '{self._name}' does not accept inputs of these shapes: {shapes}. Compare them with the model's "
+                "metadata; the server's log says where it stopped"
+            )
+        if isinstance(error, OrtInvalidArgument):
+            return InvalidArgument(
+                f"model '{self._name}' does not accept these inputs, of shapes {shapes}: a value is outside the range "
+                "that the model was made for, such as an index past the end of a table, or sizes do not go together; the "
+                "server's log says where it stopped"
+            )
+        return Internal(f"model '{self._name}' failed to compute this request; the server's log has the details")
 
     def _run_bound(self, feed: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
         # A binding of its own for each batch: one that is kept would keep the last batch's memory alive with it.

@@ -13,6 +13,8 @@ from typing import Any
 
 import onnxruntime as ort
 
+from headrace.backends.onnx.graph_cache import first_line
+from headrace.backends.onnx.reading import Outline
 from headrace.backends.onnx.settings import CPU
 from headrace.backends.signature import Port, Signature
 from headrace.core.dtypes import (
@@ -36,6 +38,8 @@ from headrace.modelconfig.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 
+_FATAL = 4  # of ONNX Runtime's levels: nothing less is printed
+
 _DTYPES = {
     "tensor(bool)": BOOL,
     "tensor(uint8)": UINT8,
@@ -54,27 +58,84 @@ _DTYPES = {
 }
 
 
-def open_session(config: ModelConfig, file: Path, options: Any, chosen: list[tuple[str, dict[str, str]]]) -> Any:
-    """A session that computes with the first of `chosen` that takes an operator."""
-    names = [name for name, _ in chosen]
-    settings = [given for _, given in chosen]
+def open_session(
+    config: ModelConfig,
+    file: Path,
+    options: Any,
+    chosen: list[tuple[str, dict[str, str]]],
+    content: bytes | None = None,
+) -> Any:
+    """A session that computes with the first of `chosen` that takes an operator.
+
+    With `content`, that is the model, and `file` only what it is called.
+    """
     try:
-        # Without the fallback: it would print, compute elsewhere from then on, and tell nobody.
-        return ort.InferenceSession(
-            str(file), options, providers=names, provider_options=settings, enable_fallback=False
-        )
-    except Exception:
+        return new_session(str(file) if content is None else content, options, chosen)
+    except Exception as error:
         # Each of ONNX Runtime's exceptions is a class of its own under Exception.
-        log.exception("model %s: %s could not be opened with %s", config.name, file, names[0])
-        if names[0] != CPU:
+        first = chosen[0][0]
+        log.warning("model %s: %s could not be opened with %s: %s", config.name, file, first, first_line(error))
+        log.debug("model %s: how that came about", config.name, exc_info=error)
+        if first != CPU:
             raise FailedPrecondition(
-                f"model '{config.name}': ONNX Runtime {ort.__version__} cannot open '{file.name}' with {names[0]}. The "
+                f"model '{config.name}': ONNX Runtime {ort.__version__} cannot open '{file.name}' with {first}. The "
                 "device is out of memory or does not work, or the file is damaged; the server's log says which"
+            ) from None
+        if content is not None:
+            raise InvalidArgument(
+                f"model '{config.name}': ONNX Runtime {ort.__version__} cannot compute what '{file.name}' says: its "
+                "operators, weights and inputs do not fit together. Compare the types and dims of the configuration with "
+                "the model; the server's log says where it stopped"
             ) from None
         raise InvalidArgument(
             f"model '{config.name}': ONNX Runtime {ort.__version__} cannot read '{file.name}'. It is damaged, not an "
-            "ONNX model, has lost its external data, or needs a newer ONNX Runtime; the server's log says which"
+            "ONNX model, or needs a newer ONNX Runtime; the server's log says which. Export it again, or replace it"
         ) from None
+
+
+def new_session(source: str | bytes, options: Any, chosen: list[tuple[str, dict[str, str]]]) -> Any:
+    """A session of a file or of what would be in it; raises what ONNX Runtime does."""
+    # Without the fallback: it would print, compute elsewhere from then on, and tell nobody.
+    return ort.InferenceSession(
+        source,
+        options,
+        providers=[name for name, _ in chosen],
+        provider_options=[given for _, given in chosen],
+        enable_fallback=False,
+    )
+
+
+def read_signature(config: ModelConfig, file: Path, outline: Outline | None) -> Signature:
+    """What a model takes and gives, by a session that never computes: of its outline alone, where that is enough."""
+    options = ort.SessionOptions()
+    options.logid = config.name
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    # The session's own lines would tell of weights that are used nowhere, which the real one tells again.
+    options.log_severity_level = _FATAL
+    if outline is not None and outline.is_whole:
+        try:
+            told = signature_of(new_session(outline.model, options, [(CPU, {})]))
+        except (
+            Exception
+        ) as error:  # operators that want their weights at hand, or a model that is wrong: the file tells
+            log.debug("model %s: its outline does not open: %s", config.name, first_line(error))
+        else:
+            inputs = {name: port for name, port in told.inputs.items() if name not in outline.weights}
+            given = {name: port for name, port in told.inputs.items() if name in outline.optional}
+            return Signature(inputs, told.outputs, {**told.optional, **given})
+    return signature_of(open_session(config, file, options, [(CPU, {})]))
+
+
+def check_inputs(config: ModelConfig, signature: Signature) -> None:
+    """Refuse a model that wants what no request can carry: complex numbers, those of 8 bits or fewer, and lists."""
+    for port in signature.inputs.values():
+        if port.dtype is None and port.kind.startswith("tensor("):
+            raise InvalidArgument(
+                f"input '{port.name}' of model '{config.name}' has elements of type {port.kind[7:-1]}, which requests "
+                "cannot carry: export the model with a Cast from FP16, FP32 or INT8 in front of it"
+            )
 
 
 def signature_of(session: Any) -> Signature:

@@ -13,6 +13,8 @@ the same here, with one other default: an instance computes with one thread. Mus
       memory.enable_memory_arena_shrinkage   devices whose kept memory is given back after each batch: "cpu:0;gpu:0"
       session.*               handed to ONNX Runtime as it is
       graph_optimization_level   the same as optimization.graph.level
+      optimized_model_cache   1 keep the optimised graph in the version's folder and open that the next time (Headrace's own,
+                              see `graph_cache`); 0, unless told, optimise at each load
       gpu_mem_limit, cudnn_conv_algo_search, arena_extend_strategy, do_copy_in_default_stream   of the CUDA provider
     optimization
       graph.level             -1 basic, 0 all, 1 extended, 2 none
@@ -41,6 +43,8 @@ _CPU_ACCELERATORS = {
     "dnnl": "DnnlExecutionProvider",
     "xnnpack": "XnnpackExecutionProvider",
 }
+_CACHE = "optimized_model_cache"
+_FLAGS = {"1": True, "true": True, "0": False, "false": False}
 _SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 _SPINNING = ("session.intra_op.allow_spinning", "session.inter_op.allow_spinning")
 _CUDA_CHOICES = {
@@ -80,13 +84,33 @@ def session_options(config: ModelConfig) -> ort.SessionOptions:
     return options
 
 
-def run_options(config: ModelConfig) -> ort.RunOptions | None:
-    """What each batch is computed with; None for the usual."""
-    devices = config.parameters.get(_SHRINKAGE)
-    if not devices:
-        return None
+def keeps_graph(config: ModelConfig) -> bool:
+    """Whether the optimised graph is to be kept beside the model."""
+    text = config.parameters.get(_CACHE, "0").lower()
+    if text not in _FLAGS:
+        raise InvalidArgument(f"parameter {_CACHE} is '{text[:32]}': use 0 or 1")
+    return _FLAGS[text]
+
+
+def graph_settings(config: ModelConfig, chosen: Providers) -> dict[str, Any]:
+    """All that decides what graph ONNX Runtime makes of a model."""
+    return {
+        "onnxruntime": ort.__version__,
+        "level": str(_graph_level(config)),
+        "mode": config.parameters.get("execution_mode", "0"),
+        "session": {key: value for key, value in config.parameters.items() if key.startswith("session.")},
+        "providers": chosen,
+    }
+
+
+def run_options(config: ModelConfig) -> ort.RunOptions:
+    """What each batch is computed with."""
     options = ort.RunOptions()
-    options.add_run_config_entry(_SHRINKAGE, devices)
+    # What fails is raised, and logged by who catches it; ONNX Runtime would print it too, past the log and in colour.
+    options.log_severity_level = 4
+    devices = config.parameters.get(_SHRINKAGE)
+    if devices:
+        options.add_run_config_entry(_SHRINKAGE, devices)
     return options
 
 

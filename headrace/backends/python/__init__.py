@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python backend: runs `model.py` files written for Triton, each instance in a process of its own.
+"""The Python backend: runs `model.py` files, written for Triton or with one `predict`, each instance in its own process.
 
     backend -> instance -> process == socket, shared memory == child/channel <- child/main, child/pb_utils
                                      frames, arena, packing

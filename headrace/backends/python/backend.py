@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend `python`: models that are a `model.py` with a class TritonPythonModel.
+"""The backend `python`: models that are a `model.py` with a class TritonPythonModel, or with a function `predict`.
 
 Called by the engine through `backends.contract`.
 """
@@ -11,11 +11,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
-from headrace.backends.python.completion import completed_config, may_complete
+from headrace.backends.python.completion import check_has_execute, completed_config, may_complete
 from headrace.backends.python.configs import config_message
 from headrace.backends.python.instance import PythonInstance
 from headrace.backends.python.launch import Launch, launch_of
 from headrace.backends.python.measures import Families
+from headrace.backends.python.self_calls import SelfCalls
 from headrace.backends.python.starting import Starting
 from headrace.modelconfig.types import ModelConfig
 from headrace.telemetry.registry import Registry
@@ -34,9 +35,12 @@ class PythonBackend:
         return present
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """What the model's `auto_complete_config` says; None where it has none."""
+        """What the model's `auto_complete_config` or the hints of its `predict` say; None where it has neither."""
         launch = launch_of(config, files)
-        if config.proto is None or not may_complete(launch.file):
+        if config.proto is None:
+            return None
+        if not may_complete(launch.file):
+            check_has_execute(launch.file)
             return None
         completed = completed_config(launch, self._starting)
         return None if completed is None else config_message(config, completed)
@@ -59,13 +63,14 @@ class PythonModel:
         self._services = services
         self._families = families
         self._starting = starting
+        self._self_calls = SelfCalls(launch.model_name, launch.version)
 
     def open(self, placement: Placement) -> PythonInstance:
         """Start a process and wait until the model in it is initialised."""
-        instance = PythonInstance(self._launch, placement, self._services, self._families)
+        instance = PythonInstance(self._launch, placement, self._services, self._families, self._self_calls)
         with self._starting.noted(self._launch.model_folder, instance.abandon):
             instance.open()
         return instance
 
     def close(self) -> None:
-        """Nothing is shared by the instances."""
+        """The instances share nothing that would have to be freed."""

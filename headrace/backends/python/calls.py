@@ -16,6 +16,7 @@ from headrace.backends.python.frames import Buffer, Frame, Kind, Meta
 from headrace.backends.python.measures import Families, Measures
 from headrace.backends.python.packing import Unpacker, pack
 from headrace.backends.python.process import Process
+from headrace.backends.python.self_calls import SelfCalls
 from headrace.core.errors import HeadraceError, Internal
 from headrace.core.messages import InferRequest, InferResponse, RequestedOutput
 
@@ -25,8 +26,9 @@ _log = logging.getLogger(__name__)
 class Calls:
     """The calls of one instance."""
 
-    def __init__(self, services: EngineServices, families: Families, model_name: str) -> None:
+    def __init__(self, services: EngineServices, families: Families, model_name: str, self_calls: SelfCalls) -> None:
         self._services = services
+        self._self_calls = self_calls
         self._log = logging.getLogger(f"headrace.model.{model_name}")
         self._measures = Measures(families)
         self._open: dict[int, Callable[[], None]] = {}
@@ -47,6 +49,7 @@ class Calls:
         calls, self._open = self._open, {}
         for cancel in calls.values():
             cancel()
+        self._self_calls.process_died(self)
         self._measures.process_died()
 
     def close(self) -> None:
@@ -75,19 +78,26 @@ class Calls:
             meta["parameters"],
         )
         ended = False
+        waits = bool(meta.get("blocks")) and self._self_calls.is_own(meta["model"], meta["version"])
+        own = self._self_calls.begin(self) if waits else None
 
         def answered(answer: Answer, last: bool) -> None:
             nonlocal ended
             last = last or isinstance(answer, HeadraceError)
-            if last:
+            if last and not ended:
                 ended = True
+                self._self_calls.end(own)
                 self._open.pop(number, None)
             if isinstance(answer, HeadraceError):
                 _reply_error(process, number, answer)
             else:
                 _reply_response(process, number, answer, last)
 
-        cancel = self._services.infer(request, answered)
+        try:
+            cancel = self._services.infer(request, answered)
+        except BaseException:
+            self._self_calls.end(own)
+            raise
         # The answer may have come before the call returned.
         if not ended:
             self._open[number] = cancel

@@ -41,6 +41,16 @@ def may_complete(file: Path) -> bool:
     return True
 
 
+def check_has_execute(file: Path) -> None:
+    """Refuse a class that plainly lacks what every model needs: no process is started that would say so."""
+    source = file.read_bytes()
+    if b"execute" not in source:
+        raise InvalidArgument(
+            f"Python model {file} does not implement `execute` method: give its class TritonPythonModel one, or write a "
+            "function `def predict(x: np.ndarray) -> np.ndarray` in place of the class"
+        )
+
+
 def completed_config(launch: Launch, starting: Starting) -> dict[str, Any] | None:
     """The configuration as the model completes it; None if it does not."""
     started = Started(launch.python, launch.model_name)

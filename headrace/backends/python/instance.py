@@ -22,6 +22,7 @@ from headrace.backends.python.measures import Families
 from headrace.backends.python.packing import Packed, Unpacker
 from headrace.backends.python.process import Process
 from headrace.backends.python.restarts import Backoff
+from headrace.backends.python.self_calls import SelfCalls
 from headrace.backends.python.work import Outstanding, packed_request
 from headrace.core.errors import INTERNAL_TEXT, FailedPrecondition, HeadraceError, Internal, Unavailable
 from headrace.core.messages import NO_PARAMETERS
@@ -43,12 +44,20 @@ _Batch = tuple[Sequence[Work], Finished]
 class PythonInstance:
     """See `contract.RequestInstance`."""
 
-    def __init__(self, launch: Launch, placement: Placement, services: EngineServices, families: Families) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        placement: Placement,
+        services: EngineServices,
+        families: Families,
+        self_calls: SelfCalls,
+    ) -> None:
         self._launch = launch
         self._placement = placement
         self._loop = services.loop
         self._process: Process | None = None
-        self._calls = Calls(services, families, launch.model_name)
+        self._calls = Calls(services, families, launch.model_name, self_calls)
+        self._self_calls = self_calls
         self._ready = False
         self._failure = ""
         """Why the process that is starting could not."""
@@ -71,6 +80,7 @@ class PythonInstance:
         """Start the process; returns when its model is initialised."""
         opened: Future[None] = Future()
         self._opened = opened
+        self._self_calls.opened(self)
         self._loop.call_soon_threadsafe(self._start)
         try:
             opened.result(self._launch.init_timeout_seconds + _LOOP_SECONDS)
@@ -87,6 +97,7 @@ class PythonInstance:
     def close(self) -> None:
         """Have the model finalised and end the process."""
         closed: Future[None] = Future()
+        self._self_calls.closed(self)
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._begin_close, closed)
             try:

@@ -124,7 +124,9 @@ def test_when_it_is_worth_asking(tmp_path: Path, source: str, answer: bool) -> N
 
 def test_an_inherited_class_without_it_completes_nothing(stage: Stage) -> None:
     config = ModelConfig("m", "python", proto=new_config(name="m"))
-    assert PythonBackend().complete(config, stage.files("class TritonPythonModel(object):\n    x = 1\n")) is None
+    assert (
+        PythonBackend().complete(config, stage.files("class TritonPythonModel(object):\n    execute = None\n")) is None
+    )
 
 
 def test_models_see_numbers_and_defaults() -> None:

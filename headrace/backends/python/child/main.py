@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any
@@ -24,13 +24,14 @@ from headrace.backends.python.child import pb_utils
 from headrace.backends.python.child.channel import Channel, ServerGone
 from headrace.backends.python.child.configs import ModelConfig
 from headrace.backends.python.child.errors import ErrorCode, TritonModelException, told
+from headrace.backends.python.child.quick import model_class_of
 from headrace.backends.python.child.requests import (
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
     InferenceRequest,
     received_request,
 )
 from headrace.backends.python.child.responses import AGAIN, FINAL, InferenceResponse, RequestState
-from headrace.backends.python.child.session import Session, bind
+from headrace.backends.python.child.session import Session, bind, in_awaited
 from headrace.backends.python.frames import Buffer, Frame, Kind
 from headrace.backends.python.packing import Unpacker
 
@@ -76,8 +77,6 @@ class Runner:
                 stage = "auto-complete the configuration of"
                 self._channel.send(Kind.READY, {"config": self._completed(model_class)})
                 return False
-            if not hasattr(model_class, "execute"):
-                raise TritonModelException(f"Python model {self._file} does not implement `execute` method.")
             stage = "initialize"
             self._model = model_class()
             if hasattr(self._model, "initialize"):
@@ -120,10 +119,12 @@ class Runner:
         module = importlib.util.module_from_spec(spec)
         sys.modules["model"] = module
         spec.loader.exec_module(module)
-        try:
-            return module.TritonPythonModel
-        except AttributeError:
-            raise TritonModelException(f"{self._file} has no class TritonPythonModel") from None
+        if hasattr(module, "TritonPythonModel"):
+            model_class = module.TritonPythonModel
+            if not hasattr(model_class, "execute"):
+                raise TritonModelException(f"Python model {self._file} does not implement `execute` method.")
+            return model_class
+        return model_class_of(module, self._file)
 
     def _completed(self, model_class: Any) -> Any:
         if not hasattr(model_class, "auto_complete_config"):
@@ -146,13 +147,11 @@ class Runner:
         try:
             returned = self._model.execute([request for request, _ in batch])
             if asyncio.iscoroutine(returned):
-                future = asyncio.run_coroutine_threadsafe(returned, self._event_loop())
                 if self._decoupled:
-                    self._follow(future, batch)
+                    self._follow(asyncio.run_coroutine_threadsafe(returned, self._event_loop()), batch)
                     returned = None
                 else:
-                    returned = future.result()
-                del future
+                    returned = self._waited_for(returned)
             answers = self._answers(batch, returned, pieces)
             del returned
         except (Exception, SystemExit) as error:  # as above; the end of the process is the server's to decide
@@ -161,6 +160,18 @@ class Runner:
         del batch
         self._session.busy = False
         self._channel.send(Kind.ANSWER, {"answers": answers, "done": done}, pieces)
+
+    def _waited_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        self._session.awaited = mark = object()
+
+        async def marked() -> Any:
+            in_awaited.set(mark)
+            return await coroutine
+
+        try:
+            return asyncio.run_coroutine_threadsafe(marked(), self._event_loop()).result()
+        finally:
+            self._session.awaited = None
 
     def _answers(self, batch: _Batch, returned: Any, pieces: list[Buffer]) -> list[list[Any]]:
         answers: list[list[Any]] = []

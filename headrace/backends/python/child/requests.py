@@ -204,6 +204,7 @@ class InferenceRequest:
             "id": self._request_id,
             "outputs": self._wanted,
             "parameters": parameters,
+            "blocks": current().blocks(),
             "tensors": pack([tensor.core for tensor in self._inputs], channel.arena, pieces),
         }
         return channel.call(meta, pieces, wake)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of PyTorch, computed by PyTorch, on the CPU or a GPU.
+
+Called by the engine through `backends.contract`. What the file is decides how it is opened (`archive`); what comes of it is
+the same for all three kinds (`calls`). Weights are read once for each device and shared by its instances, where the model
+writes nothing to itself: TorchScript and graphs are safe to run from several threads at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.backends.contract import EngineServices, ModelFiles, Placement
+from headrace.backends.model_files import model_path
+from headrace.backends.pytorch.archive import Archive, open_archive
+from headrace.backends.pytorch.calls import Call, most_rows
+from headrace.backends.pytorch.compiled import check_allowed, load_compiled
+from headrace.backends.pytorch.cuda_instance import CudaInstance
+from headrace.backends.pytorch.instance import TorchInstance
+from headrace.backends.pytorch.naming import plan_of, signature_of
+from headrace.backends.pytorch.program import load_program, read_ports
+from headrace.backends.pytorch.script import load_script
+from headrace.backends.pytorch.settings import Settings, apply_to_process, settings_of
+from headrace.backends.signature import check_signature, completion, is_declared
+from headrace.core.dtypes import BYTES
+from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.modelconfig.types import ModelConfig
+
+FILENAMES = ("model.pt", "model.pt2")
+
+_LOADERS = {"script": load_script, "program": load_program, "compiled": load_compiled}
+
+
+class PyTorchBackend:
+    """`backend: "pytorch"`."""
+
+    def __init__(self) -> None:
+        # PyTorch warns, once in a process, of the first array that is read-only, as those of requests are. Models that
+        # would write to them get a copy.
+        array = np.zeros(1, np.uint8)
+        array.flags.writeable = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.from_numpy(array)
+
+    def usable_gpus(self, present: int) -> int:
+        """Those that this build of PyTorch sees."""
+        return min(present, torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+    def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
+        """Inputs, outputs and batch size of an exported program; the other kinds do not tell."""
+        if is_declared(config):
+            return None
+        archive = open_archive(config, _model_file(config, files))
+        if archive.kind == "program":
+            ports, ranges = read_ports(config, archive)
+            message = completion(config, signature_of(ports))
+            most = most_rows(ranges)
+            if most is not None and message.max_batch_size > most:
+                message.max_batch_size = most
+            return message
+        if archive.kind == "compiled":
+            check_allowed(config, archive, settings_of(config))
+        what = "TorchScript" if archive.kind == "script" else "a compiled package"
+        raise InvalidArgument(
+            f"model '{config.name}': '{archive.file.name}' is {what}, which does not tell types and shapes: write input and "
+            "output with data_type and dims into its configuration, or save the model by torch.export.save, which does"
+        )
+
+    def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> TorchModel:
+        """Look into the file and check the settings. Weights are read when the first instance of a device opens."""
+        settings = settings_of(config)
+        archive = open_archive(config, _model_file(config, files))
+        if archive.kind == "compiled":
+            check_allowed(config, archive, settings)
+        apply_to_process(config, settings)
+        return TorchModel(config, archive, settings)
+
+
+class TorchModel:
+    """One version: an archive, and the weights of each device."""
+
+    def __init__(self, config: ModelConfig, archive: Archive, settings: Settings) -> None:
+        self._config = config
+        self._archive = archive
+        self._settings = settings
+        self._calls: dict[torch.device, Call] = {}
+        self._lock = threading.Lock()
+
+    def open(self, placement: Placement) -> TorchInstance:
+        """Read the weights, or take those that are there. Refuses a configuration that does not fit what the file has."""
+        device = self._device(placement)
+        with self._lock:
+            call = self._calls.get(device)
+            shared = call is not None
+            if call is None:
+                call = _LOADERS[self._archive.kind](self._config, self._archive, device, self._settings)
+                shared = self._settings.share_weights and not call.writes_itself
+                if shared:
+                    self._calls[device] = call
+        plan = plan_of(self._config, call)
+        if call.signature is not None:
+            check_signature(self._config, signature_of(call.signature, plan))
+        self._check_rows(call)
+        self._check_text(call)
+        if device.type == "cuda":
+            # The weights were copied on another stream than the instance's.
+            torch.cuda.synchronize(device)
+            return CudaInstance(self._config, call, plan, device, self._settings, owned=not shared)
+        return TorchInstance(self._config, call, plan, device, self._settings, owned=not shared)
+
+    def close(self) -> None:
+        """Free the shared weights."""
+        for call in self._calls.values():
+            if call.release is not None:
+                call.release()
+        self._calls.clear()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def _device(self, placement: Placement) -> torch.device:
+        if placement.kind != "gpu":
+            return torch.device("cpu")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if placement.device >= count:
+            raise FailedPrecondition(
+                f"model '{self._config.name}' asks for GPU {placement.device}, and PyTorch {torch.__version__} sees {count} "
+                "here: install a PyTorch built for CUDA, check the driver, or say KIND_CPU in instance_group"
+            )
+        return torch.device("cuda", placement.device)
+
+    def _check_rows(self, call: Call) -> None:
+        most = most_rows(call.ranges)
+        if most is not None and self._config.max_batch_size > most:
+            raise InvalidArgument(
+                f"model '{self._config.name}' was exported for at most {most} rows, and its configuration has "
+                f"max_batch_size: {self._config.max_batch_size}: lower it, or export the model for more"
+            )
+
+    def _check_text(self, call: Call) -> None:
+        takes_text = any(argument.kind == "strings" for argument in call.arguments)
+        for spec in self._config.inputs:
+            if spec.dtype is BYTES and not takes_text:
+                raise InvalidArgument(
+                    f"input '{spec.name}' of model '{self._config.name}' is TYPE_STRING, and PyTorch has no tensors of "
+                    "text: have forward() take List[str] (TorchScript), or encode the text before it"
+                )
+
+
+def _model_file(config: ModelConfig, files: ModelFiles) -> Path:
+    return model_path(config, files, *FILENAMES)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the tensors of a request become the rows of a table. Called by the three tabular backends; knows no library.
+
+A configuration declares one input, of any name, with all columns; or several, each with one column or more. Several are
+laid side by side: in the order of the model's own columns where they have its names, else in the configuration's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.contract import Array
+from headrace.backends.signature import Port
+from headrace.core.dtypes import BYTES, DType
+from headrace.core.errors import InvalidArgument
+from headrace.modelconfig.types import InputSpec, ModelConfig
+
+INPUT = "input"
+"""What the input is called where no configuration says."""
+
+
+class Columns:
+    """The inputs of one model."""
+
+    def __init__(
+        self, config: ModelConfig, width: int, names: Sequence[str], dtypes: Sequence[DType], *, text: bool = False
+    ) -> None:
+        """`dtypes` are those a column may have, the usual one first; `text`: it may also be BYTES."""
+        self._model = config.name
+        self._width = width
+        self._numpy = None if text else dtypes[0].numpy
+        allowed = (*dtypes, BYTES) if text else tuple(dtypes)
+        specs = list(config.inputs)
+        if len(specs) <= 1:
+            spec = specs[0] if specs else InputSpec(INPUT, None, None)
+            specs = [spec]
+            widths = [width]
+        else:
+            place = {name: index for index, name in enumerate(names)}
+            if all(spec.name in place for spec in specs):
+                specs.sort(key=lambda spec: place[spec.name])
+            widths = [_columns_of(spec) for spec in specs]
+            if sum(widths) != width:
+                raise InvalidArgument(
+                    f"the inputs of model '{config.name}' have {sum(widths)} columns together, and the model has {width}: "
+                    "declare one input with all of them, or one for each"
+                )
+        if len(specs) == 1 and self._numpy is not None and specs[0].dtype in allowed:
+            self._numpy = specs[0].dtype.numpy
+        self._parts = {spec.name: count for spec, count in zip(specs, widths, strict=True)}
+        self.ports = {
+            spec.name: Port(spec.name, "table", spec.dtype if spec.dtype in allowed else dtypes[0], (-1, count))
+            for spec, count in zip(specs, widths, strict=True)
+        }
+
+    def table(self, inputs: Mapping[str, Array]) -> Array:
+        """All columns, row by row."""
+        parts = [self._part(name, count, inputs) for name, count in self._parts.items()]
+        rows = parts[0].shape[0]
+        if any(part.shape[0] != rows for part in parts):
+            raise self._refused(inputs)
+        if len(parts) == 1:
+            table = parts[0]
+        elif any(part.dtype == object for part in parts):
+            table = np.concatenate([part.astype(object) for part in parts], axis=1)
+        else:
+            table = np.concatenate(parts, axis=1)
+        return table if self._numpy is None else np.ascontiguousarray(table, self._numpy)
+
+    def _part(self, name: str, count: int, inputs: Mapping[str, Array]) -> Array:
+        part = inputs.get(name)
+        # The libraries do not look, or not always: a row that is too short would be read past its end.
+        if part is None or part.ndim != 2 or part.shape[1] != count:
+            raise self._refused(inputs)
+        return _to_text(name, part) if part.dtype == object else part
+
+    def _refused(self, inputs: Mapping[str, Array]) -> InvalidArgument:
+        shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in inputs.items())
+        wanted = ", ".join(f"'{name}' [rows, {count}]" for name, count in self._parts.items())
+        return InvalidArgument(f"model '{self._model}' does not accept inputs of these shapes: {shapes}. Send {wanted}")
+
+
+def widened(port: Port, config: ModelConfig, allowed: Collection[DType]) -> Port:
+    """The port with the type that the configuration gives the output of its name, if that is one of the allowed."""
+    declared = next((spec.dtype for spec in config.outputs if spec.name == port.name), None)
+    return Port(port.name, port.kind, declared if declared in allowed else port.dtype, port.shape)
+
+
+def number_of(parameters: Mapping[str, str], key: str, default: int, highest: int) -> int:
+    """A parameter that is a whole number."""
+    text = parameters.get(key)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text) <= highest):
+        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use a whole number from 0 to {highest}")
+    return int(text)
+
+
+def switch_of(parameters: Mapping[str, str], key: str) -> bool:
+    """A parameter that is true or false; false when it is not there."""
+    text = parameters.get(key, "false").lower()
+    if text not in ("true", "false"):
+        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use true or false")
+    return text == "true"
+
+
+def _columns_of(spec: InputSpec) -> int:
+    dims = (spec.dims if spec.reshape is None else spec.reshape) or ()
+    return dims[-1] if dims and dims[-1] > 0 else 1
+
+
+def _to_text(name: str, array: Array) -> Array:
+    text: Any = np.empty(array.size, dtype=object)
+    try:
+        text[:] = [item.decode() if isinstance(item, bytes) else item for item in array.ravel()]
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"input '{name}' has an element that is not UTF-8") from None
+    shaped: Array = text.reshape(array.shape)
+    return shaped

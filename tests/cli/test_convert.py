@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace models convert`: Caffe2's files become one of ONNX, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from headrace.backends.netdef.schema import caffe2_message
+from headrace.cli.convert import convert_netdef, find_net
+from headrace.core.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from headrace.telemetry.progress import ProgressEvent
+
+WEIGHTS = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def write_net(folder: Path, net: str = "model.netdef", init: str = "init_model.netdef") -> None:
+    """softmax(data W^T + b), of 4 numbers a row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = caffe2_message("NetDef")()
+    for name, array in (("w", WEIGHTS), ("b", np.ones(3, np.float32))):
+        made = weights.op.add(type="GivenTensorFill", output=[name])
+        made.arg.add(name="shape", ints=list(array.shape))
+        made.arg.add(name="values", floats=array.ravel().tolist())
+    message = caffe2_message("NetDef")(external_input=["data", "w", "b"], external_output=["y"])
+    message.op.add(type="FC", input=["data", "w", "b"], output=["fc"])
+    message.op.add(type="Softmax", input=["fc"], output=["y"])
+    (folder / net).write_bytes(message.SerializeToString())
+    (folder / init).write_bytes(weights.SerializeToString())
+
+
+CONFIG = """
+platform: "caffe2_netdef"
+max_batch_size: 8
+input { name: "data" data_type: TYPE_FP32 dims: [ 4 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 3 ] }
+"""
+
+
+def check(path: Path) -> Any:
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    given = np.array([[1, 0, 0, 0], [0, 0, 0.5, 0]], np.float32)
+    powers = np.exp(given @ WEIGHTS.T + 1)
+    np.testing.assert_allclose(
+        session.run(["y"], {"data": given})[0], powers / powers.sum(axis=1, keepdims=True), rtol=1e-5
+    )
+    return session
+
+
+def test_a_folder_with_its_configuration(tmp_path: Path) -> None:
+    write_net(tmp_path / "model" / "2")
+    (tmp_path / "model" / "config.pbtxt").write_text(CONFIG)
+    events: list[ProgressEvent] = []
+    for source in (tmp_path / "model", tmp_path / "model" / "2", tmp_path / "model" / "2" / "model.netdef"):
+        made = convert_netdef(source, tmp_path, overwrite=True, progress=events.append)
+        assert made.target == tmp_path / "model.onnx"
+        assert (made.inputs, made.outputs) == (("data",), ("y",))
+        assert made.size_bytes == made.target.stat().st_size
+        session = check(made.target)
+        assert session.get_inputs()[0].shape == ["batch", 4]
+    onnx.checker.check_model(str(tmp_path / "model.onnx"), full_check=True)
+    assert {event.task for event in events} == {"convert model.netdef"}
+    assert events[-1].state == "finished"
+    assert [event.message for event in events if event.message][0] == "reading"
+    assert "writing" in {event.message for event in events}
+
+
+def test_the_files_of_the_model_zoo(tmp_path: Path) -> None:
+    write_net(tmp_path, "predict_net.pb", "init_net.pb")
+    made = convert_netdef(tmp_path, tmp_path / "net.onnx", inputs=["data=-1,4"])
+    check(made.target)
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_inputs_may_be_told(tmp_path: Path) -> None:
+    write_net(tmp_path)
+    made = convert_netdef(tmp_path, tmp_path / "a.onnx", inputs=["data=FP32:2,4"], outputs=["fc", "y"])
+    assert made.outputs == ("fc", "y")
+    assert check(made.target).get_inputs()[0].shape == [2, 4]
+    with pytest.raises(InvalidArgument, match="reads .* which do not fit"):
+        convert_netdef(tmp_path, tmp_path / "b.onnx", inputs=["data=-1,5"])
+    for text in ("data", "=1,2", "data=", "data=a,b", "data=-2", "data=99999999999"):
+        with pytest.raises(InvalidArgument, match="is no input: write NAME=SIZES"):
+            convert_netdef(tmp_path, tmp_path / "b.onnx", inputs=[text])
+    with pytest.raises(InvalidArgument, match="cannot open what was made|does not fit"):
+        convert_netdef(tmp_path, tmp_path / "b.onnx", inputs=["data=INT64:-1,4"])
+    assert not (tmp_path / "b.onnx").exists()
+
+
+def test_without_shapes_it_goes_as_far_as_it_can(tmp_path: Path) -> None:
+    write_net(tmp_path)
+    made = convert_netdef(tmp_path, tmp_path / "a.onnx")
+    check(made.target)
+    message = caffe2_message("NetDef")(external_input=["gpu_0/data"], external_output=["y"])
+    message.op.add(type="Softmax", input=["gpu_0/data"], output=["y"])
+    (tmp_path / "model.netdef").write_bytes(message.SerializeToString())
+    with pytest.raises(InvalidArgument, match=r"needs to know the shape.*--input gpu_0/data=-1,3,224,224"):
+        convert_netdef(tmp_path, tmp_path / "b.onnx")
+
+
+def test_what_is_there_is_not_lost(tmp_path: Path) -> None:
+    write_net(tmp_path)
+    target = tmp_path / "a.onnx"
+    target.write_bytes(b"precious")
+    with pytest.raises(AlreadyExists, match="is there already"):
+        convert_netdef(tmp_path, target)
+    (tmp_path / "model.netdef").write_bytes(b"damaged")
+    events: list[ProgressEvent] = []
+    with pytest.raises(InvalidArgument):
+        convert_netdef(tmp_path, target, overwrite=True, progress=events.append)
+    assert target.read_bytes() == b"precious"
+    assert events[-1].state == "failed"
+
+
+def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_net(tmp_path)
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(FailedPrecondition, match="cannot be written .No space left"):
+        convert_netdef(tmp_path, tmp_path / "a.onnx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_places_that_cannot_be_are_named(tmp_path: Path) -> None:
+    write_net(tmp_path)
+    with pytest.raises(InvalidArgument, match=r"let its name end in \.onnx"):
+        convert_netdef(tmp_path, tmp_path / "a.pb")
+    with pytest.raises(NotFound, match="there is no folder"):
+        convert_netdef(tmp_path, tmp_path / "nowhere" / "a.onnx")
+    with pytest.raises(NotFound, match="there is no "):
+        find_net(tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(NotFound, match="has neither 'model.netdef' nor 'predict_net.pb'"):
+        find_net(empty)
+    (tmp_path / "init_model.netdef").unlink()
+    with pytest.raises(FailedPrecondition, match="has no 'init_model.netdef' beside it"):
+        convert_netdef(tmp_path, tmp_path / "a.onnx")
