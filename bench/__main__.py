@@ -19,7 +19,7 @@ from bench.report import END_MARKER, START_MARKER, markdown, put_into_readme
 from bench.runs import Plan, Results, Run
 from bench.screen import bar, console, show
 from bench.servers import SERVERS
-from bench.summary import figures_of, idle_figure_of
+from bench.summary import figures_of, idle_figure_of, loading_figures_of
 from bench.tools import ensure_load_generators
 from bench.verdicts import verdicts_of
 from bench.workloads import NAMES
@@ -28,12 +28,13 @@ RESULTS = Path(__file__).parent / "results"
 LATEST = RESULTS / "latest.md"
 QUICK_SECONDS, QUICK_ROUNDS = 2, 1
 EXAMPLES = """examples:
-  python -m bench                                    everything, about 18 minutes, writes bench/results/
+  python -m bench                                    everything, about 35 minutes, writes bench/results/
   python -m bench --quick                            a look: one round of 2 seconds each
   python -m bench --only headrace triton-python      two servers, all their workloads
   python -m bench --workload json16 --keep-going     one workload, whoever can do it
   python -m bench --workload mlp mlp-grpc            a small ONNX network on one core, Headrace and Triton
   python -m bench --workload overhead-binary idle    what the engine costs, and what it costs when idle
+  python -m bench --workload resnet50-onnx load-100mb-onnx   ResNet-50, Headrace and the framework's own call
   python -m bench --readme README.md                 measure nothing, put the last full run into README.md
 """
 
@@ -65,15 +66,17 @@ def _bench(plan: Plan, terminal: Console) -> int:
         results = Run(plan, progress.tell, progress.tick).all_rounds()
     figures = figures_of(results.samples)
     idle = idle_figure_of(results.idle)
-    verdicts = verdicts_of(figures, idle)
+    loadings = loading_figures_of(results.loadings)
+    verdicts = verdicts_of(figures, loadings, idle)
     document = _document(plan, machine, results)
     document |= {
         "figures": [asdict(one) for one in figures],
+        "loading_figures": [asdict(one) for one in loadings],
         "idle_figure": asdict(idle) if idle else None,
         "verdicts": [asdict(one) for one in verdicts],
     }
-    show(terminal, figures, verdicts, results.refused)
-    _write(plan, document, markdown(document, figures, idle, verdicts), terminal)
+    show(terminal, figures, loadings, verdicts, results.refused)
+    _write(plan, document, markdown(document, figures, loadings, idle, verdicts), terminal)
     return 1 if results.refused else 0
 
 
@@ -101,6 +104,7 @@ def _document(plan: Plan, machine: dict[str, object], results: Results) -> dict[
         "self_descriptions": results.self_descriptions,
         "refused": results.refused,
         "samples": [asdict(sample) for sample in results.samples],
+        "loading_samples": [asdict(sample) for sample in results.loadings],
         "idle_samples": [asdict(sample) for sample in results.idle],
     }
 

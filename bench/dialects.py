@@ -2,7 +2,8 @@
 """Called by measure.py: turns a workload into the bytes a server expects, and its answer back into numbers.
 
 "v2" is the Open Inference Protocol with Triton's binary-tensor extension; "simple" is the {"input": [..]}
-JSON that LitServe and mosec document, with the bare tensor bytes as its binary form (mosec).
+JSON that LitServe and mosec document, with the bare tensor bytes as its binary form (mosec). "own-call" is what
+peers/own-call is told with.
 """
 
 import json
@@ -16,6 +17,7 @@ from tritonclient.grpc import service_pb2
 from bench.workloads import Workload
 
 GRPC_PATH = "/inference.GRPCInferenceService/ModelInfer"
+OWN_CALL = "own-call"
 GRPC_PREFIX_BYTES = 5  # one byte "compressed?", four bytes length, before each gRPC message
 
 
@@ -44,7 +46,7 @@ def _compact(document: object) -> bytes:
 
 
 def _v2_json(workload: Workload) -> Request:
-    tensor = {"name": "INPUT0", "shape": workload.shape, "datatype": "FP32", "data": _float_list(workload)}
+    tensor = {"name": workload.input_name, "shape": workload.shape, "datatype": "FP32", "data": _float_list(workload)}
 
     def decode(body: bytes, headers: dict[str, str]) -> np.ndarray:
         return np.array(json.loads(body)["outputs"][0]["data"], dtype=np.float32).ravel()
@@ -56,7 +58,7 @@ def _v2_json(workload: Workload) -> Request:
 def _v2_binary(workload: Workload) -> Request:
     raw = workload.numbers().tobytes()
     size = {"binary_data_size": len(raw)}
-    tensor = {"name": "INPUT0", "shape": workload.shape, "datatype": "FP32", "parameters": size}
+    tensor = {"name": workload.input_name, "shape": workload.shape, "datatype": "FP32", "parameters": size}
     header = _compact({"inputs": [tensor], "parameters": {"binary_data_output": True}})
     headers = {
         "Content-Type": "application/octet-stream",
@@ -71,7 +73,7 @@ def _v2_binary(workload: Workload) -> Request:
 
 def _v2_grpc(workload: Workload) -> Request:
     message = service_pb2.ModelInferRequest(model_name=workload.model)
-    message.inputs.add(name="INPUT0", datatype="FP32", shape=workload.shape)
+    message.inputs.add(name=workload.input_name, datatype="FP32", shape=workload.shape)
     message.raw_input_contents.append(workload.numbers().tobytes())
     text = message.SerializeToString()
 
@@ -91,6 +93,13 @@ def _simple_json(workload: Workload) -> Request:
     return Request(f"/{workload.model}", headers, _compact({"input": _float_list(workload)}), decode)
 
 
+def _own_call(workload: Workload) -> Request:
+    def decode(body: bytes, headers: dict[str, str]) -> np.ndarray:
+        return np.frombuffer(body, dtype="<f4")
+
+    return Request("/answer", {}, workload.numbers().tobytes(), decode)
+
+
 def _simple_binary(workload: Workload) -> Request:
     def decode(body: bytes, headers: dict[str, str]) -> np.ndarray:
         return np.frombuffer(body, dtype="<f4")
@@ -105,4 +114,5 @@ _SPELLINGS: dict[tuple[str, str], Callable[[Workload], Request]] = {
     ("v2", "grpc"): _v2_grpc,
     ("simple", "json"): _simple_json,
     ("simple", "binary"): _simple_binary,
+    (OWN_CALL, "binary"): _own_call,
 }

@@ -5,11 +5,12 @@ import time
 from dataclasses import dataclass
 
 from bench.cpu import machine_cpu, memory_of, server_cpu_seconds, server_processes
-from bench.dialects import request_for
+from bench.dialects import Request, request_for
 from bench.errors import BenchError
-from bench.load import put_load
+from bench.load import LoadFigures, put_load
 from bench.pinning import client_cores, refuse_unless_pinned
 from bench.running import RunningServer
+from bench.steady import put_steady_load
 from bench.verify import verified_response_bytes, verify_crowd
 from bench.workloads import Workload
 
@@ -45,19 +46,19 @@ class Sample:
 def measure(target: RunningServer, workload: Workload, round_number: int, seconds: int) -> Sample:
     """Verify, warm up, measure, verify again."""
     request = request_for(workload, target.server.dialect)
-    port = target.ports.grpc if workload.transport == "grpc" else target.ports.http
+    port = _port(target, workload)
     response_bytes = verified_response_bytes(workload, request, port)
     if workload.checks_crowd:
         verify_crowd(workload, target.server.dialect, port)
     cores = client_cores() if target.server.one_core else None
-    put_load(workload, request, port, WARM_UP_SECONDS, cores)
+    _put_load(target, workload, request, WARM_UP_SECONDS, cores)
 
     machine_before, server_before, clock_before = (
         machine_cpu(),
         server_cpu_seconds(target.pid),
         time.monotonic(),
     )
-    figures = put_load(workload, request, port, seconds, cores)
+    figures = _put_load(target, workload, request, seconds * workload.times_longer, cores)
     machine_after, server_after, clock_after = machine_cpu(), server_cpu_seconds(target.pid), time.monotonic()
 
     verified_response_bytes(workload, request, port)
@@ -95,3 +96,16 @@ def measure(target: RunningServer, workload: Workload, round_number: int, second
         pss_mb=memory.pss_mb,
         processes=len(pids),
     )
+
+
+def _put_load(
+    target: RunningServer, workload: Workload, request: Request, seconds: int, cores: set[int] | None
+) -> LoadFigures:
+    port = _port(target, workload)
+    if workload.is_slow:
+        return put_steady_load(workload, request, port, seconds, cores, target.server.dialect)
+    return put_load(workload, request, port, seconds, cores)
+
+
+def _port(target: RunningServer, workload: Workload) -> int:
+    return target.ports.grpc if workload.transport == "grpc" else target.ports.http

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Called by servers.py: makes the model repositories that Headrace and Triton's ONNX peer are started with.
 
-They are made anew before each start, under .work/, which git ignores. The `mlp` configurations say the same of
-batches and instances.
+They are made anew before each start, under .work/, which git ignores; only the files of ResNet-50 are kept. The `mlp`
+configurations say the same of batches and instances.
 """
 
+import os
 import shutil
 from pathlib import Path
 
-from bench import mlp
+from bench import mlp, resnet50
+from bench.formats import Format
+from bench.formats.files import RESNET50, SMALL, model_file
 
 BENCH = Path(__file__).parent
 WORK = BENCH / ".work"
@@ -60,17 +63,55 @@ def triton_mlp_repository(wait_microseconds: int) -> Path:
     return folder
 
 
+def resnet50_repository(kind: Format, instances: int) -> Path:
+    """ResNet-50 in this format, alone; each request is an execution of its own."""
+    folder = _emptied(WORK / f"{kind.name}-{instances}")
+    _resnet50(folder, kind, instances)
+    return folder
+
+
+def loading_repository(kind: Format) -> Path:
+    """ResNet-50, and a model that is loaded before it, so that the framework has started."""
+    folder = _emptied(WORK / f"{kind.name}-load")
+    _resnet50(folder, kind)
+    size = (resnet50.SMALL_WIDTH,)
+    config = _config(kind.backend, size, size, names=(kind.input_name, kind.output_name))
+    _link(model_file(kind, SMALL), _model(folder, SMALL, config) / kind.file)
+    return folder
+
+
+def _resnet50(repository: Path, kind: Format, instances: int = 1) -> None:
+    names = (kind.input_name, kind.output_name)
+    config = _config(kind.backend, kind.image, CLASSES, names=names, instances=instances)
+    _link(model_file(kind, RESNET50), _model(repository, RESNET50, config) / kind.file)
+
+
+def _link(made: Path, wanted: Path) -> None:
+    # Hard links: 100 MB are not copied, and the page cache holds them once. Headrace follows no others out of a model.
+    if made.is_dir():
+        shutil.copytree(made, wanted, copy_function=os.link)
+    else:
+        os.link(made, wanted)
+
+
 def _mlp_config(backend: str, *more: str) -> str:
     return _config(backend, mlp.WIDTHS[:1], mlp.WIDTHS[-1:], *more)
 
 
-def _config(backend: str, taken: tuple[int, ...], given: tuple[int, ...], *more: str) -> str:
+def _config(
+    backend: str,
+    taken: tuple[int, ...],
+    given: tuple[int, ...],
+    *more: str,
+    names: tuple[str, str] = ("INPUT0", "OUTPUT0"),
+    instances: int = 1,
+) -> str:
     lines = [
         f'backend: "{backend}"',
         f"max_batch_size: {LARGEST_BATCH}",
-        f'input [{{ name: "INPUT0" data_type: TYPE_FP32 dims: {list(taken)} }}]',
-        f'output [{{ name: "OUTPUT0" data_type: TYPE_FP32 dims: {list(given)} }}]',
-        "instance_group [{ kind: KIND_CPU count: 1 }]",
+        f'input [{{ name: "{names[0]}" data_type: TYPE_FP32 dims: {list(taken)} }}]',
+        f'output [{{ name: "{names[1]}" data_type: TYPE_FP32 dims: {list(given)} }}]',
+        f"instance_group [{{ kind: KIND_CPU count: {instances} }}]",
         *more,
     ]
     return "\n".join(lines) + "\n"

@@ -7,9 +7,9 @@ from typing import Any
 
 from bench.errors import BenchError
 from bench.servers import SERVERS
-from bench.summary import Figure, IdleFigure, two_processes_at_most
+from bench.summary import Figure, IdleFigure, LoadingFigure, two_processes_at_most
 from bench.verdicts import MLP_WORKLOADS, Verdict
-from bench.workloads import WORKLOADS
+from bench.workloads import LOADINGS, WORKLOADS
 
 DETAILS_HEADING = "## All figures"
 START_MARKER, END_MARKER = "<!-- bench:start -->", "<!-- bench:end -->"
@@ -17,7 +17,10 @@ OWN_PROTOCOL = "†"
 TARGETS_INTRODUCTION = (
     "Headrace against the targets: the ratio of server CPU per request, unless another figure is named. "
     "`processes` is 2 processes against 1, with the load generator on the same cores; `overhead` is what the engine "
-    "adds to the CPU of a request that is answered by a bare handler; `idle` is a server with models and no requests."
+    "adds to the CPU of a request that is answered by a bare handler; `resnet50` is ResNet-50 asked by one connection, "
+    "against the framework called in a loop, each on one core; `two-instances` is two instances of it against one; "
+    "`load-100mb` is its loading and first answer, against the framework's own; `idle` is a server with models and no "
+    "requests."
 )
 MLP_INTRODUCTION = (
     "A small ONNX network (16-256-256-16), one row per request from 64 connections, batches of up to 64; the server on "
@@ -27,7 +30,7 @@ MLP_INTRODUCTION = (
 # Shown by CPU per request in one table; the others are about something else, and have their own places.
 CPU_WORKLOADS = ("json16", "binary16", "grpc16", "binary600k", "grpc600k")
 MAIN_PACKAGES = {
-    "headrace": ("headrace", "onnxruntime"),
+    "headrace": ("headrace", "onnxruntime", "torch", "tensorflow"),
     "triton-python": ("nvidia-pytriton", "numpy", "onnxruntime"),
     "grpc-aio": ("grpcio", "uvloop"),
     "fastapi": ("fastapi", "uvicorn", "pydantic"),
@@ -37,7 +40,13 @@ MAIN_PACKAGES = {
 }
 
 
-def markdown(document: dict[str, Any], figures: list[Figure], idle: IdleFigure | None, verdicts: list[Verdict]) -> str:
+def markdown(
+    document: dict[str, Any],
+    figures: list[Figure],
+    loadings: list[LoadingFigure],
+    idle: IdleFigure | None,
+    verdicts: list[Verdict],
+) -> str:
     """The whole of latest.md; everything above DETAILS_HEADING is also what the README shows."""
     parts = [
         "# Headrace beside its peers",
@@ -50,6 +59,7 @@ def markdown(document: dict[str, Any], figures: list[Figure], idle: IdleFigure |
         _processes_note(figures, document["machine"]["cpu_count"]),
         DETAILS_HEADING,
         _figure_table(figures),
+        _loadings(loadings),
         _idle(idle),
         _notes(document),
     ]
@@ -127,13 +137,21 @@ def _idle(idle: IdleFigure | None) -> str:
     )
 
 
+def _loadings(loadings: list[LoadingFigure]) -> str:
+    if not loadings:
+        return ""
+    order = list(LOADINGS)
+    ordered = sorted(loadings, key=lambda one: (order.index(one.workload), one.seconds))
+    return _table(list(LOADING_COLUMNS), [[write(one) for write in LOADING_COLUMNS.values()] for one in ordered])
+
+
 def _verdict_table(verdicts: list[Verdict]) -> str:
     rows = [
         [
             v.workload,
             v.against,
-            _number(v.ours),
-            _number(v.theirs),
+            number(v.ours),
+            number(v.theirs),
             v.compared_text,
             v.target,
             v.result,
@@ -161,7 +179,8 @@ def _figure_table(figures: list[Figure]) -> str:
 
 
 def _notes(document: dict[str, Any]) -> str:
-    notes = [f"- {one.name}: {one.what}, {one.connections} connections." for one in WORKLOADS.values()]
+    notes = [f"- {one.name}: {one.what}, {one.connections} connection(s)." for one in WORKLOADS.values()]
+    notes += [f"- {one.name}: {one.what}." for one in LOADINGS.values()]
     own = '`{"input": [..]}` in JSON, or as bare bytes'
     notes.append(f"- {OWN_PROTOCOL} speaks its own protocol: the same numbers as {own}.")
     notes += [f"- Refused: {what}: {why}" for what, why in document["refused"].items()]
@@ -170,14 +189,14 @@ def _notes(document: dict[str, Any]) -> str:
 
 def _label(server: str) -> str:
     names = {"headrace-2": "headrace, 2 processes", "headrace-1core": "headrace, 1 core"}
-    mark = f" {OWN_PROTOCOL}" if SERVERS[server].dialect != "v2" else ""
+    mark = f" {OWN_PROTOCOL}" if SERVERS[server].dialect == "simple" else ""
     return names.get(server, server) + mark
 
 
 FIGURE_COLUMNS: dict[str, Callable[[Figure], str]] = {
     "workload": lambda f: f.workload,
     "server": lambda f: _label(f.server),
-    "requests/s": lambda f: f"{f.requests_per_second:,.0f}",
+    "requests/s": lambda f: number(f.requests_per_second),
     "p50 ms": lambda f: f"{f.p50_ms:.2f}",
     "p99 ms": lambda f: f"{f.p99_ms:.2f}",
     "server CPU ms/1,000": lambda f: f"{f.server_cpu_ms_per_1000:,.1f}",
@@ -191,10 +210,21 @@ FIGURE_COLUMNS: dict[str, Callable[[Figure], str]] = {
 }
 
 
+LOADING_COLUMNS: dict[str, Callable[[LoadingFigure], str]] = {
+    "workload": lambda f: f.workload,
+    "server": lambda f: f.server,
+    "seconds to the first answer": lambda f: f"{f.seconds:.3f}",
+    "of that, loading": lambda f: f"{f.load_seconds:.3f}",
+    "quickest - slowest": lambda f: f"{f.lowest_seconds:.3f} - {f.highest_seconds:.3f}",
+    "CPU s": lambda f: f"{f.cpu_seconds:.3f}",
+    "loads": lambda f: str(f.loads),
+    "others' cores": lambda f: f"{f.other_cores:.2f}",
+}
 MLP_COLUMNS = ("requests/s", "p50 ms", "p99 ms", "server CPU ms/1,000")
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """With as many decimals as say something."""
     if value is None:
         return "-"
     # Rates and CPU times are in the tens and more; latencies and an idle server's CPU are not.

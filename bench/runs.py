@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from bench.errors import BenchError
 from bench.idle import IdleSample, measure_idle
+from bench.loading import LoadingSample, measure_loading
 from bench.measure import Sample, measure
 from bench.running import RunningServer, running, self_description
 from bench.servers import SERVERS, Server
-from bench.workloads import IDLE, WORKLOADS
+from bench.workloads import IDLE, LOADINGS, WORKLOADS
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Results:
 
     samples: list[Sample] = field(default_factory=list)
     idle: list[IdleSample] = field(default_factory=list)
+    loadings: list[LoadingSample] = field(default_factory=list)
     # "server workload" (or only "server", when it did not start) and why.
     refused: dict[str, str] = field(default_factory=dict)
     # What servers that speak v2 say about themselves: name, version.
@@ -84,6 +86,8 @@ class Run:
         try:
             if name == IDLE:
                 self.results.idle.append(measure_idle(target, round_number, self.plan.seconds))
+            elif name in LOADINGS:
+                self.results.loadings.append(measure_loading(target, LOADINGS[name], round_number))
             else:
                 self.results.samples.append(measure(target, WORKLOADS[name], round_number, self.plan.seconds))
         except BenchError as error:

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.summary import Figure
+from bench.report import number
+from bench.summary import Figure, LoadingFigure
 from bench.verdicts import Verdict
 from bench.workloads import WORKLOADS
 
@@ -47,9 +48,17 @@ def bar(console: Console, total: int) -> Iterator[Bar]:
         yield Bar(console, progress, total)
 
 
-def show(console: Console, figures: list[Figure], verdicts: list[Verdict], refused: dict[str, str]) -> None:
+def show(
+    console: Console,
+    figures: list[Figure],
+    loadings: list[LoadingFigure],
+    verdicts: list[Verdict],
+    refused: dict[str, str],
+) -> None:
     """Print what was measured, how it compares, and what was refused."""
     console.print(_figures(figures))
+    if loadings:
+        console.print(_loadings(loadings))
     console.print(_verdicts(verdicts))
     for what, why in refused.items():
         console.print(f"[red]refused[/red] {what}: {why}", highlight=False)
@@ -77,10 +86,23 @@ def _figures(figures: list[Figure]) -> Table:
             table.add_section()
         previous = f.workload
         table.add_row(
-            f.workload, f.server, f"{f.requests_per_second:,.0f}", f"{f.p50_ms:.2f}", f"{f.p99_ms:.2f}",
+            f.workload, f.server, number(f.requests_per_second), f"{f.p50_ms:.2f}", f"{f.p99_ms:.2f}",
             f"{f.server_cpu_ms_per_1000:,.1f}", f"{f.client_cpu_ms_per_1000:,.1f}", f"{f.pss_mb:,.0f}",
             str(f.errors), f"{f.other_cores:.2f}",
         )  # fmt: skip
+    return table
+
+
+def _loadings(loadings: list[LoadingFigure]) -> Table:
+    table = Table(title="Seconds from asking for a model to its first answer (medians)")
+    for name in ("workload", "server", "seconds", "of that, loading", "quickest", "slowest", "CPU s", "others"):
+        table.add_column(name, justify="left" if name in {"workload", "server"} else "right")
+    for f in loadings:
+        times = (
+            f"{seconds:.3f}"
+            for seconds in (f.seconds, f.load_seconds, f.lowest_seconds, f.highest_seconds, f.cpu_seconds)
+        )
+        table.add_row(f.workload, f.server, *times, f"{f.other_cores:.2f}")
     return table
 
 

@@ -9,10 +9,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from bench.dialects import OWN_CALL
 from bench.errors import BenchError
-from bench.models import headrace_repository, idle_repository, one_core_repository, triton_mlp_repository
+from bench.formats import FORMATS, Format
+from bench.formats.files import RESNET50, SMALL, model_file
+from bench.models import (
+    headrace_repository,
+    idle_repository,
+    loading_repository,
+    one_core_repository,
+    resnet50_repository,
+    triton_mlp_repository,
+)
 from bench.venvs import PEERS, site_packages, venv_of
 from bench.workloads import IDLE
 
@@ -177,11 +188,44 @@ def _handler(ports: Ports) -> Launch:
     return Launch([sys.executable, str(PEERS / "handler/handler_server.py"), str(ports.http), str(ports.grpc)])
 
 
+def _headrace_resnet50(kind: Format, instances: int, ports: Ports) -> Launch:
+    return _headrace_serve(ports, resnet50_repository(kind, instances))
+
+
+def _headrace_loading(kind: Format, ports: Ports) -> Launch:
+    explicitly = ("--model-control-mode", "explicit", "--load-model", SMALL)
+    return _headrace_serve(ports, loading_repository(kind), *explicitly)
+
+
+def _own_call(kind: Format, plans: tuple[str, ...], ports: Ports) -> Launch:
+    shape = ",".join(map(str, (1, *kind.image)))
+    files = [str(model_file(kind, plan)) for plan in plans]
+    script = str(PEERS / "own-call/own_call.py")
+    return Launch([sys.executable, script, kind.name, str(ports.http), shape, *files])
+
+
 READY = "/v2/health/ready"
 EVERYTHING = ("json16", "binary16", "grpc16", "binary600k", "grpc600k")
 MLP = ("mlp", "mlp-grpc")
 OVERHEAD = ("overhead-binary", "overhead-grpc")
 OURS = ""
+
+
+def _of_format(kind: Format) -> tuple[Server, ...]:
+    """Headrace and the framework's own call, one after the other, so that the machine is the same for both."""
+    name = kind.name
+    served, two, load = (f"resnet50-{name}",), (f"two-instances-{name}",), (f"load-100mb-{name}",)
+    ours = partial(Server, ready_path=READY, environment=OURS)
+    own = partial(ours, dialect=OWN_CALL)
+    return (
+        ours(f"headrace-{name}", served, partial(_headrace_resnet50, kind, 1), one_core=True),
+        own(f"own-call-{name}", served, partial(_own_call, kind, (RESNET50,)), one_core=True),
+        ours(f"headrace-{name}-x1", two, partial(_headrace_resnet50, kind, 1)),
+        ours(f"headrace-{name}-x2", two, partial(_headrace_resnet50, kind, 2)),
+        ours(f"headrace-{name}-load", load, partial(_headrace_loading, kind)),
+        own(f"own-load-{name}", load, partial(_own_call, kind, (RESNET50, SMALL))),
+    )
+
 
 SERVERS: dict[str, Server] = {
     server.name: server
@@ -191,6 +235,7 @@ SERVERS: dict[str, Server] = {
         Server("headrace-1core", (*MLP, *OVERHEAD), _headrace_one_core, READY, environment=OURS, one_core=True),
         Server("headrace-handler", OVERHEAD, _handler, READY, environment=OURS, one_core=True),
         Server("headrace-idle", (IDLE,), _headrace_idle, READY, environment=OURS),
+        *(server for kind in FORMATS.values() for server in _of_format(kind)),
         Server("triton-python-onnx", MLP, _triton_onnx, READY, environment="triton-python", one_core=True),
         Server("triton-python-onnx-100us", MLP, _triton_onnx_wait, READY, environment="triton-python", one_core=True),
         Server("triton-python", EVERYTHING, _triton_python, READY),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from bench.idle import IdleSample
+from bench.loading import LoadingSample
 from bench.measure import Sample
 
 # Others' CPU, in cores, from which on a figure is no longer to be trusted: it slows server and client alike.
@@ -53,6 +54,25 @@ class IdleFigure:
         return self.other_cores > DISTURBED_CORES
 
 
+@dataclass(frozen=True)
+class LoadingFigure:
+    """Medians of the rounds' medians: a load with the first answer, and without; and the quickest and slowest of all."""
+
+    server: str
+    workload: str
+    loads: int
+    seconds: float
+    load_seconds: float
+    cpu_seconds: float
+    lowest_seconds: float
+    highest_seconds: float
+    other_cores: float
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.other_cores > DISTURBED_CORES
+
+
 def figures_of(samples: list[Sample]) -> list[Figure]:
     """One figure per server and workload, in the order in which they were first measured."""
     groups: dict[tuple[str, str], list[Sample]] = {}
@@ -94,6 +114,29 @@ def idle_figure_of(samples: list[IdleSample]) -> IdleFigure | None:
         pss_mb=median(sample.pss_mb for sample in samples),
         processes=samples[-1].processes,
         other_cores=median(sample.other_cores for sample in samples),
+    )
+
+
+def loading_figures_of(samples: list[LoadingSample]) -> list[LoadingFigure]:
+    """One figure per server and workload, in the order in which they were first measured."""
+    groups: dict[tuple[str, str], list[LoadingSample]] = {}
+    for sample in sorted(samples, key=lambda sample: sample.round):
+        groups.setdefault((sample.server, sample.workload), []).append(sample)
+    return [_loading_figure(group) for group in groups.values()]
+
+
+def _loading_figure(group: list[LoadingSample]) -> LoadingFigure:
+    each = [seconds for sample in group for seconds in sample.each_seconds]
+    return LoadingFigure(
+        server=group[0].server,
+        workload=group[0].workload,
+        loads=len(each),
+        seconds=median(sample.median_seconds for sample in group),
+        load_seconds=median(sample.median_load_seconds for sample in group),
+        cpu_seconds=median(sample.cpu_seconds for sample in group),
+        lowest_seconds=min(each),
+        highest_seconds=max(each),
+        other_cores=median(sample.other_cores for sample in group),
     )
 
 

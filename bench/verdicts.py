@@ -4,7 +4,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.summary import Figure, IdleFigure
+from bench.formats import FORMATS
+from bench.summary import Figure, IdleFigure, LoadingFigure
 
 Known = dict[tuple[str, str], Figure]
 
@@ -35,6 +36,9 @@ MLP_TIMES_AT_LEAST = 3.0
 OVERHEAD_WORKLOADS = ("overhead-binary", "overhead-grpc")
 OVERHEAD_MICROSECONDS_AT_MOST = 8.0
 IDLE_PERCENT_AT_MOST = 1.0
+SERVED_AT_LEAST = 0.97
+TWO_INSTANCES_AT_LEAST = 1.7
+LOADING_AT_MOST = 1.2
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,16 @@ class Verdict:
         return "-" if self.compared is None else f"{self.compared:.2f}{self.unit}"
 
 
-def verdicts_of(figures: list[Figure], idle: IdleFigure | None) -> list[Verdict]:
+def verdicts_of(figures: list[Figure], loadings: list[LoadingFigure], idle: IdleFigure | None) -> list[Verdict]:
     """Every target, those that could not be judged included."""
     known = {(figure.server, figure.workload): figure for figure in figures}
+    loaded = {figure.server: figure for figure in loadings}
     return [
         *(_cpu_verdict(target, known) for target in TARGETS),
-        _processes_verdict(known),
+        _rates_verdict("processes", ("headrace-2", "headrace"), "1 process", TWO_PROCESSES_AT_LEAST, known),
         *(verdict for name in MLP_WORKLOADS for verdict in _mlp_verdicts(name, known)),
         *(_overhead_verdict(name, known) for name in OVERHEAD_WORKLOADS),
+        *(verdict for name in FORMATS for verdict in _format_verdicts(name, known, loaded)),
         _idle_verdict(idle),
     ]
 
@@ -82,18 +88,38 @@ def _cpu_verdict(target: Target, known: Known) -> Verdict:
     )
 
 
-def _processes_verdict(known: Known) -> Verdict:
-    one, two = known.get(("headrace", "processes")), known.get(("headrace-2", "processes"))
-    ratio = _ratio(two, one, _rate)
+def _rates_verdict(workload: str, servers: tuple[str, str], against: str, at_least: float, known: Known) -> Verdict:
+    ours, theirs = (known.get((server, workload)) for server in servers)
+    ratio = _ratio(ours, theirs, _rate)
     return Verdict(
-        workload="processes (requests/s)",
-        against="1 process",
-        ours=_rate(two) if two else None,
-        theirs=_rate(one) if one else None,
+        workload=f"{workload} (requests/s)",
+        against=against,
+        ours=_rate(ours) if ours else None,
+        theirs=_rate(theirs) if theirs else None,
         compared=ratio,
-        target=f">= {TWO_PROCESSES_AT_LEAST:.2f}",
-        result=_result(ratio is not None and ratio >= TWO_PROCESSES_AT_LEAST, one, two),
+        target=f">= {at_least:.2f}",
+        result=_result(ratio is not None and ratio >= at_least, ours, theirs),
     )
+
+
+def _format_verdicts(name: str, known: Known, loaded: dict[str, LoadingFigure]) -> list[Verdict]:
+    served, called = f"headrace-{name}", f"own-call-{name}"
+    one, two = f"headrace-{name}-x1", f"headrace-{name}-x2"
+    ours, theirs = loaded.get(f"headrace-{name}-load"), loaded.get(f"own-load-{name}")
+    ratio = ours.seconds / theirs.seconds if ours and theirs else None
+    return [
+        _rates_verdict(f"resnet50-{name}", (served, called), called, SERVED_AT_LEAST, known),
+        _rates_verdict(f"two-instances-{name}", (two, one), "1 instance", TWO_INSTANCES_AT_LEAST, known),
+        Verdict(
+            workload=f"load-100mb-{name} (s)",
+            against=f"own-load-{name}",
+            ours=ours.seconds if ours else None,
+            theirs=theirs.seconds if theirs else None,
+            compared=ratio,
+            target=f"<= {LOADING_AT_MOST:.2f}",
+            result=_result(ratio is not None and ratio <= LOADING_AT_MOST, ours, theirs),
+        ),
+    ]
 
 
 def _mlp_verdicts(workload: str, known: Known) -> list[Verdict]:
@@ -171,7 +197,7 @@ def _ratio(ours: Figure | None, theirs: Figure | None, of: Callable[[Figure], fl
     return of(ours) / of(theirs) if ours and theirs else None
 
 
-def _result(met: bool, *measured: Figure | IdleFigure | None) -> str:
+def _result(met: bool, *measured: Figure | IdleFigure | LoadingFigure | None) -> str:
     known = [figure for figure in measured if figure is not None]
     if len(known) < len(measured):
         return "not measured"

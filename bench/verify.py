@@ -28,18 +28,28 @@ def verified_response_bytes(workload: Workload, request: Request, port: int) -> 
         body, headers = _ask_grpc(request, port)
         size = len(body) + GRPC_PREFIX_BYTES
     else:
-        body, headers = _ask_http(request, port)
+        body, headers = ask_http(request, port)
         size = len(body)
+    check_answer(workload, request, body, headers)
+    return size
+
+
+def check_answer(workload: Workload, request: Request, body: bytes, headers: dict[str, str]) -> None:
+    """Refuse an answer that cannot be read or has a wrong number."""
     try:
         numbers = request.decode(body, headers)
     except Exception as error:
         raise BenchError(f"the answer cannot be read: {error!r}; it begins {body[:200]!r}") from error
+    check_numbers(workload, numbers)
+
+
+def check_numbers(workload: Workload, numbers: np.ndarray) -> None:
+    """Refuse wrong numbers."""
     expected = workload.expected()
     if numbers.shape != expected.shape:
         raise BenchError(f"the answer has {numbers.size} numbers instead of {expected.size}")
     if not np.allclose(numbers, expected, rtol=RELATIVE_TOLERANCE, atol=workload.tolerance):
         raise BenchError(f"the answer has wrong numbers: {numbers[:4]} instead of {expected[:4]}")
-    return size
 
 
 def verify_crowd(workload: Workload, dialect: str, port: int) -> None:
@@ -51,7 +61,8 @@ def verify_crowd(workload: Workload, dialect: str, port: int) -> None:
             size.result()
 
 
-def _ask_http(request: Request, port: int) -> tuple[bytes, dict[str, str]]:
+def ask_http(request: Request, port: int) -> tuple[bytes, dict[str, str]]:
+    """Send the request once; the body and the headers of the answer."""
     asked = urllib.request.Request(
         f"http://127.0.0.1:{port}{request.path}", data=request.body, headers=request.headers, method="POST"
     )

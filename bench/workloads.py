@@ -4,12 +4,14 @@
 Each server gets the same numbers; only dialects.py knows how they are spelled as bytes.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
 
 import numpy as np
 
-from bench import mlp
+from bench import mlp, resnet50
+from bench.formats import FORMATS, Format
 
 Transport = Literal["http", "grpc"]
 Encoding = Literal["json", "binary", "grpc"]
@@ -31,16 +33,23 @@ class Workload:
     tolerance: float = 0.0
     # Whether different requests, sent at the same time, are checked to get each its own answer.
     checks_crowd: bool = False
+    input_name: str = "INPUT0"
+    # Whether an answer takes so long that only whole requests are counted; see steady.py.
+    is_slow: bool = False
+    # How much longer than the others this one is measured.
+    times_longer: int = 1
     seed: int = 1
 
     def numbers(self) -> np.ndarray:
         """The input tensor: always the same numbers for the same shape and seed."""
-        return np.random.default_rng(self.seed).random(self.shape, dtype=np.float32)
+        return _numbers(self.shape, self.seed)
 
     def expected(self) -> np.ndarray:
         """What a correct server must answer, flattened."""
         if self.model == "mlp":
             return mlp.answer(self.numbers()).ravel()
+        if self.model == RESNET50:
+            return _resnet50_answer(self.shape, self.seed)
         flat = self.numbers().ravel()
         return flat[:1000] if self.model == "first1000" else flat
 
@@ -48,6 +57,8 @@ class Workload:
 SMALL = (1, 16)
 IMAGE = (1, 3, 224, 224)
 MLP_TOLERANCE = 1e-4  # the numbers are around 1, sums of 256 products in single precision
+RESNET50 = "resnet50"
+RESNET50_TOLERANCE = 1e-3  # the numbers are around 3, and those of two images differ by 0.07
 # Not a load but its absence; see idle.py.
 IDLE = "idle"
 
@@ -58,6 +69,24 @@ def _mlp(name: str, transport: Transport, encoding: Encoding, what: str) -> Work
 
 def _alone(name: str, transport: Transport, encoding: Encoding, what: str) -> Workload:
     return Workload(name, what, transport, encoding, "identity_one", SMALL, 16)
+
+
+def _resnet50(name: str, kind: Format, connections: int, what: str, **more: Any) -> Workload:
+    return Workload(
+        name, f"{what} ({kind.name})", "http", "binary", RESNET50, (1, *kind.image), connections,
+        tolerance=RESNET50_TOLERANCE, input_name=kind.input_name, is_slow=True, **more,
+    )  # fmt: skip
+
+
+def _numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).random(shape, dtype=np.float32)
+
+
+# Takes seconds, and is asked for before and after each measurement.
+@cache
+def _resnet50_answer(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    images = _numbers(shape, seed)
+    return resnet50.answer(images if shape == IMAGE else images.transpose(0, 3, 1, 2)).ravel()
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -76,7 +105,28 @@ WORKLOADS: dict[str, Workload] = {
         _mlp("mlp-grpc", "grpc", "grpc", "one row to an ONNX network over gRPC, server on one core"),
         _alone("overhead-binary", "http", "binary", "binary16 to a model that joins no requests, server on one core"),
         _alone("overhead-grpc", "grpc", "grpc", "grpc16 to a model that joins no requests, server on one core"),
+        *(
+            _resnet50(f"resnet50-{kind.name}", kind, 1, "an image to ResNet-50, on one core", times_longer=2)
+            for kind in FORMATS.values()
+        ),
+        *(
+            _resnet50(
+                f"two-instances-{kind.name}",
+                kind,
+                2,
+                "an image to 1 and to 2 instances of ResNet-50",
+                checks_crowd=True,
+            )
+            for kind in FORMATS.values()
+        ),
     )
 }
+# Not a load either; see loading.py.
+LOADINGS: dict[str, Workload] = {
+    f"load-100mb-{name}": replace(
+        WORKLOADS[f"resnet50-{name}"], name=f"load-100mb-{name}", what=f"load ResNet-50 and ask it once ({name})"
+    )
+    for name in FORMATS
+}
 # What can be chosen on the command line, in the order of the report.
-NAMES = (*WORKLOADS, IDLE)
+NAMES = (*WORKLOADS, *LOADINGS, IDLE)
