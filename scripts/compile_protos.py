@@ -20,8 +20,11 @@ SETS = {
         "grpc/reflection/v1/reflection.proto",
         "grpc/reflection/v1alpha/reflection.proto",
     ],
+    "headrace/api/v1/_generated/nvidia.binpb": ["nvidia/inferenceserver.proto", "nvidia/inferenceserver_v0.proto"],
     "headrace/api/v2/_generated/inference.binpb": ["inference/grpc_service.proto"],
+    "headrace/client/_generated/inference.binpb": ["inference/grpc_service.proto"],
     "headrace/modelconfig/_generated/model_config.binpb": ["inference/model_config.proto"],
+    "headrace/backends/netdef/_generated/caffe2.binpb": ["caffe2/caffe2.proto"],
 }
 """Each descriptor set, and the files it is made of."""
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 
 from headrace.core.errors import HeadraceError, InvalidArgument
-from headrace.telemetry.logs import LogFormat
-from headrace.wire.sockets import Address
-from headrace.wire.tls import TlsFiles
+
+if TYPE_CHECKING:
+    from headrace.wire.sockets import Address
+    from headrace.wire.tls import TlsFiles
 
 BAD_USE = 2
 
@@ -28,6 +30,8 @@ def or_exit() -> Iterator[None]:
 
 def address_of(host: str, port: int, unix_socket: str) -> Address:
     """Where to listen: the socket if one is named, otherwise the port."""
+    from headrace.wire.sockets import Address
+
     if unix_socket:
         return Address.parse(f"unix:{unix_socket}")
     return Address.parse(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
@@ -35,24 +39,10 @@ def address_of(host: str, port: int, unix_socket: str) -> Address:
 
 def tls_of(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
     """The TLS files, or None when no option names one."""
+    from headrace.wire.tls import TlsFiles
+
     if not (certificate or key or client_ca):
         return None
     if not (certificate and key):
         raise InvalidArgument("TLS needs both --tls-certificate and --tls-key")
     return TlsFiles(certificate, key, client_ca or None)
-
-
-def log_format_of(text: str) -> LogFormat:
-    """One of the log formats."""
-    known: dict[str, LogFormat] = {"auto": "auto", "json": "json", "text": "text"}
-    if text not in known:
-        raise InvalidArgument(f"--log-format is auto, json or text, not {text!r}")
-    return known[text]
-
-
-def flag_of(option: str, text: str) -> bool:
-    """The value of an option that is written `--option=false`, as Triton's are."""
-    known = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in known:
-        raise InvalidArgument(f"{option} is true or false, not {text!r}")
-    return known[text.lower()]

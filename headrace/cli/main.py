@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.infer import infer
 from headrace.cli.models import models
-from headrace.cli.serve import serve
+from headrace.cli.serve import ServeCommand, serve
 from headrace.version import __version__
 
 app = typer.Typer(
@@ -19,7 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command()(serve)
+app.command(cls=ServeCommand)(serve)
+app.command()(infer)
 app.add_typer(models)
 
 

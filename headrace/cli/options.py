@@ -1,139 +1,210 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `headrace serve`, by topic: names, aliases, help. Read by `serve` alone.
+"""The options of `headrace serve`, by topic: names, aliases, defaults, help. Read by `serve` and `serve_settings`.
 
 Names are Triton's where Triton has the option; aliases are those of its first releases.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from headrace.cli.flags import Flag
 
-import typer
+MODELS, LISTENING, PROTOCOLS = "Models", "Listening", "Protocols"
+METRICS, LIMITS, LOGS = "Metrics", "Workers and limits", "Logs and traces"
 
-MODELS, LISTENING, LIMITS, LOGS = "Models", "Listening", "Processes and limits", "Logs and traces"
+_PORT = 65535
+_MIB = 1024 * 1024
 
-
-Folders = Annotated[
-    list[str] | None, typer.Argument(metavar="MODELS", help="Folders of models; none for the built-in ones.")
-]
-ModelRepository = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--model-repository", "--model-store", metavar="FOLDER", help="The same as MODELS.", rich_help_panel=MODELS
+FLAGS: tuple[Flag, ...] = (
+    Flag("model-repository", MODELS, "The same as MODELS.", metavar="FOLDER", aliases=("model-store",), many=True),
+    Flag(
+        "model-control-mode",
+        MODELS,
+        "none: load all once. poll: follow the folders. explicit: load what is asked for.",
+        default="poll",
+        choices=("none", "poll", "explicit"),
     ),
-]
-ModelControlMode = Annotated[
-    str,
-    typer.Option(
-        metavar="MODE",
-        help="none: load all once. poll: follow the folders. explicit: load what is asked for.",
-        rich_help_panel=MODELS,
-    ),
-]
-RepositoryPollSecs = Annotated[
-    float,
-    typer.Option(
-        "--repository-poll-secs",
-        "--file-system-poll-secs",
-        min=0,
+    Flag(
+        "repository-poll-secs",
+        MODELS,
+        "From one look at the folders to the next; 0 for none.",
+        "number",
+        15.0,
         metavar="SECONDS",
-        help="From one look at the folders to the next; 0 for none.",
-        rich_help_panel=MODELS,
+        aliases=("file-system-poll-secs",),
+        least=0,
     ),
-]
-LoadModel = Annotated[
-    list[str] | None,
-    typer.Option(metavar="MODEL", help="With explicit: load this at the start; * for all.", rich_help_panel=MODELS),
-]
-StrictModelConfig = Annotated[
-    str,
-    typer.Option(
-        metavar="true|false",
-        help="Refuse models whose configuration leaves something to their files.",
-        rich_help_panel=MODELS,
+    Flag(
+        "allow-poll-model-repository",
+        MODELS,
+        "false: the same as --model-control-mode none.",
+        "truth",
+        aliases=("allow-model-load-unload",),
+        old=True,
     ),
-]
-StrictReadiness = Annotated[
-    str,
-    typer.Option(
-        metavar="true|false",
-        help="Ready only when every model is; false: as soon as the server answers.",
-        rich_help_panel=MODELS,
+    Flag("allow-model-control", MODELS, "true: the same as --model-control-mode explicit.", "truth", old=True),
+    Flag("load-model", MODELS, "With explicit: load this at the start; * for all.", metavar="MODEL", many=True),
+    Flag(
+        "strict-model-config",
+        MODELS,
+        "Refuse models whose configuration leaves something to their files.",
+        "truth",
+        False,
+        aliases=("disable-auto-complete-config",),
     ),
-]
-ExitOnError = Annotated[
-    str,
-    typer.Option(metavar="true|false", help="Exit if a model fails at the start.", rich_help_panel=MODELS),
-]
-ModelLoadThreadCount = Annotated[
-    int,
-    typer.Option(
-        metavar="COUNT", min=1, max=256, help="Versions that are loaded at the same time.", rich_help_panel=MODELS
+    Flag(
+        "strict-readiness",
+        MODELS,
+        "Ready only when every model is; false: as soon as the server answers.",
+        "truth",
+        True,
     ),
-]
-ResponseCacheByteSize = Annotated[
-    int,
-    typer.Option(
+    Flag("exit-on-error", MODELS, "Exit if a model fails at the start.", "truth", False),
+    Flag(
+        "model-load-thread-count", MODELS, "Versions that are loaded at the same time.", "whole", 4, least=1, most=256
+    ),
+    Flag(
+        "response-cache-byte-size",
+        MODELS,
+        "Memory for answers of models with response_cache; 0 for none.",
+        "whole",
+        64 * _MIB,
         metavar="BYTES",
-        min=0,
-        help="Memory for answers of models with response_cache; 0 for none.",
-        rich_help_panel=MODELS,
+        least=0,
     ),
-]
-RateLimitResource = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME:COUNT", help="How much there is of a rate_limiter's resource.", rich_help_panel=MODELS),
-]
-
-Host = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="Address to listen on. Loopback unless told.", rich_help_panel=LISTENING)
-]
-HttpPort = Annotated[
-    int,
-    typer.Option(metavar="PORT", min=0, max=65535, help="HTTP port; 0 takes a free one.", rich_help_panel=LISTENING),
-]
-GrpcPort = Annotated[
-    int,
-    typer.Option(metavar="PORT", min=0, max=65535, help="gRPC port; 0 takes a free one.", rich_help_panel=LISTENING),
-]
-HttpSocket = Annotated[
-    str,
-    typer.Option(metavar="PATH", help="Serve HTTP on this UNIX socket instead of a port.", rich_help_panel=LISTENING),
-]
-GrpcSocket = Annotated[
-    str,
-    typer.Option(metavar="PATH", help="Serve gRPC on this UNIX socket instead of a port.", rich_help_panel=LISTENING),
-]
-TlsCertificate = Annotated[
-    str,
-    typer.Option(metavar="FILE", help="PEM file with the certificate chain; turns TLS on.", rich_help_panel=LISTENING),
-]
-TlsKey = Annotated[
-    str, typer.Option(metavar="FILE", help="PEM file with the certificate's key.", rich_help_panel=LISTENING)
-]
-TlsClientCa = Annotated[
-    str,
-    typer.Option(
-        metavar="FILE", help="PEM file: clients must show a certificate it signed.", rich_help_panel=LISTENING
+    Flag(
+        "cache-config",
+        MODELS,
+        "local,size=BYTES is the same as --response-cache-byte-size.",
+        metavar="CACHE,SETTING=VALUE",
+        many=True,
     ),
-]
+    Flag("rate-limit", MODELS, "Rate limits of models apply where they have any.", choices=("execution_count", "off")),
+    Flag(
+        "rate-limit-resource",
+        MODELS,
+        "How much there is of a rate_limiter's resource.",
+        metavar="NAME:COUNT",
+        many=True,
+    ),
+    Flag("host", LISTENING, "Address of all ports. Loopback unless told.", default="127.0.0.1", metavar="ADDRESS"),
+    Flag("http-port", LISTENING, "HTTP port; 0 takes a free one.", "whole", 8000, "PORT", least=0, most=_PORT),
+    Flag("grpc-port", LISTENING, "gRPC port; 0 takes a free one.", "whole", 8001, "PORT", least=0, most=_PORT),
+    Flag(
+        "metrics-port",
+        LISTENING,
+        "Port for metrics alone: 8002, or none with --http-port 0. They are at /metrics of the HTTP port too.",
+        "whole",
+        metavar="PORT",
+        least=0,
+        most=_PORT,
+    ),
+    Flag("http-address", LISTENING, "Address of the HTTP port; 0.0.0.0 for every interface.", metavar="ADDRESS"),
+    Flag("grpc-address", LISTENING, "Address of the gRPC port.", metavar="ADDRESS"),
+    Flag("metrics-address", LISTENING, "Address of the metrics port; that of HTTP unless given.", metavar="ADDRESS"),
+    Flag("http-socket", LISTENING, "Serve HTTP on this UNIX socket instead of a port.", metavar="PATH"),
+    Flag("grpc-socket", LISTENING, "Serve gRPC on this UNIX socket instead of a port.", metavar="PATH"),
+    Flag("allow-http", LISTENING, "Open the HTTP port.", "truth", True),
+    Flag("allow-grpc", LISTENING, "Open the gRPC port.", "truth", True),
+    Flag("reuse-http-port", LISTENING, "Let other servers listen on the same HTTP port.", "truth", False),
+    Flag("reuse-grpc-port", LISTENING, "Let other servers listen on the same gRPC port.", "truth", False),
+    Flag("tls-certificate", LISTENING, "PEM file with the certificate chain; turns TLS on.", metavar="FILE"),
+    Flag("tls-key", LISTENING, "PEM file with the certificate's key.", metavar="FILE"),
+    Flag("tls-client-ca", LISTENING, "PEM file: clients must show a certificate it signed.", metavar="FILE"),
+    Flag("grpc-use-ssl", LISTENING, "TLS on the gRPC port alone.", "truth", False),
+    Flag("grpc-use-ssl-mutual", LISTENING, "The same, and clients need a certificate.", "truth", False),
+    Flag("grpc-server-cert", LISTENING, "PEM file for --grpc-use-ssl: the certificate.", metavar="FILE"),
+    Flag("grpc-server-key", LISTENING, "PEM file for --grpc-use-ssl: its key.", metavar="FILE"),
+    Flag("grpc-root-cert", LISTENING, "PEM file for --grpc-use-ssl-mutual: who signs clients.", metavar="FILE"),
+    Flag("id", PROTOCOLS, "What the server calls itself.", metavar="NAME"),
+    Flag(
+        "http-header-forward-pattern",
+        PROTOCOLS,
+        "Give header fields that match to the model, as parameters.",
+        metavar="REGEX",
+    ),
+    Flag(
+        "grpc-header-forward-pattern",
+        PROTOCOLS,
+        "Give metadata that matches to the model, as parameters.",
+        metavar="REGEX",
+    ),
+    Flag(
+        "http-restricted-api",
+        PROTOCOLS,
+        "Serve these only to requests with a header field.",
+        metavar="APIS:KEY=VALUE",
+        many=True,
+    ),
+    Flag(
+        "grpc-restricted-protocol",
+        PROTOCOLS,
+        "Serve these only to calls with triton-grpc-protocol-KEY.",
+        metavar="APIS:KEY=VALUE",
+        many=True,
+    ),
+    Flag("allow-client-shm", PROTOCOLS, "Let clients register shared memory of this machine.", "truth", False),
+    Flag("allow-profiling", PROTOCOLS, "Answer requests to profile with success.", "truth", False),
+    Flag("allow-metrics", METRICS, "Serve metrics.", "truth", True),
+    Flag("allow-gpu-metrics", METRICS, "Metrics of the GPUs, where there are some.", "truth", True),
+    Flag("allow-cpu-metrics", METRICS, "Metrics of the machine and the process.", "truth", True),
+    Flag(
+        "metrics-interval-ms",
+        METRICS,
+        "From one look at the machine to the next.",
+        "number",
+        2000.0,
+        metavar="MILLISECONDS",
+        least=1,
+    ),
+    Flag("metrics-config", METRICS, "Such as summary_latencies=true.", metavar="SETTING=VALUE", many=True),
+    Flag("workers", LIMITS, "Processes that share the ports.", "whole", 1, aliases=("processes",), least=1, most=256),
+    Flag(
+        "max-body-bytes",
+        LIMITS,
+        "Largest HTTP body and gRPC message.",
+        "whole",
+        64 * _MIB,
+        metavar="BYTES",
+        least=1,
+    ),
+    Flag("http-max-input-size", LIMITS, "Largest HTTP body.", "whole", metavar="BYTES", least=1),
+    Flag(
+        "grace-seconds",
+        LIMITS,
+        "Time for requests in flight after SIGTERM.",
+        "number",
+        30.0,
+        metavar="SECONDS",
+        aliases=("exit-timeout-secs",),
+        least=0,
+    ),
+    Flag("log-level", LOGS, "debug, info, warning or error.", default="info", metavar="LEVEL"),
+    Flag(
+        "log-format",
+        LOGS,
+        "auto, json or text; auto is text on a terminal. Triton's default and ISO8601 are text.",
+        default="auto",
+        metavar="FORMAT",
+    ),
+    Flag("log-file", LOGS, "Write the log to this file.", metavar="FILE"),
+    Flag("log-verbose", LOGS, "1 or more: the same as --log-level debug.", "whole", 0, metavar="LEVEL", least=0),
+    Flag("log-info", LOGS, "false: only warnings and errors.", "truth", True),
+    Flag("log-warning", LOGS, "false: no warnings.", "truth", True),
+    Flag("log-error", LOGS, "false: no errors.", "truth", True),
+    Flag("access-log", LOGS, "Log one line per request.", "truth", False),
+    Flag("trace-endpoint", LOGS, "Send OpenTelemetry spans to this OTLP/HTTP collector.", metavar="URL"),
+    Flag(
+        "trace-config",
+        LOGS,
+        "Such as mode=opentelemetry, level=TIMESTAMPS, rate=1, opentelemetry,url=URL.",
+        metavar="[MODE,]SETTING=VALUE",
+        many=True,
+    ),
+    Flag("trace-file", LOGS, "The same as --trace-config triton,file=FILE.", metavar="FILE", old=True),
+    Flag("trace-level", LOGS, "The same as --trace-config level=LEVEL.", metavar="LEVEL", many=True, old=True),
+    Flag("trace-rate", LOGS, "The same as --trace-config rate=COUNT.", "whole", old=True),
+    Flag("trace-count", LOGS, "The same as --trace-config count=COUNT.", "whole", old=True),
+    Flag("trace-log-frequency", LOGS, "The same as --trace-config triton,log-frequency=COUNT.", "whole", old=True),
+)
 
-Processes = Annotated[
-    int, typer.Option(metavar="COUNT", min=1, max=256, help="Processes that share the ports.", rich_help_panel=LIMITS)
-]
-MaxBodyBytes = Annotated[
-    int, typer.Option(metavar="BYTES", min=1, help="Largest HTTP body and gRPC message.", rich_help_panel=LIMITS)
-]
-GraceSeconds = Annotated[
-    float,
-    typer.Option(metavar="SECONDS", min=0, help="Time for requests in flight after SIGTERM.", rich_help_panel=LIMITS),
-]
-
-LogLevel = Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=LOGS)]
-LogFormatText = Annotated[
-    str, typer.Option(metavar="FORMAT", help="auto, json or text; auto is text on a terminal.", rich_help_panel=LOGS)
-]
-TraceEndpoint = Annotated[
-    str, typer.Option(metavar="URL", help="Send OpenTelemetry spans to this OTLP/HTTP collector.", rich_help_panel=LOGS)
-]
-AccessLog = Annotated[bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=LOGS)]
+BY_NAME = {flag.name: flag for flag in FLAGS}

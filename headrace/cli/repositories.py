@@ -3,68 +3,88 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+from headrace.cli.flags import Given
 from headrace.core.errors import InvalidArgument
 from headrace.engine.engine import EngineSettings
 from headrace.engine.repository.settings import Mode, RepositorySettings
 
+log = logging.getLogger("headrace.cli")
 
-def engine_settings(
-    folders: Sequence[str],
-    *,
-    mode: str,
-    poll_seconds: float,
-    load_models: Sequence[str],
-    strict_model_config: bool,
-    strict_readiness: bool,
-    exit_on_error: bool,
-    load_threads: int,
-    cache_bytes: int,
-    resources: Sequence[str],
-    processes: int,
-) -> EngineSettings:
+
+def engine_settings(given: Given, folders: Sequence[str]) -> EngineSettings:
     """The engine that the options ask for."""
-    chosen = mode_of(mode)
-    if chosen == "explicit" and not folders:
+    mode = mode_of(given)
+    folders = (*folders, *given.texts("model-repository"))
+    if mode == "explicit" and not folders:
         raise InvalidArgument("--model-control-mode=explicit needs a folder of models: headrace serve MODELS ...")
-    if chosen == "explicit" and processes > 1:
-        raise InvalidArgument(
-            "--model-control-mode=explicit goes with one process: with --processes, each process would have its own "
-            "set of models. Use poll, or one process"
-        )
-    if load_models and chosen != "explicit":
+    if given.has("load-model") and mode != "explicit":
         raise InvalidArgument("--load-model chooses what explicit loads: add --model-control-mode=explicit")
-    if chosen == "poll" and poll_seconds == 0:
-        chosen = "none"
-    repository = RepositorySettings(
-        mode=chosen,
-        load_models=tuple(load_models),
-        poll_seconds=poll_seconds or RepositorySettings().poll_seconds,
-        exit_on_error=exit_on_error,
-        model_load_thread_count=load_threads,
-        strict_model_config=strict_model_config,
-    )
+    seconds = given.number("repository-poll-secs")
+    if mode == "poll" and seconds == 0:
+        mode = "none"
+    if given.text("rate-limit") == "off":
+        log.warning(
+            "--rate-limit=off does nothing here: a model's rate_limiter applies; take it out of its configuration"
+        )
     return EngineSettings(
-        repositories=tuple(folders),
-        repository=repository,
-        strict_readiness=strict_readiness,
-        cache_bytes=cache_bytes,
-        rate_limit_resources=dict(resource_of(text) for text in resources),
+        repositories=folders,
+        repository=RepositorySettings(
+            mode=mode,
+            load_models=given.texts("load-model"),
+            poll_seconds=seconds or RepositorySettings().poll_seconds,
+            exit_on_error=given.truth("exit-on-error"),
+            model_load_thread_count=given.whole("model-load-thread-count"),
+            strict_model_config=given.truth("strict-model-config"),
+        ),
+        strict_readiness=given.truth("strict-readiness"),
+        cache_bytes=cache_bytes_of(given),
+        rate_limit_resources=dict(resource_of(text) for text in given.texts("rate-limit-resource")),
     )
 
 
-def mode_of(text: str) -> Mode:
-    """One of the modes."""
+def mode_of(given: Given) -> Mode:
+    """One of the modes, also by the switches that were there before them."""
     known: dict[str, Mode] = {"none": "none", "poll": "poll", "explicit": "explicit"}
-    if text not in known:
-        raise InvalidArgument(f"--model-control-mode is none, poll or explicit, not {text!r}")
-    return known[text]
+    chosen = {known[given.text("model-control-mode")]} if given.has("model-control-mode") else set()
+    if given.has("allow-model-control") and given.truth("allow-model-control"):
+        chosen.add("explicit")
+    if given.has("allow-poll-model-repository"):
+        chosen.add("poll" if given.truth("allow-poll-model-repository") else "none")
+    if chosen == {"none", "explicit"} and not given.has("model-control-mode"):
+        return "explicit"  # no polling, but control: what the first releases called explicit
+    if len(chosen) > 1:
+        raise InvalidArgument(f"the options ask for {' and '.join(sorted(chosen))}: use --model-control-mode alone")
+    return chosen.pop() if chosen else known[given.text("model-control-mode")]
+
+
+def cache_bytes_of(given: Given) -> int:
+    """The size of the response cache, from `--cache-config local,size=BYTES` too."""
+    size = given.whole("response-cache-byte-size")
+    for text in given.texts("cache-config"):
+        front, _, value = text.partition("=")
+        cache, _, setting = front.partition(",")
+        if cache != "local":
+            log.warning("--cache-config %s does nothing here: the cache is 'local', in the server's memory", text)
+        elif setting == "size" and value.isascii() and value.isdigit() and len(value) < 19:
+            size = int(value)
+        else:
+            raise InvalidArgument(f"--cache-config is local,size=BYTES, not {text!r}")
+    return size
 
 
 def resource_of(text: str) -> tuple[str, int]:
-    """Read `NAME:COUNT`."""
-    name, _, count = text.rpartition(":")
-    if not name or not (count.isascii() and count.isdigit()) or len(count) > 9 or int(count) < 1 or ":" in name:
+    """Read `NAME:COUNT`; Triton's `NAME:COUNT:DEVICE` counts for every device here."""
+    name, _, rest = text.partition(":")
+    count, colon, device = rest.partition(":")
+    if not name or not _is_count(count) or (colon and not (device.isascii() and device.isdigit())):
         raise InvalidArgument(f"--rate-limit-resource is NAME:COUNT, such as memory:4, not {text!r}")
+    if colon:
+        log.warning("--rate-limit-resource %s: the count is for every device, not for device %s alone", text, device)
     return name, int(count)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= 1

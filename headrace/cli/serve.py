@@ -1,90 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace serve`: options to settings, and the bars on the terminal while models load."""
+"""`headrace serve`: a command line of ours or of Triton's to settings, and the bars on the terminal while models load.
+
+`main` adds `serve` to the program with `cls=ServeCommand`. Its options are the table in `options`.
+"""
 
 from __future__ import annotations
 
+import inspect
+from typing import Annotated, Any
+
 import typer
+from typer.core import TyperCommand
 
-from headrace.cli import options as opt
+from headrace.cli.flags import Flag
+from headrace.cli.options import BY_NAME, FLAGS
+
+EXAMPLES = """Serve models over HTTP and gRPC.
+
+MODELS are folders with a folder for each model. Without any, the built-in models `identity` and `first1000` are served.
+
+Options may be written `--option value` or `--option=value`; those of Triton that mean nothing here are taken with a
+warning.
+
+Examples:
+
+    headrace serve models
+
+    headrace serve --model-repository=/models --http-address 0.0.0.0 --grpc-address 0.0.0.0
+
+    headrace serve models --repository-poll-secs 5 --strict-readiness=false
+
+    headrace serve models --model-control-mode explicit --load-model resnet50
+
+    headrace serve models --workers 2 --access-log
+
+    headrace serve --tls-certificate server.pem --tls-key server.key
+"""
+
+_WARNINGS = "headrace.warnings"
 
 
-def serve(
-    models: opt.Folders = None,
-    model_repository: opt.ModelRepository = None,
-    model_control_mode: opt.ModelControlMode = "poll",
-    repository_poll_secs: opt.RepositoryPollSecs = 15,
-    load_model: opt.LoadModel = None,
-    strict_model_config: opt.StrictModelConfig = "false",
-    strict_readiness: opt.StrictReadiness = "true",
-    exit_on_error: opt.ExitOnError = "false",
-    model_load_thread_count: opt.ModelLoadThreadCount = 4,
-    response_cache_byte_size: opt.ResponseCacheByteSize = 64 * 1024 * 1024,
-    rate_limit_resource: opt.RateLimitResource = None,
-    host: opt.Host = "127.0.0.1",
-    http_port: opt.HttpPort = 8000,
-    grpc_port: opt.GrpcPort = 8001,
-    http_socket: opt.HttpSocket = "",
-    grpc_socket: opt.GrpcSocket = "",
-    tls_certificate: opt.TlsCertificate = "",
-    tls_key: opt.TlsKey = "",
-    tls_client_ca: opt.TlsClientCa = "",
-    processes: opt.Processes = 1,
-    max_body_bytes: opt.MaxBodyBytes = 64 * 1024 * 1024,
-    grace_seconds: opt.GraceSeconds = 30.0,
-    log_level: opt.LogLevel = "info",
-    log_format: opt.LogFormatText = "auto",
-    trace_endpoint: opt.TraceEndpoint = "",
-    access_log: opt.AccessLog = False,
-) -> None:
-    """Serve models over HTTP and gRPC.
+class ServeCommand(TyperCommand):
+    """Reads the command line in every form that `serve_arguments` knows."""
 
-    MODELS are folders with a folder for each model. Without any, the built-in models `identity` and `first1000` are
-    served.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Called by Typer with what stands behind `serve`."""
+        from headrace.cli.checks import or_exit
+        from headrace.cli.serve_arguments import normalise
 
-    Examples:
+        with or_exit():
+            arguments, ctx.meta[_WARNINGS] = normalise(args)
+        return super().parse_args(ctx, arguments)
 
-        headrace serve models
 
-        headrace serve models --repository-poll-secs 5 --strict-readiness=false
-
-        headrace serve models --model-control-mode explicit --load-model resnet50
-
-        headrace serve models --processes 2 --access-log
-
-        headrace serve --tls-certificate server.pem --tls-key server.key
-    """
-    from headrace.apps.server import ServerSettings, run_server
-    from headrace.cli.checks import address_of, flag_of, log_format_of, or_exit, tls_of
+def serve(ctx: typer.Context, models: list[str] | None = None, **texts: Any) -> None:
+    """Serve models. The help is `EXAMPLES`."""
+    from headrace.apps.server import run_server
+    from headrace.cli.checks import or_exit
+    from headrace.cli.flags import Given
     from headrace.cli.progress import logging_beside_bars
-    from headrace.cli.repositories import engine_settings
-    from headrace.core.limits import Limits
+    from headrace.cli.serve_logs import log_settings, open_log, warn
+    from headrace.cli.serve_settings import server_settings
 
-    # Several processes would paint over each other's bars.
-    with or_exit(), logging_beside_bars(log_level, log_format_of(log_format), bars=processes == 1) as progress:
-        engine = engine_settings(
-            [*(models or ()), *(model_repository or ())],
-            mode=model_control_mode,
-            poll_seconds=repository_poll_secs,
-            load_models=load_model or (),
-            strict_model_config=flag_of("--strict-model-config", strict_model_config),
-            strict_readiness=flag_of("--strict-readiness", strict_readiness),
-            exit_on_error=flag_of("--exit-on-error", exit_on_error),
-            load_threads=model_load_thread_count,
-            cache_bytes=response_cache_byte_size,
-            resources=rate_limit_resource or (),
-            processes=processes,
-        )
-        settings = ServerSettings(
-            http=address_of(host, http_port, http_socket),
-            grpc=address_of(host, grpc_port, grpc_socket),
-            tls=tls_of(tls_certificate, tls_key, tls_client_ca),
-            processes=processes,
-            grace_seconds=grace_seconds,
-            access_log=access_log,
-            trace_endpoint=trace_endpoint,
-            limits=Limits(body_bytes=max_body_bytes, message_bytes=max_body_bytes),
-            engine=engine,
-            progress=progress,
-        )
-        code = run_server(settings)
+    with or_exit():
+        given = Given(BY_NAME, {name: texts.get(name.replace("-", "_")) for name in BY_NAME})
+        logs = log_settings(given)
+        # Several processes would paint over each other's bars.
+        bars = given.whole("workers") == 1 and not logs.file
+        with (
+            open_log(logs.file) as stream,
+            logging_beside_bars(logs.level, logs.format, bars=bars, stream=stream) as progress,
+        ):
+            warn(ctx.meta.get(_WARNINGS, ()))
+            code = run_server(server_settings(given, models or (), progress))
     raise typer.Exit(code)
+
+
+def _signature() -> inspect.Signature:
+    """What Typer reads the options from: one parameter for each row of the table."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    folders = typer.Argument(metavar="MODELS", help="Folders of models; none for the built-in ones.")
+    first = [
+        inspect.Parameter("ctx", keyword, annotation=typer.Context),
+        inspect.Parameter("models", keyword, default=None, annotation=Annotated[list[str] | None, folders]),
+    ]
+    return inspect.Signature([*first, *(_parameter(flag) for flag in FLAGS)])
+
+
+def _parameter(flag: Flag) -> inspect.Parameter:
+    option = typer.Option(
+        f"--{flag.name}",  # the other names are gone when Typer sees the command line
+        metavar=flag.shown,
+        help=flag.explained,
+        rich_help_panel=flag.panel,
+        show_default=False,
+        hidden=flag.old,
+    )
+    kind = list[str] | None if flag.many else str | None
+    return inspect.Parameter(
+        flag.name.replace("-", "_"), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+    )
+
+
+serve.__signature__ = _signature()  # type: ignore[attr-defined]
+serve.__doc__ = EXAMPLES

@@ -47,6 +47,10 @@ class HeadraceError(Exception):
     """Base of every error meant for a caller. Raise a subclass, not this."""
 
     code: Code = Code.INTERNAL
+    request_id: str = ""
+    """Of an error that a client was told: by which the server's log has more."""
+    status: int | str | None = None
+    """The same: what the transport called it; None if no server answered."""
 
     def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)

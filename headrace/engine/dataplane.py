@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, NotFound, Unavailable
-from headrace.core.messages import InferRequest
+from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.names import check_name
 from headrace.engine.ensembles import EnsembleVersion
 from headrace.engine.repository.control import IndexEntry, RepositoryControl
@@ -61,6 +61,11 @@ class DataPlane:
         """Whether requests would be served: all models, or (not strict) any."""
         return self.accepting and (self._control is None or self._control.ready(self.strict_readiness))
 
+    @property
+    def started(self) -> bool:
+        """Whether the first loading of models is over, with or without success."""
+        return self._control is None or self._control.started
+
     def infer(self, request: InferRequest, done: Done) -> Pending:
         """Compute a request. Raises at once for a wrong one; otherwise `done` gets the answer, later.
 
@@ -74,6 +79,18 @@ class DataPlane:
             raise self._unknown_version(request.model_name, request.model_version)
         return version.infer(request, done)  # type: ignore[attr-defined,no-any-return]  # a cast would be a call
 
+    def answer(self, request: InferRequest) -> InferResponse | None:
+        """Compute a request here and now, if it is plain and its model quick and idle; None for others: `infer` them.
+
+        The shortest way (`engine.express`). Raises what the model said of a request that it could not compute.
+        """
+        model = self._models.get(request.model_name)
+        if model is None:
+            return None
+        version = model.newest if not request.model_version else model.versions.get(request.model_version)
+        express = version.express if version is not None else None  # type: ignore[attr-defined]  # a cast would be a call
+        return None if express is None else express(request)
+
     def infer_stream(self, request: InferRequest, answered: Answered) -> Pending:
         """Compute a request that may have any number of answers, each with whether it is the last."""
         return self._version(request.model_name, request.model_version).infer_stream(request, answered)
@@ -81,6 +98,21 @@ class DataPlane:
     def is_ready(self, name: str, version: str = "") -> bool:
         """Whether a request for this model and version would be served."""
         return self._directory.find(name, version) is not None
+
+    def find(self, name: str, version: str = "") -> ServingVersion | None:
+        """The version that a request for this model and version would reach; None if none would serve it."""
+        return cast("ServingVersion | None", self._directory.find(name, version))
+
+    def states(self) -> list[IndexEntry]:
+        """Where every version stands that was ever heard of, without a look at the repository's folders."""
+        if self._control is not None:
+            known = self._control.states.all()
+            return [IndexEntry(each.name, each.version_text, each.state, each.reason) for each in known]
+        return [
+            IndexEntry(name, version, State.READY)
+            for name, model in sorted(self._models.items())
+            for version in model.versions
+        ]
 
     def model_names(self) -> list[str]:
         """Every model that serves, for people."""
@@ -111,15 +143,14 @@ class DataPlane:
         self._version(name, "")
         return [cast("ServingVersion", one) for one in self._models[name].versions.values()]
 
+    def load_seconds(self, name: str, version: int) -> float:
+        """How long the last load of a version took; 0 for the built-in models."""
+        entry = self._control.states.get(name, version) if self._control is not None else None
+        return (entry.load_seconds or 0.0) if entry is not None else 0.0
+
     async def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
         """Every model of the repository with the state of its versions."""
-        if self._control is not None:
-            return await self._control.index(ready_only)
-        return [
-            IndexEntry(name, version, State.READY)
-            for name, model in sorted(self._models.items())
-            for version in model.versions
-        ]
+        return await self._control.index(ready_only) if self._control is not None else self.states()
 
     async def load(self, name: str, config_json: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         """Load a model of the repository, or load it anew."""

@@ -45,6 +45,8 @@ class EngineSettings:
     """Size of the response cache; 0 for none."""
     rate_limit_resources: Mapping[str, int] = field(default_factory=dict)
     """How much there is of a resource that instances share (`rate_limiter`), by its name."""
+    summary_quantiles: tuple[float, ...] = ()
+    """Quantiles of every version's times to keep, dearer than the histograms there always are; none for no summaries."""
 
 
 class Engine:
@@ -57,8 +59,13 @@ class Engine:
         )
         services = ModelServices(self.metrics)
         cache = ResponseCache(settings.cache_bytes) if settings.cache_bytes else None
+        quantiles = settings.summary_quantiles
         self._opener = VersionOpener(
-            services, self._threads, cache=cache, limiter=Limiter(settings.rate_limit_resources)
+            services,
+            self._threads,
+            cache=cache,
+            limiter=Limiter(settings.rate_limit_resources),
+            summarise=(lambda statistics: statistics.summarise(clock, quantiles)) if quantiles else None,
         )
         self.control: RepositoryControl | None = None
         if settings.repositories:

@@ -29,6 +29,9 @@ from headrace.modelconfig.types import EnsembleScheduling, ModelConfig
 class EnsembleVersion:
     """A version that computes nothing itself."""
 
+    express = None
+    """See `ModelVersion.express`."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -71,9 +74,15 @@ class EnsembleVersion:
         stats = self.statistics.answered(pending.rows, error, took_ns)
         if error is None:
             stats.infer_ns += took_ns
+            self.statistics.waited((0,), 0, took_ns, 0)
             self.statistics.executed(pending.rows, 0, took_ns, 0)
         if self._drain.waiting:
             self._drain.settled()
+
+    @property
+    def waiting(self) -> int:
+        """See `ModelVersion.waiting`."""
+        return sum(pending.state != ANSWERED for pending in self._waiting)
 
     async def retire(self, grace_seconds: float) -> None:
         """See `ModelVersion.retire`."""
@@ -120,6 +129,7 @@ class _Run:
         self.pending = pending
         self._cancels: dict[int, Callable[[], None]] = {}
         self._numbers = 0
+        self._silent = ensemble.statistics.first_answers is not None
         self._paths = 1
         """Ways through the graph that are still open; more than one after a decoupled step's second answer."""
         self.over = False
@@ -172,6 +182,9 @@ class _Run:
         self._paths -= 1
         final = self._paths == 0
         outputs = None if tensors is None else self._outputs(tensors)
+        if self._silent and outputs is not None:
+            self._silent = False
+            self.ensemble.statistics.first_answer(self.pending.arrived_ns)
         if final:
             self.over = True
             self.pending.on_cancel = None

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shortest way through the engine, for the most common request there is: one tensor to a quick model that is idle.
 
-Asked by a version before anything else. It does in one function what checking, queue, runner and accounts do in a dozen,
-because for a model of a few microseconds their calls were most of a request's cost (`make bench`, overhead). Whatever is
-not plain goes the long way round, which knows every case and has the words for every mistake.
+Called by the data plane's `answer`. It does in one function, and returns, what checking, queue, runner, accounts and a
+callback do in a dozen calls, because for a model of a few microseconds those were most of a request's cost (`make bench`,
+overhead). Whatever is not plain is left to the long way, which knows every case and has the words for every mistake.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import cast
@@ -17,16 +16,14 @@ from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.tensors import Tensor
 from headrace.engine.checking import plain_input
 from headrace.engine.execution.joining import Joiner, plain_output
-from headrace.engine.execution.runners import ComputeRunner
-from headrace.engine.scheduling.pending import Done, Owner, Pending
+from headrace.engine.execution.runners import ComputeRunner, told
+from headrace.engine.scheduling.pending import Owner, Pending
 from headrace.engine.scheduling.scheduler import BatchScheduler, Runner
 from headrace.engine.statistics import VersionStatistics
 from headrace.modelconfig.types import ModelConfig
 
-log = logging.getLogger("headrace.engine")
-
-Express = Callable[[InferRequest, Done], Pending | None]
-"""Answers a request before it returns, and gives its handle; or None, and has done nothing."""
+Express = Callable[[InferRequest], InferResponse | None]
+"""The answer to a request; None, and nothing has been done, if it is to take the long way."""
 
 
 def express_for(
@@ -43,7 +40,7 @@ def express_for(
     return _express(owner, config, scheduler, statistics)
 
 
-def _express(  # noqa: PLR0915  # to be one function is the point
+def _express(  # to be one function is the point
     owner: Owner, config: ModelConfig, scheduler: BatchScheduler, statistics: VersionStatistics
 ) -> Express:
     # Everything is a variable of the closure: attributes of an object would be looked up for every request.
@@ -59,9 +56,10 @@ def _express(  # noqa: PLR0915  # to be one function is the point
     idle = cast("list[ComputeRunner]", scheduler.idle)
     recent, reasons = statistics.log.recent, statistics.log.reasons
 
-    def express(request: InferRequest, done: Done) -> Pending | None:
+    def express(request: InferRequest) -> InferResponse | None:
         inputs = request.inputs
-        if not idle or scheduler.busy or scheduler.awake or request.outputs or len(inputs) != 1 or request.inside:
+        # `busy` and `awake`: somebody waits already, or is being told and may be asking from there.
+        if not idle or scheduler.busy or scheduler.awake or request.outputs or len(inputs) != 1:
             return None
         runner = idle[-1]
         pace = runner.pace
@@ -78,37 +76,37 @@ def _express(  # noqa: PLR0915  # to be one function is the point
             rows = shape[0] if shape else 0
             if shape[1:] != dims or not 0 < rows <= most:
                 return None
-        # Others wait while the caller is told: one that asks again from its answer would else pile up on the stack.
-        scheduler.busy = True
         started_ns = monotonic_ns()
         try:
-            try:
-                result = runner.compute({name: array}, output_names)
-                whole = result.get(output_name)
-                whole_shape = (rows, *output_dims) if most else output_dims
-                if whole is not None and whole.dtype is output_numpy and whole.shape == whole_shape:
-                    outputs: Sequence[Tensor] = (Tensor(output_name, output_dtype, whole),)
-                else:
-                    pending = Pending(owner, request, rows, None, done, started_ns)
-                    outputs = runner.joiner.split_alone(pending, result)
-            except Exception as error:
-                pending = Pending(owner, request, rows, None, done, started_ns)
-                statistics.received += 1
-                runner.fail(pending, error)
-                return pending
-            ended_ns = monotonic_ns()
-            took_ns = ended_ns - started_ns
-            if took_ns > pace.slow_ns or pace.strikes:
-                pace.took(took_ns, rows)
-            recent.append(runner.alone)
-            reasons["one at a time"] += 1
-            statistics.answered_at_once(rows, took_ns, ended_ns)
-            try:
-                done(InferResponse(model_name, version_text, outputs, request.id))
-            except Exception:
-                log.exception("an answer could not be delivered")
-            return runner.answered
-        finally:
-            scheduler.busy = False
+            result = runner.compute({name: array}, output_names)
+            whole = result.get(output_name)
+            if (
+                whole is not None
+                and whole.dtype is output_numpy
+                and whole.shape == ((rows, *output_dims) if most else output_dims)
+            ):
+                outputs: Sequence[Tensor] = (Tensor(output_name, output_dtype, whole),)
+            else:
+                outputs = runner.joiner.split_alone(unseen(request, rows, started_ns), result)
+        except Exception as error:
+            failure = told(error, runner.name, (unseen(request, rows, started_ns),))
+            statistics.received += 1
+            statistics.answered(rows, failure, monotonic_ns() - started_ns)
+            raise failure from None
+        ended_ns = monotonic_ns()
+        took_ns = ended_ns - started_ns
+        if took_ns > pace.slow_ns or pace.strikes:
+            pace.took(took_ns, rows)
+        recent.append(runner.alone)
+        reasons["one at a time"] += 1
+        statistics.answered_at_once(rows, took_ns, ended_ns)
+        return InferResponse(model_name, version_text, outputs, request.id)
+
+    def unseen(request: InferRequest, rows: int, started_ns: int) -> Pending:
+        return Pending(owner, request, rows, None, _nobody, started_ns)
 
     return express
+
+
+def _nobody(result: InferResponse | BaseException) -> None:
+    """Who is told of a request that never waited."""

@@ -45,7 +45,7 @@ from headrace.engine.scheduling.queues import FifoQueue, PolicyQueue, Queue
 from headrace.engine.scheduling.scheduler import BatchScheduler
 from headrace.engine.sequences.scheduler import SequenceScheduler
 from headrace.engine.sequences.states import StatefulJoiner, read_initial_states
-from headrace.engine.statistics import VersionStatistics
+from headrace.engine.statistics import VersionStatistics, first_answer_bounds
 from headrace.engine.versions import ModelVersion, Scheduler
 from headrace.modelconfig.types import (
     DynamicBatching,
@@ -55,6 +55,7 @@ from headrace.modelconfig.types import (
     QueuePolicy,
     SequenceBatching,
 )
+from headrace.telemetry.metrics import Histogram
 from headrace.telemetry.progress import Reporter
 
 log = logging.getLogger("headrace.engine")
@@ -68,12 +69,19 @@ class VersionOpener:
     """Opens versions; what they share is given once."""
 
     def __init__(
-        self, services: EngineServices, threads: Executor, *, cache: ResponseCache | None, limiter: Limiter
+        self,
+        services: EngineServices,
+        threads: Executor,
+        *,
+        cache: ResponseCache | None,
+        limiter: Limiter,
+        summarise: Callable[[VersionStatistics], None] | None = None,
     ) -> None:
         self._services = services
         self._threads = threads
         self._cache = cache
         self._limiter = limiter
+        self._summarise = summarise
 
     async def open(self, config: ModelConfig, files: ModelFiles, reporter: Reporter) -> ModelVersion | EnsembleVersion:
         """Load a version and warm it up. See `repository.contract.OpenVersion`."""
@@ -81,7 +89,9 @@ class VersionOpener:
         if isinstance(config.scheduling, EnsembleScheduling):
             if config.response_cache:
                 log.warning("model '%s': %s", config.name, ENSEMBLE_CACHE)
-            return EnsembleVersion(config, config.scheduling, files.version, self._services, labels)
+            ensemble = EnsembleVersion(config, config.scheduling, files.version, self._services, labels)
+            self._count_more(config, ensemble.statistics)
+            return ensemble
         initial_states: Mapping[str, Array] = {}
         if isinstance(config.scheduling, SequenceBatching):
             initial_states = await self._blocking(read_initial_states, config.scheduling, files.model_folder)
@@ -98,6 +108,7 @@ class VersionOpener:
                 for runner in runners:
                     await warm_up(runner, config, warmup, files.model_folder)
             statistics.forget_executions()
+            self._count_more(config, statistics)
             return ModelVersion(
                 config,
                 files.version,
@@ -112,6 +123,12 @@ class VersionOpener:
         except BaseException:
             await asyncio.shield(self._blocking(opened.close))
             raise
+
+    def _count_more(self, config: ModelConfig, statistics: VersionStatistics) -> None:
+        if config.decoupled:
+            statistics.first_answers = Histogram(first_answer_bounds(config))
+        if self._summarise is not None:
+            self._summarise(statistics)
 
     async def _open_instances(
         self, config: ModelConfig, files: ModelFiles, reporter: Reporter, opened: _Opened

@@ -8,11 +8,18 @@ nanoseconds. A cache hit is a success and no execution.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.core.errors import Code, HeadraceError
+from headrace.core.clock import Clock
+from headrace.core.errors import Code, HeadraceError, InvalidArgument
 from headrace.engine.scheduling.batches import BatchLog
+from headrace.modelconfig.types import ModelConfig
+from headrace.telemetry.metrics import Histogram, check_bounds
+from headrace.telemetry.summaries import DEFAULT_WINDOW_SECONDS, Summary
+from headrace.telemetry.tallies import LOAD_EXCESSES, QUICK_NS, SlowTally
 
 
 class RequestStats:
@@ -58,6 +65,44 @@ class BatchStats:
         self.count = self.input_ns = self.infer_ns = self.output_ns = 0
 
 
+class LatencySummaries:
+    """Quantiles of a version's times, in microseconds; kept only where they are asked for."""
+
+    __slots__ = ("hit", "infer", "input", "miss", "output", "queue", "request")
+
+    def __init__(self, clock: Clock, quantiles: tuple[float, ...]) -> None:
+        def summary() -> Summary:
+            return Summary(clock, quantiles, DEFAULT_WINDOW_SECONDS)
+
+        self.request, self.queue, self.input, self.infer, self.output = (summary() for _ in range(5))
+        self.hit, self.miss = summary(), summary()
+
+    def computed(self, queues_ns: Sequence[int], input_ns: int, infer_ns: int, output_ns: int) -> None:
+        """Requests waited so long each and were computed together."""
+        for queue_ns in queues_ns:
+            self.queue.observe(queue_ns / 1000)
+            self.input.observe(input_ns / 1000)
+            self.infer.observe(infer_ns / 1000)
+            self.output.observe(output_ns / 1000)
+
+
+FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+"""The name of the histogram of first answers, by which a configuration gives its buckets."""
+
+_FIRST_ANSWER_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
+
+
+def first_answer_bounds(config: ModelConfig) -> tuple[float, ...]:
+    """The buckets, in milliseconds, of a decoupled model's first answers: as its `model_metrics` says, or Triton's."""
+    for control in config.proto.model_metrics.metric_control if config.proto is not None else ():
+        if control.metric_identifier.family == FIRST_RESPONSE and control.histogram_options.buckets:
+            try:
+                return check_bounds(control.histogram_options.buckets)
+            except ValueError as error:
+                raise InvalidArgument(f"model_metrics of model '{config.name}': {error}") from None
+    return _FIRST_ANSWER_BOUNDS_MS
+
+
 FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 _REASONS = {
     Code.UNAVAILABLE: "REJECTED",
@@ -88,6 +133,21 @@ class VersionStatistics:
     """Per size of the executed batch."""
     failures: Counter[str] = field(default_factory=Counter)
     log: BatchLog = field(default_factory=BatchLog)
+    computed: int = 0
+    """Requests that took part in an execution and were to have its result: as many queue and compute times there are."""
+    quick_ns: int = QUICK_NS
+    """A request that took longer is given to `slow`; -1 where all are to be."""
+    slow_requests: SlowTally = field(default_factory=SlowTally)
+    slow_queues: SlowTally = field(default_factory=SlowTally)
+    slow_computes: SlowTally = field(default_factory=SlowTally)
+    loads: list[int] = field(default_factory=lambda: [0] * (len(LOAD_EXCESSES) + 1))
+    """Requests by how many times as long as their computation they took (`LOAD_RATIO_BOUNDS`); of the first bucket not
+    all: what is in no other is there."""
+    excess: float = 0.0
+    """What all those ratios are over 1, together."""
+    first_answers: Histogram | None = None
+    """Of a decoupled model: milliseconds from a request to its first response."""
+    summaries: LatencySummaries | None = None
 
     @property
     def last_inference_ms(self) -> int:
@@ -113,9 +173,17 @@ class VersionStatistics:
 
     def forget_executions(self) -> None:
         """Count from the start again: what was computed so far was warm-up."""
-        self._last_ns = 0
+        self._last_ns = self.computed = 0
         self.by_rows.clear()
         self.batches.clear()
+        self.slow_requests, self.slow_queues, self.slow_computes = SlowTally(), SlowTally(), SlowTally()
+        self.loads = [0] * len(self.loads)
+        self.excess = 0.0
+
+    def summarise(self, clock: Clock, quantiles: tuple[float, ...]) -> None:
+        """Keep quantiles from now on."""
+        self.summaries = LatencySummaries(clock, quantiles)
+        self.quick_ns = -1
 
     def of_rows(self, rows: int) -> RequestStats:
         """The numbers for requests of this size."""
@@ -154,16 +222,45 @@ class VersionStatistics:
         else:
             stats.success += 1
             stats.success_ns += took_ns
+            if took_ns > self.quick_ns:
+                self.slow(took_ns)
         return stats
+
+    def slow(self, took_ns: int) -> None:
+        """A request that took longer than `quick_ns` was answered well."""
+        if took_ns > QUICK_NS:
+            self.slow_requests.add(took_ns)
+        if self.summaries is not None:
+            self.summaries.request.observe(took_ns / 1000)
+
+    def waited(self, queues_ns: Sequence[int], input_ns: int, infer_ns: int, output_ns: int) -> None:
+        """Requests waited so long each and were computed together: their share of the histograms."""
+        self.computed += len(queues_ns)
+        compute_ns = input_ns + infer_ns + output_ns
+        if compute_ns > QUICK_NS:
+            self.slow_computes.add(compute_ns, len(queues_ns))
+        excesses = 0.0
+        for queue_ns in queues_ns:
+            # A quick request counts as one that did not wait: what it waited for is its turn, not others.
+            if queue_ns + compute_ns > QUICK_NS:
+                excess = queue_ns / (compute_ns or 1)
+                excesses += excess
+                self.loads[bisect_left(LOAD_EXCESSES, excess)] += 1
+                if queue_ns > QUICK_NS:
+                    self.slow_queues.add(queue_ns)
+        self.excess += excesses
+        if self.summaries is not None:
+            self.summaries.computed(queues_ns, input_ns, infer_ns, output_ns)
 
     def answered_alone(self, rows: int, arrived_ns: int, started_ns: int, computed_ns: int, split_ns: int) -> None:
         """A request was computed and is answered, without others and without joining: all that is to be counted."""
         self.settled += 1
         self._last_ns = split_ns
         stats = self.by_rows.get(rows) or self.of_rows(rows)
+        took_ns, queue_ns = split_ns - arrived_ns, started_ns - arrived_ns
         stats.success += 1
-        stats.success_ns += split_ns - arrived_ns
-        stats.queue_ns += started_ns - arrived_ns
+        stats.success_ns += took_ns
+        stats.queue_ns += queue_ns
         infer_ns, output_ns = computed_ns - started_ns, split_ns - computed_ns
         stats.infer_ns += infer_ns
         stats.output_ns += output_ns
@@ -171,6 +268,11 @@ class VersionStatistics:
         batch.count += 1
         batch.infer_ns += infer_ns
         batch.output_ns += output_ns
+        if took_ns > self.quick_ns:
+            self.slow(took_ns)
+            self.waited((queue_ns,), 0, infer_ns, output_ns)
+        else:
+            self.computed += 1
 
     def answered_at_once(self, rows: int, took_ns: int, ended_ns: int) -> None:
         """A request was received, computed and answered in one go: nothing to wait for, to join or to cut apart."""
@@ -184,6 +286,16 @@ class VersionStatistics:
         batch = self.batches.get(rows) or self.of_batch(rows)
         batch.count += 1
         batch.infer_ns += took_ns
+        if took_ns > self.quick_ns:
+            self.slow(took_ns)
+            self.waited((0,), 0, took_ns, 0)
+        else:
+            self.computed += 1
+
+    def first_answer(self, arrived_ns: int) -> None:
+        """The first of a decoupled model's responses to a request was given."""
+        if self.first_answers is not None:
+            self.first_answers.observe((time.monotonic_ns() - arrived_ns) / 1e6)
 
     def executed(self, rows: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         """A batch was computed."""

@@ -31,6 +31,10 @@ _copies = count(1)
 class Scheduler(Protocol):
     """What a version asks of its scheduler."""
 
+    @property
+    def waiting(self) -> int:
+        """Requests that are not being computed yet."""
+
     def add(self, pending: Pending) -> None:
         """Compute a request when its turn comes; raises when it may not wait."""
 
@@ -99,17 +103,16 @@ class ModelVersion:
         self._auto = delay if isinstance(delay, AutoDelay) else None
         self._special = config.decoupled or self._key is not None or self._cache is not None
         self.follows = self._auto is not None or self._cache is not None
-        self._express = express_for(self, config, scheduler, runners, statistics)
+        self.express = express_for(self, config, scheduler, runners, statistics)
+        """Answers plain requests at once; None when there is no such way."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were received and are not being computed yet."""
+        return self._scheduler.waiting
 
     def infer(self, request: InferRequest, done: Done) -> Pending:
-        """Compute a request. Raises at once for a wrong one; otherwise `done` gets the answer.
-
-        Mostly later; before this returns when the model is quick and has nothing else to do.
-        """
-        if self._express is not None:
-            answered = self._express(request, done)
-            if answered is not None:
-                return answered
+        """Compute a request. Raises at once for a wrong one; otherwise `done` gets the answer, later."""
         arrived_ns = monotonic_ns()
         try:
             rows = self._check(request)
@@ -160,7 +163,10 @@ class ModelVersion:
         stats = self.statistics.answered(pending.rows, error, now_ns - pending.arrived_ns)
         if pending.cache_key is not None and self._cache is not None and isinstance(outputs, Sequence):
             self._cache.put(pending.cache_key, outputs)
-            stats.miss_ns += monotonic_ns() - now_ns
+            kept_ns = monotonic_ns() - now_ns
+            stats.miss_ns += kept_ns
+            if self.statistics.summaries is not None:
+                self.statistics.summaries.miss.observe((pending.looked_ns + kept_ns) / 1000)
         if self._auto is not None:
             self._auto.review(monotonic_ns())
         if self._drain.waiting:
@@ -177,6 +183,7 @@ class ModelVersion:
             stats.miss += 1
             stats.miss_ns += looked_ns
             pending.cache_key = key
+            pending.looked_ns = looked_ns
             return False
         self.statistics.received += 1
 
@@ -184,6 +191,8 @@ class ModelVersion:
             if not pending.cancelled:
                 stats.hit += 1
                 stats.hit_ns += looked_ns
+                if self.statistics.summaries is not None:
+                    self.statistics.summaries.hit.observe(looked_ns / 1000)
                 pending.reply(outputs)
 
         # Not at once: streams count on it, and a caller that asks again from its answer would pile up on the stack.
@@ -193,7 +202,7 @@ class ModelVersion:
     async def retire(self, grace_seconds: float) -> None:
         """Finish what is in flight, for as long as `grace_seconds`; then free everything."""
         self.follows = True
-        self._express = None
+        self.express = None
         await self._drain.wait(grace_seconds)
         self._scheduler.close(Unavailable(f"model '{self.name}' version {self.version_text} was unloaded"))
         if self._cache is not None:

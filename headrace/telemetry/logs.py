@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import traceback
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
@@ -49,14 +50,74 @@ def configure_logging(level: str | int = "info", format: LogFormat = "auto", str
         formatter = TextFormatter(colour=terminal and _wants_colour())
     handler = _Handler(target)
     handler.setFormatter(formatter)
+    handler.levels = LogLevels.from_level(number)
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _Handler)]:
         root.removeHandler(old)
     root.addHandler(handler)
+    _set_level(number)
+    logging.captureWarnings(True)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLevels:
+    """Which lines are written, as Triton's clients choose it: each kind by itself."""
+
+    info: bool = True
+    warning: bool = True
+    error: bool = True
+    verbose: int = 0
+    """Over 0: our own debug lines, too."""
+
+    @classmethod
+    def from_level(cls, number: int) -> LogLevels:
+        """Everything from a level on."""
+        return cls(
+            number <= logging.INFO, number <= logging.WARNING, number <= logging.ERROR, int(number <= logging.DEBUG)
+        )
+
+    @property
+    def lowest(self) -> int:
+        """The first level of which something is written."""
+        chosen = (
+            (self.verbose > 0, logging.DEBUG),
+            (self.info, logging.INFO),
+            (self.warning, logging.WARNING),
+            (self.error, logging.ERROR),
+        )
+        return next((level for wanted, level in chosen if wanted), logging.CRITICAL)
+
+    def wants(self, level: int) -> bool:
+        """Whether a line of this level is written. What is critical always is."""
+        if level < logging.INFO:
+            return self.verbose > 0
+        if level < logging.WARNING:
+            return self.info
+        if level < logging.ERROR:
+            return self.warning
+        return self.error or level >= logging.CRITICAL
+
+
+def log_levels() -> LogLevels:
+    """What is written now."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Handler):
+            return handler.levels
+    return LogLevels.from_level(logging.getLogger(_OURS).getEffectiveLevel())
+
+
+def change_log_levels(levels: LogLevels) -> None:
+    """Write other lines from now on. For a running server; without `configure_logging` before, only the level changes."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Handler):
+            handler.levels = levels
+    _set_level(levels.lowest)
+
+
+def _set_level(number: int) -> None:
     logging.getLogger(_OURS).setLevel(number)
     # Debug is for our own rooms: at that level libraries write what they decode, credentials included.
-    root.setLevel(max(number, logging.INFO))
-    logging.captureWarnings(True)
+    logging.getLogger().setLevel(max(number, logging.INFO))
 
 
 def one_line(text: str) -> str:
@@ -110,6 +171,13 @@ class TextFormatter(logging.Formatter):
 
 class _Handler(logging.StreamHandler[TextIO]):
     """Ours, so that a second `configure_logging` knows which to replace."""
+
+    levels = LogLevels()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`."""
+        if self.levels.wants(record.levelno):
+            super().emit(record)
 
 
 def _level_number(level: str | int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from headrace.core.clock import Clock
 from headrace.telemetry.families import AnyFamily, Callback, Family, Kind, Reading
@@ -29,6 +29,13 @@ _SUFFIXES: dict[Kind, tuple[str, ...]] = {
     "histogram": ("_bucket", "_count", "_sum", "_created"),
     "summary": ("_count", "_sum", "_created"),
 }
+
+
+class Named(Protocol):
+    """What has a kind and a name."""
+
+    kind: Kind
+    name: str
 
 
 class Registry:
@@ -88,18 +95,25 @@ class Registry:
         """Declare a metric that is read by calling `read` at every scrape; it should be quick and not wait."""
         self._declare(Callback(kind, name, help, tuple(labels), read))
 
+    def reserve(self, kind: Kind, name: str) -> None:
+        """Keep a name, and what it stands for, for one who writes it without the registry; nobody else can have it."""
+        self._claim(Callback(kind, name, "", (), dict))
+
     def _declare(self, family: AFamily) -> AFamily:
+        self._claim(family)
+        self._families.append(family)
+        return family
+
+    def _claim(self, family: AnyFamily) -> None:
         _check_names(family)
         claims = _claims(family)
         for claim in claims:
             if claim in self._owners:
                 raise ValueError(f"metric {family.name} clashes with {self._owners[claim]}: both stand for {claim}")
         self._owners.update(dict.fromkeys(claims, family.name))
-        self._families.append(family)
-        return family
 
 
-def openmetrics_name(family: AnyFamily) -> str:
+def openmetrics_name(family: Named) -> str:
     """The name of the family in OpenMetrics, where the `_total` of a counter belongs to the sample only."""
     return family.name.removesuffix("_total") if family.kind == "counter" else family.name
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter as Tally
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import ceil, log
 
@@ -67,22 +67,16 @@ class Summary:
 
     def values(self) -> list[float]:
         """The value at each of `quantiles`, in the same order; NaN where the window is empty."""
+        return quantile_values(self.quantiles, self.tally())
+
+    def tally(self) -> dict[int, int]:
+        """The window's values as counts of buckets: those of several summaries can be added up."""
         if self._monotonic() >= self._slice_ends:
             self._forget()
         tally: Tally[int] = Tally()
         for part in self._slices:
             tally.update(part.copy())
-        buckets = sorted(tally)
-        ranks = list(accumulate(tally[bucket] for bucket in buckets))
-        return [self._value_at(quantile, buckets, ranks) for quantile in self.quantiles]
-
-    @staticmethod
-    def _value_at(quantile: float, buckets: list[int], ranks: list[int]) -> float:
-        if not buckets:
-            return math.nan
-        rank = math.floor(quantile * (ranks[-1] - 1))
-        bucket = next(bucket for bucket, upto in zip(buckets, ranks, strict=True) if upto > rank)
-        return 0.0 if bucket == _ZERO else 2 * _GROWTH**bucket / (_GROWTH + 1)
+        return tally
 
     def _forget(self) -> None:
         """Drop the slices whose time is over, and begin new ones."""
@@ -90,6 +84,21 @@ class Summary:
         passed = min(int(late / self._slice_seconds) + 1, SLICES)
         self._slices = self._slices[passed:] + [{} for _ in range(passed)]
         self._slice_ends += (int(late / self._slice_seconds) + 1) * self._slice_seconds
+
+
+def quantile_values(quantiles: Sequence[float], tally: Mapping[int, int]) -> list[float]:
+    """The value at each of `quantiles`, of values that are counted as `Summary.tally` does."""
+    buckets = sorted(tally)
+    ranks = list(accumulate(tally[bucket] for bucket in buckets))
+    return [_value_at(quantile, buckets, ranks) for quantile in quantiles]
+
+
+def _value_at(quantile: float, buckets: list[int], ranks: list[int]) -> float:
+    if not buckets:
+        return math.nan
+    rank = math.floor(quantile * (ranks[-1] - 1))
+    bucket = next(bucket for bucket, upto in zip(buckets, ranks, strict=True) if upto > rank)
+    return 0.0 if bucket == _ZERO else 2 * _GROWTH**bucket / (_GROWTH + 1)
 
 
 def check_quantiles(quantiles: Sequence[float]) -> tuple[float, ...]:

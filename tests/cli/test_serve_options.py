@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from headrace.api.v2.settings import TraceDefaults
 from headrace.apps import server
 from headrace.apps.server import ServerSettings
 from headrace.cli.main import app
@@ -27,13 +31,24 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
     return settings
 
 
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.WARNING, "headrace.cli"):
+        yield caplog
+
+
 def call(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["serve", *arguments])
 
 
+def serve(seen: list[ServerSettings], *arguments: str) -> ServerSettings:
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    return seen[-1]
+
+
 def test_without_a_folder_the_built_in_models(seen: list[ServerSettings]) -> None:
-    assert call().exit_code == 0
-    engine = seen[0].engine
+    engine = serve(seen).engine
     assert engine.repositories == ()
     assert (engine.strict_readiness, engine.repository.exit_on_error) == (True, False)
     assert (engine.repository.mode, engine.repository.poll_seconds) == ("poll", 15)
@@ -41,15 +56,26 @@ def test_without_a_folder_the_built_in_models(seen: list[ServerSettings]) -> Non
 
 
 def test_folders_by_every_name(seen: list[ServerSettings]) -> None:
-    assert call("one", "two", "--model-repository", "three", "--model-store=four").exit_code == 0
-    assert seen[0].engine.repositories == ("one", "two", "three", "four")
+    settings = serve(seen, "one", "two", "--model-repository", "three", "--model-store=four", "--", "-five")
+    assert settings.engine.repositories == ("one", "two", "-five", "three", "four")
 
 
-@pytest.mark.parametrize("option", ["--strict-readiness=false", "--strict-readiness=False", "--strict-readiness=0"])
-def test_flags_as_the_guide_of_2018_writes_them(seen: list[ServerSettings], option: str) -> None:
-    assert call("models", option, "--exit-on-error=true").exit_code == 0
-    assert seen[0].engine.strict_readiness is False
-    assert seen[0].engine.repository.exit_on_error is True
+FALSE = ["=false", "=False", "=0", " false", " 0", "=no"]
+
+
+@pytest.mark.parametrize("form", FALSE)
+@pytest.mark.parametrize("name", ["--strict-readiness", "--strict_readiness"])
+def test_a_switch_is_turned_off_in_every_form(seen: list[ServerSettings], name: str, form: str) -> None:
+    assert serve(seen, "models", *f"{name}{form}".split()).engine.strict_readiness is False
+
+
+@pytest.mark.parametrize(
+    "form", ["--exit-on-error", "--exit-on-error=true", "--exit-on-error True", "--exit_on_error=1"]
+)
+def test_a_switch_is_turned_on_in_every_form(seen: list[ServerSettings], form: str) -> None:
+    settings = serve(seen, *form.split(), "models")
+    assert settings.engine.repository.exit_on_error is True
+    assert settings.engine.repositories == ("models",)
 
 
 def test_the_other_options_about_models(seen: list[ServerSettings]) -> None:
@@ -58,8 +84,7 @@ def test_the_other_options_about_models(seen: list[ServerSettings]) -> None:
         "--response-cache-byte-size 0 --strict-model-config=true "
         "--rate-limit-resource memory:4 --rate-limit-resource lanes:1"
     )
-    assert call("models", *given.split()).exit_code == 0
-    engine = seen[0].engine
+    engine = serve(seen, "models", *given.split()).engine
     assert (engine.repository.mode, engine.repository.load_models) == ("explicit", ("a", "b"))
     assert (engine.repository.model_load_thread_count, engine.cache_bytes) == (2, 0)
     assert engine.repository.strict_model_config is True
@@ -68,26 +93,254 @@ def test_the_other_options_about_models(seen: list[ServerSettings]) -> None:
 
 @pytest.mark.parametrize("option", ["--repository-poll-secs", "--file-system-poll-secs"])
 def test_how_often_folders_are_looked_at(seen: list[ServerSettings], option: str) -> None:
-    assert call("models", option, "5").exit_code == 0
-    assert call("models", option, "0").exit_code == 0
-    assert (seen[0].engine.repository.mode, seen[0].engine.repository.poll_seconds) == ("poll", 5)
-    assert seen[1].engine.repository.mode == "none"
+    repository = serve(seen, "models", option, "5").engine.repository
+    assert (repository.mode, repository.poll_seconds) == ("poll", 5)
+    assert serve(seen, "models", option, "0").engine.repository.mode == "none"
+
+
+@pytest.mark.parametrize(
+    ("option", "mode"),
+    [
+        ("--allow-poll-model-repository=false", "none"),
+        ("--allow-model-load-unload=false", "none"),
+        ("--allow-model-load-unload", "poll"),
+        ("--allow-model-control", "explicit"),
+        ("--allow-poll-model-repository=false --allow-model-control=true", "explicit"),
+        ("--allow-model-control=false", "poll"),
+    ],
+)
+def test_modes_by_their_old_names(seen: list[ServerSettings], option: str, mode: str) -> None:
+    assert serve(seen, "models", *option.split()).engine.repository.mode == mode
+
+
+def test_the_cache_by_todays_name(seen: list[ServerSettings], warned: pytest.LogCaptureFixture) -> None:
+    settings = serve(seen, "--cache-config", "local,size=1048576", "--cache-config=redis,host=elsewhere")
+    assert settings.engine.cache_bytes == 1048576
+    assert "redis,host=elsewhere does nothing here" in warned.text
+
+
+def test_where_it_listens(seen: list[ServerSettings]) -> None:
+    usual = serve(seen)
+    assert [str(usual.http), str(usual.grpc), str(usual.metrics)] == [
+        "127.0.0.1:8000",
+        "127.0.0.1:8001",
+        "127.0.0.1:8002",
+    ]
+    assert usual.listening.metrics_optional
+    told = serve(
+        seen,
+        *[
+            "--http-address",
+            "0.0.0.0",
+            "--http-port=80",
+            "--grpc-address=::1",
+            "--grpc-port",
+            "81",
+            "--metrics-port",
+            "82",
+        ],
+    )
+    assert [str(told.http), str(told.grpc), str(told.metrics)] == ["0.0.0.0:80", "[::1]:81", "0.0.0.0:82"]
+    assert not told.listening.metrics_optional
+    apart = serve(seen, "--host=10.0.0.1", "--metrics-address", "127.0.0.1")
+    assert [str(apart.http), str(apart.grpc), str(apart.metrics)] == [
+        "10.0.0.1:8000",
+        "10.0.0.1:8001",
+        "127.0.0.1:8002",
+    ]
+
+
+def test_ports_that_stay_closed(seen: list[ServerSettings]) -> None:
+    assert serve(seen, "--allow-http=false").http is None
+    assert serve(seen, "--allow-grpc", "false").grpc is None
+    assert serve(seen, "--allow-metrics=0").metrics is None
+    free = serve(seen, "--http-port", "0")
+    assert free.metrics is None  # and at /metrics of the HTTP port
+    assert str(serve(seen, "--http-port", "0", "--metrics-port", "0").metrics) == "127.0.0.1:0"
+
+
+def test_tls_as_triton_has_it(seen: list[ServerSettings]) -> None:
+    files = ("--grpc-server-cert=c", "--grpc-server-key=k", "--grpc-root-cert=r")
+    alone = serve(seen, "--grpc-use-ssl=true", *files).listening
+    assert alone.tls is None and alone.grpc_tls is not None
+    assert (alone.grpc_tls.certificate, alone.grpc_tls.key, alone.grpc_tls.client_ca) == ("c", "k", None)
+    mutual = serve(seen, "--grpc-use-ssl-mutual", "1", *files).listening
+    assert mutual.grpc_tls is not None and mutual.grpc_tls.client_ca == "r"
+    assert serve(seen, *files).listening.grpc_tls is None
+    ours = serve(seen, "--tls-certificate=c", "--tls-key=k").listening
+    assert ours.tls is not None and ours.grpc_tls is None
+
+
+def test_sizes_and_times(seen: list[ServerSettings]) -> None:
+    settings = serve(seen, "--max-body-bytes=1000", "--exit-timeout-secs=3", "--processes", "2")
+    assert (settings.limits.body_bytes, settings.limits.message_bytes) == (1000, 1000)
+    assert (settings.grace_seconds, settings.workers) == (3, 2)
+    limits = serve(seen, "--http-max-input-size", "7").limits
+    assert (limits.body_bytes, limits.message_bytes) == (7, 64 * 1024 * 1024)
+    assert serve(seen, "--workers=3").workers == 3
+
+
+def test_what_the_protocols_are_told(seen: list[ServerSettings]) -> None:
+    settings = serve(
+        seen,
+        "--id=here",
+        "--allow-client-shm",
+        "--allow-profiling=true",
+        "--http-header-forward-pattern=x-.*",
+        "--grpc-header-forward-pattern=y-.*",
+        "--http-restricted-api=statistics,trace:key=secret",
+        "--grpc-restricted-protocol",
+        "health:key=secret",
+    )
+    assert (settings.v1.server_id, settings.v2.server_id) == ("here", "here")
+    assert settings.v2.allow_client_shm and settings.v1.allow_profiling
+    assert (settings.v2.http_header_forward_pattern, settings.v2.grpc_header_forward_pattern) == ("x-.*", "y-.*")
+    assert settings.v2.http_restrictions[0].apis == ("statistics", "trace")
+    assert settings.v2.grpc_restrictions[0].apis == ("health",)
+    usual = serve(seen)
+    assert usual.measuring is not None and usual.measuring.interval_ms == 2000
+    assert serve(seen, "--allow-metrics=false").measuring is None
+    measured = serve(seen, "--metrics-config", "summary_latencies=true", "--allow-gpu-metrics=false").measuring
+    assert measured is not None and measured.summary_latencies and not measured.gpu
+    assert seen[-1].engine.summary_quantiles
+    assert (usual.v1.server_id, usual.v2.server_id) == ("inference:0", "headrace")
+
+
+@pytest.mark.parametrize(
+    ("options", "level"),
+    [
+        ("", "info"),
+        ("--log-verbose=1", "debug"),
+        ("--log-verbose=0", "info"),
+        ("--log-level=warning", "warning"),
+        ("--log-info=false", "warning"),
+        ("--log-info=false --log-warning=false", "error"),
+        ("--log-info False --log-warning False --log-error False", "critical"),
+    ],
+)
+def test_levels_of_the_log(
+    seen: list[ServerSettings], monkeypatch: pytest.MonkeyPatch, options: str, level: str
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("headrace.cli.progress.configure_logging", lambda *given: told.extend(given))
+    serve(seen, *options.split(), "--log-format=ISO8601")
+    assert told[:2] == [level, "text"]
+
+
+def test_the_log_in_a_file(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    result = call(f"--log-file={log}", "--log-format=text", "--http-thread-count=8", str(tmp_path / "nowhere"))
+    assert result.exit_code == 2
+    assert "--http-thread-count does nothing here" in log.read_text()
+
+
+def test_traces(seen: list[ServerSettings], warned: pytest.LogCaptureFixture) -> None:
+    ours = serve(seen, "--trace-endpoint=http://c:4318")
+    assert (ours.trace_endpoint, ours.v2.trace) == ("http://c:4318", None)
+    given = "--trace-config mode=opentelemetry --trace-config=level=timestamps --trace-config rate=10"
+    tritons = serve(seen, *given.split(), "--trace-config=opentelemetry,url=http://c:4318/v1/traces")
+    assert tritons.trace_endpoint == "http://c:4318/v1/traces"
+    assert tritons.v2.trace == TraceDefaults(("TIMESTAMPS",), 10, mode="opentelemetry")
+    assert not warned.text
+    old = "--trace-level=TENSORS --trace-rate=1 --trace-count 5 --trace-log-frequency=2 --trace-file=f"
+    files = serve(seen, *old.split())
+    assert not files.trace_endpoint
+    assert files.v2.trace == TraceDefaults(("TENSORS",), 1, 5, 2)
+    assert "writes no files here" in warned.text
+
+
+def test_what_means_nothing_here_is_said_in_one_line(
+    seen: list[ServerSettings], warned: pytest.LogCaptureFixture
+) -> None:
+    serve(
+        seen,
+        *["--http-thread-count", "4", "--backend-config=python,shm=1", "--cuda-memory-pool-byte-size", "0:64"],
+        *["--pinned-memory-pool-byte-size=1", "--tf-allow-soft-placement", "--model-namespacing=false"],
+        *["--allow-sagemaker", "models", "--rate-limit=off", "--rate-limit-resource=R:2:0"],
+    )
+    assert seen[0].engine.repositories == ("models",)
+    assert [record.message.split()[0] for record in warned.records] == [
+        "--http-thread-count",
+        "--backend-config",
+        "--cuda-memory-pool-byte-size",
+        "--pinned-memory-pool-byte-size",
+        "--allow-sagemaker",
+        "--rate-limit=off",
+        "--rate-limit-resource",
+    ]
+    assert all("\n" not in record.message for record in warned.records)
+    assert seen[0].engine.rate_limit_resources == {"R": 2}
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["models", "--model-control-mode", "sometimes"], "none, poll or explicit"),
-        (["models", "--model-control-mode=explicit", "--processes=2"], "each process would have its own set"),
+        (["models", "--model-control-mode", "sometimes"], "none or poll or explicit"),
         (["--model-control-mode=explicit"], "needs a folder of models"),
         (["models", "--load-model", "a"], "--model-control-mode=explicit"),
         (["models", "--strict-readiness=maybe"], "--strict-readiness is true or false"),
         (["models", "--rate-limit-resource", "memory"], "NAME:COUNT"),
         (["models", "--rate-limit-resource", "memory:0"], "NAME:COUNT"),
-        (["models", "--repository-poll-secs", "-1"], "Invalid value"),
+        (["models", "--rate-limit-resource", "memory:1:a"], "NAME:COUNT"),
+        (["models", "--repository-poll-secs", "-1"], "--repository-poll-secs is a number of 0 or more, not '-1'"),
+        (["--http-port=65536"], "--http-port is a whole number from 0 to 65535"),
+        (["--http-port=nan"], "--http-port is a whole number"),
+        (["--grace-seconds=inf"], "--grace-seconds is a number of 0 or more"),
+        (["--http-port"], "--http-port needs a value: write --http-port=PORT"),
+        (["--id", "--http-port=1"], "--id needs a value"),
+        (["--backend-config"], "--backend-config needs a value"),
+        (["--http-port=90", "--grpc-port=90"], "port 90 is given twice"),
+        (["--metrics-port=8001"], "port 8001 is given twice"),
+        (["--allow-http=false", "--allow-grpc=false"], "nothing to serve"),
+        (["--grpc-use-ssl"], "--grpc-server-cert"),
+        (["--grpc-use-ssl-mutual", "--grpc-server-cert=c", "--grpc-server-key=k"], "--grpc-root-cert"),
+        (["--tls-key=k"], "--tls-certificate"),
+        (["--cache-config=local,size=much"], "local,size=BYTES"),
+        (["--trace-config=rate"], "SETTING=VALUE"),
+        (["--trace-config=zipkin,url=x"], "SETTING=VALUE"),
+        (["--trace-config=mode=files"], "triton or opentelemetry"),
+        (["--trace-config=rate=0"], "a whole number from 1"),
+        (["--trace-level=EVERYTHING"], "OFF, TIMESTAMPS, TENSORS"),
+        (["--metrics-config=speed=1"], "--metrics-config"),
+        (["--allow-model-control", "--model-control-mode=poll"], "use --model-control-mode alone"),
+        (["--log-format=xml"], "auto, json or text"),
+        (["--log-file=/no/such/folder/log"], "--log-file"),
+        (["--http-restricted-api=everything:a=b"], "everything"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_sentence(seen: list[ServerSettings], arguments: list[str], told: str) -> None:
     result = call(*arguments)
     assert result.exit_code == 2 and told in result.output
     assert not seen
+
+
+@pytest.mark.parametrize(
+    ("option", "near"),
+    [
+        ("--model-repo=x", "--model-repository"),
+        ("--model_repositry", "--model-repository"),
+        ("--http-prot=1", "--http-port"),
+        ("--strict-rediness=false", "--strict-readiness"),
+        ("--backend-dir", "--backend-directory"),
+        ("--worker=2", "--workers"),
+        ("--exit-timeout", "--exit-timeout-secs"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(seen: list[ServerSettings], option: str, near: str) -> None:
+    result = call("models", option)
+    assert result.exit_code == 2
+    assert f"there is no option {option.partition('=')[0]}: did you mean {near}?" in result.output
+
+
+@pytest.mark.parametrize("option", ["--zzzzzzzzzz", "-v", "---"])
+def test_an_unknown_option_without_a_neighbour(seen: list[ServerSettings], option: str) -> None:
+    result = call(option)
+    assert result.exit_code == 2 and "'headrace serve --help' lists the options" in result.output
+
+
+def test_help_has_every_option_once_under_its_heading() -> None:
+    text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).output
+    for heading in ("Models", "Listening", "Protocols", "Metrics", "Workers and limits", "Logs and traces"):
+        assert f" {heading} " in text
+    assert "headrace serve models --workers 2" in text
+    assert "Also --file-system-poll-secs" in text and "Default: 8000" in text

@@ -22,6 +22,10 @@ from doc_blocks import ROOT, anchors_of, blocks_of, code_spans_of, documents, li
 from doc_session import Mismatch, Session, first_missing
 from limits_table import GUIDE, limits_table, table_in
 
+from headrace.api.metrics.collector import _own_names
+from headrace.backends.table import BACKENDS
+from headrace.cli.flags_ignored import IGNORED
+
 HEADRACE = Path(sys.executable).parent / "headrace"
 LISTENING = re.compile(r"listening on 127\.0\.0\.1:(\d+)")
 
@@ -44,6 +48,8 @@ def tools_of(document: Path) -> set[str]:
 
 
 DOCUMENTS = documents()
+MADE = {"docs/guides/serve-options.md"}
+"""Tables made from the code, which tests beside that code compare with it."""
 RUN = [document for document in DOCUMENTS if runs_something(document)]
 
 
@@ -96,7 +102,8 @@ def test_what_the_reader_is_told_to_do_works(document: Path, request: pytest.Fix
 
 def test_the_documents_that_must_be_run_are() -> None:
     names = {name_of(document) for document in RUN}
-    assert {"README.md", *(f"docs/guides/{name}" for name in os.listdir(ROOT / "docs/guides"))} <= names
+    guides = {f"docs/guides/{name}" for name in os.listdir(ROOT / "docs/guides")}
+    assert {"README.md", *guides} - MADE <= names
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -139,13 +146,16 @@ def options_named_in(text: str) -> set[str]:
     commands = [span for span in code_spans_of(text) if span.startswith(("headrace serve", "--"))]
     for block in blocks_of(text):
         if block.language in ("console", "sh"):
-            commands += [part for part in block.text.replace("\\\n", " ").splitlines() if "headrace serve" in part]
+            lines = block.text.replace("\\\n", " ").splitlines()
+            # `|| true` shows how something is refused.
+            commands += [line for line in lines if "headrace serve" in line and not line.endswith("|| true")]
     return {option for command in commands for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", command)}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_options_exist(document: Path, serve_options: set[str]) -> None:
-    assert options_named_in(document.read_text()) <= serve_options
+    taken = {f"--{option.name}" for option in IGNORED}
+    assert options_named_in(document.read_text()) <= serve_options | taken
 
 
 def test_every_option_is_explained_somewhere(serve_options: set[str]) -> None:
@@ -155,6 +165,29 @@ def test_every_option_is_explained_somewhere(serve_options: set[str]) -> None:
 
 def test_the_table_of_limits_is_that_of_the_code() -> None:
     assert table_in(GUIDE.read_text()) == limits_table(), "run `python tests/docs/limits_table.py`"
+
+
+def test_the_guide_to_metrics_names_what_a_scrape_has() -> None:
+    """All of them, and none that is not there."""
+    named = {
+        span.partition("_bucket")[0]
+        for span in code_spans_of((ROOT / "docs/guides/metrics.md").read_text())
+        if re.fullmatch(r"(nv|process|python)_\w+", span)
+    }
+    told = {name for _, name in _own_names()}
+    assert named == told
+
+
+def test_the_table_of_formats_names_every_backend_and_real_tests() -> None:
+    text = (ROOT / "README.md").read_text()
+    table = text.partition("## Formats")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and "---" not in line][1:]
+    assert {backend for row in rows for backend in re.findall(r"`(\w+)`", row.split("|")[2])} >= set(BACKENDS)
+    for row in rows:
+        tests = re.findall(r"`(test_\w+|cases/\w+)`", row)
+        assert tests, row
+        for test in tests:
+            assert list((ROOT / "tests").glob(f"**/{test}.py")), f"{test}: {row}"
 
 
 def test_the_bench_has_its_place_in_the_readme() -> None:
@@ -209,7 +242,10 @@ def test_what_is_not_to_be_run_is_not(tmp_path: Path) -> None:
 
 
 def test_options_are_found_in_commands_and_prose() -> None:
-    text = "see `--one` and `curl --two`\n```console\n$ headrace serve --three \\\n  --four 4\n$ curl --five\n```\n"
+    text = (
+        "see `--one` and `curl --two`\n```console\n$ headrace serve --three \\\n  --four 4\n$ curl --five\n"
+        "$ headrace serve --six || true\n```\n"
+    )
     assert options_named_in(text) == {"--one", "--three", "--four"}
 
 

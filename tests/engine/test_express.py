@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import Asked, Recorder, ask, config_of, counted, serving_plane, submit
+from engines import Recorder, config_of, counted, serving_plane, submit
 
 from headrace.core.dtypes import FP32
 from headrace.core.errors import Internal, InvalidArgument, Unavailable
 from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
+from headrace.modelconfig.types import DynamicBatching, InputSpec, InstanceGroup, ModelConfig, OutputSpec
 
 ROW = np.arange(4, dtype=np.float32)
 
@@ -39,24 +40,16 @@ def request(array: Any = None, model: str = "plain", **more: Any) -> InferReques
     return InferRequest(model, [Tensor.of("INPUT0", ROW[None] if array is None else array)], **more)
 
 
-def at_once(plane: Any, asked: InferRequest) -> list[Any]:
-    """What a caller has been told when `infer` returns."""
-    told: list[Any] = []
-    handle = plane.infer(asked, told.append)
-    handle.cancel()  # has no effect on what is answered
-    return told
-
-
 def run(test: Any) -> None:
     asyncio.run(test())
 
 
 @pytest.mark.parametrize(("most", "shape"), [(8, (1, 4)), (8, (3, 4)), (0, (4,))])
-def test_a_plain_request_is_answered_before_infer_returns(most: int, shape: tuple[int, ...]) -> None:
+def test_a_plain_request_is_answered_at_once(most: int, shape: tuple[int, ...]) -> None:
     async def main() -> None:
         async with serving_plane([(plain(most=most), doubled)]) as plane:
             array = np.random.default_rng(1).random(shape, dtype=np.float32)
-            (answer,) = at_once(plane, request(array, id="seven"))
+            answer = plane.answer(request(array, id="seven"))
             assert isinstance(answer, InferResponse)
             assert (answer.model_name, answer.model_version, answer.id) == ("plain", "1", "seven")
             np.testing.assert_array_equal(answer.outputs[0].array, array * 2)
@@ -86,7 +79,8 @@ def test_other_models_have_no_express(config: ModelConfig) -> None:
     async def main() -> None:
         async with serving_plane([(config, doubled)]) as plane:
             (version,) = plane.statistics("plain")
-            assert version._express is None
+            assert version.express is None
+            assert plane.answer(request()) is None
 
     run(main)
 
@@ -107,6 +101,7 @@ def test_other_models_have_no_express(config: ModelConfig) -> None:
 def test_wrong_requests_are_refused_in_the_usual_words(wrong: InferRequest, text: str) -> None:
     async def main() -> None:
         async with serving_plane([(plain(), doubled)]) as plane:
+            assert plane.answer(wrong) is None
             with pytest.raises(InvalidArgument, match=text):
                 plane.infer(wrong, lambda _: None)
             assert counted(plane, "plain").total().fail == 1
@@ -127,7 +122,7 @@ def test_a_wrong_result_is_told_in_the_usual_words(result: Mapping[str, Any], te
     async def main() -> None:
         async with serving_plane([(plain(), lambda _: result)]) as plane:
             with pytest.raises(Internal, match=text):
-                await ask(plane, "plain", INPUT0=ROW[None])
+                plane.answer(request())
             statistics = counted(plane, "plain")
             assert (statistics.total().fail, statistics.executions, statistics.in_flight) == (1, 0, 0)
 
@@ -142,48 +137,39 @@ def test_a_model_that_raises_fails_its_request_and_lives() -> None:
 
     async def main() -> None:
         async with serving_plane([(plain(), fragile)]) as plane:
-            (told,) = at_once(plane, request(-ROW[None] - 1))
-            assert isinstance(told, InvalidArgument)
-            assert isinstance(at_once(plane, request())[0], InferResponse)
+            with pytest.raises(InvalidArgument, match="no negative numbers"):
+                plane.answer(request(-ROW[None] - 1))
+            assert isinstance(plane.answer(request()), InferResponse)
             statistics = counted(plane, "plain").total()
             assert (statistics.success, statistics.fail) == (1, 1)
 
     run(main)
 
 
-def test_a_caller_that_asks_again_from_its_answer_does_not_pile_up_on_the_stack() -> None:
+def test_a_request_for_nobody_is_left_to_infer() -> None:
     async def main() -> None:
         async with serving_plane([(plain(), doubled)]) as plane:
-            left = 5000
-            over = asyncio.Event()
-
-            def again(_: Any) -> None:
-                nonlocal left
-                left -= 1
-                if left:
-                    plane.infer(request(), again)
-                else:
-                    over.set()
-
-            plane.infer(request(), again)
-            await asyncio.wait_for(over.wait(), 20)
-            assert counted(plane, "plain").total().success == 5000
+            assert plane.answer(request(model="other")) is None
+            assert plane.answer(request(model_version="7")) is None
+            assert isinstance(plane.answer(request(model_version="1")), InferResponse)
 
     run(main)
 
 
-def test_a_caller_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_model_leaves_the_loop() -> None:
     async def main() -> None:
-        async with serving_plane([(plain(), doubled)]) as plane:
+        def slow(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+            time.sleep(0.002)
+            return doubled(inputs)
 
-            def broken(_: Any) -> None:
-                raise RuntimeError("the client has gone")
-
-            plane.infer(request(), broken)
-            assert isinstance(at_once(plane, request())[0], InferResponse)
+        async with serving_plane([(plain(instance_groups=(InstanceGroup("plain", runs="auto"),)), slow)]) as plane:
+            (version,) = plane.statistics("plain")
+            version._scheduler.idle[0].pace.inline = True
+            answers = [plane.answer(request()) for _ in range(5)]
+            assert isinstance(answers[0], InferResponse)
+            assert answers[-1] is None
 
     run(main)
-    assert "could not be delivered" in caplog.text
 
 
 def test_requests_that_wait_are_not_overtaken() -> None:
@@ -199,6 +185,7 @@ def test_requests_that_wait_are_not_overtaken() -> None:
             from headrace.core.messages import RequestedOutput
 
             plane.infer(request(np.full((1, 4), 1, np.float32), outputs=[RequestedOutput("OUTPUT0")]), note)
+            assert plane.answer(request(np.full((1, 4), 2, np.float32))) is None
             plane.infer(request(np.full((1, 4), 2, np.float32)), note)
             assert told == []
             await submit(plane, "plain", INPUT0=np.full((1, 4), 3, np.float32)).answer()
@@ -212,8 +199,8 @@ def test_a_version_that_goes_takes_no_more_by_the_short_way() -> None:
         async with serving_plane([(plain(), doubled)]) as plane:
             (version,) = plane.statistics("plain")
             await version.retire(1)
-            asked = Asked()
+            assert plane.answer(request()) is None
             with pytest.raises(Unavailable):
-                version.infer(request(), asked)
+                version.infer(request(), lambda _: None)
 
     run(main)

@@ -9,13 +9,16 @@ the same request again and again with other numbers, everything before the numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from headrace.api.shared_memory.regions import Placement, RegionReader, SharedMemory
 from headrace.api.v2.layouts import NAME_LENGTH, RequestLayout, can_be_learnt
+from headrace.api.v2.outputs import REGION, placed_parameters, read_input, requested
+from headrace.api.v2.parameters import check
 from headrace.api.v2.schema import inference_schema
 from headrace.core.dtypes import DType, dtype_named
 from headrace.core.errors import InvalidArgument
@@ -55,9 +58,10 @@ _CONTENTS = {
 
 
 class GrpcCodec:
-    """Holds the message classes, and the layouts of requests seen before."""
+    """Holds the message classes, and the layouts of requests seen before. Without `memory`, there is no shared memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: SharedMemory | None = None) -> None:
+        self._memory = memory or SharedMemory()
         self._request = inference_schema().message("inference.ModelInferRequest")
         self._layouts: dict[int, tuple[bytes, RequestLayout]] = {}
 
@@ -81,12 +85,14 @@ class GrpcCodec:
         outputs = parsed.outputs
         request = InferRequest(
             parsed.model_name,
-            _decode_inputs(parsed.inputs, contents),
+            _decode_inputs(parsed.inputs, contents, self._memory),
             parsed.model_version,
             parsed.id,
-            [RequestedOutput(o.name, _parameters(o.parameters)) for o in outputs] if outputs else (),
+            requested([RequestedOutput(o.name, _parameters(o.parameters)) for o in outputs]) if outputs else (),
             _parameters(parsed.parameters),
         )
+        if request.parameters is not NO_PARAMETERS:
+            check(request.parameters)
         if len(contents) == 1 and can_be_learnt(request):
             self._learn(message, request, len(contents[0]))
         return request
@@ -96,7 +102,7 @@ class GrpcCodec:
         start = len(message) - raw_bytes
         if start > _REMEMBERED_BYTES:
             return
-        ending = bytes((_RAW_INPUT_TAG,)) + _varint(raw_bytes)
+        ending = bytes((_RAW_INPUT_TAG,)) + varint(raw_bytes)
         prefix = bytes(message[:start])
         if not prefix.endswith(ending):
             return
@@ -111,19 +117,59 @@ class GrpcCodec:
             self._layouts[len(message)] = (prefix, RequestLayout(request, raw_bytes))
 
 
-def encode_response(response: InferResponse) -> list[Buffer]:
-    """Write a ModelInferResponse as buffers, tensors uncopied."""
+def encode_response(response: InferResponse, placed: Mapping[str, Placement] | None = None) -> list[Buffer]:
+    """Write a ModelInferResponse as buffers, tensors uncopied.
+
+    Outputs that are `placed` in shared memory are named and not sent.
+    """
     outputs = response.outputs
     layout = tuple([(tensor.name, tensor.dtype.name, tensor.array.shape) for tensor in outputs])
     pieces: list[Buffer] = [_response_prefix(response.model_name, response.model_version, layout)]
     if response.id:
         text = response.id.encode()
-        pieces.append(_ID_TAG + _varint(len(text)) + text)
+        pieces.append(_ID_TAG + varint(len(text)) + text)
+    if response.parameters is not NO_PARAMETERS:
+        pieces.append(encoded_parameters(response.parameters))
+    if placed is not None:
+        return _encode_placed(response, pieces, placed)
     for tensor in outputs:
         data = tensor.to_buffer()
-        pieces.append(_RAW_OUTPUT_TAG + _varint(len(data)))
+        pieces.append(_RAW_OUTPUT_TAG + varint(len(data)))
         pieces.append(data)
     return pieces
+
+
+def _encode_placed(response: InferResponse, pieces: list[Buffer], placed: Mapping[str, Placement]) -> list[Buffer]:
+    """The same where some outputs are in shared memory: these have parameters, and empty raw contents."""
+    message = inference_schema().message("inference.ModelInferResponse")
+    described = message(model_name=response.model_name, model_version=response.model_version)
+    for tensor in response.outputs:
+        output = described.outputs.add(name=tensor.name, datatype=tensor.dtype.name, shape=tensor.shape)
+        if tensor.name in placed:
+            _fill_parameters(output.parameters, placed_parameters(placed[tensor.name]))
+    pieces[0] = described.SerializeToString()
+    for tensor in response.outputs:
+        data = b"" if tensor.name in placed else tensor.to_buffer()
+        pieces += (_RAW_OUTPUT_TAG + varint(len(data)), data)
+    return pieces
+
+
+def encoded_parameters(parameters: Parameters) -> bytes:
+    """The parameters of a ModelInferResponse, to be put among its pieces."""
+    message = inference_schema().message("inference.ModelInferResponse")()
+    _fill_parameters(message.parameters, parameters)
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def _fill_parameters(target: Any, parameters: Parameters) -> None:
+    for name, value in parameters.items():
+        field = "uint64_param" if type(value) is int and value > _MOST_INT64 else _PARAMETER_FIELDS[type(value)]
+        setattr(target[name], field, value)
+
+
+_MOST_INT64 = (1 << 63) - 1
+_PARAMETER_FIELDS = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
 
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -193,7 +239,8 @@ def _not_a_request() -> InvalidArgument:
     return InvalidArgument("the message is not a ModelInferRequest")
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """A number as protobuf writes it."""
     pieces = bytearray()
     while value > 0x7F:
         pieces.append(value & 0x7F | 0x80)
@@ -202,27 +249,43 @@ def _varint(value: int) -> bytes:
     return bytes(pieces)
 
 
-def _decode_inputs(described: Any, raw: Sequence[Buffer]) -> list[Tensor]:
+def _decode_inputs(described: Any, raw: Sequence[Buffer], memory: SharedMemory) -> list[Tensor]:
     if len(described) > TENSOR_COUNT:
         raise InvalidArgument(f"at most {TENSOR_COUNT} inputs are allowed")
-    if raw and len(raw) != len(described):
-        raise InvalidArgument(
-            f"raw_input_contents has {len(raw)} entries for {len(described)} inputs: give one for each, or none"
-        )
+    # With bytes for every input there is none in shared memory; looking into each one's parameters would cost.
+    partly = len(raw) != len(described)
+    if partly and raw:
+        apart = sum(REGION in entry.parameters for entry in described)
+        if len(raw) != len(described) - apart:
+            raise InvalidArgument(
+                f"raw_input_contents has {len(raw)} entries for {len(described) - apart} inputs: give one for each, or none"
+            )
     tensors = []
-    for index, entry in enumerate(described):
+    used = 0
+    reader: RegionReader | None = None
+    for entry in described:
         name, dtype, shape = entry.name, dtype_named(entry.datatype), tuple(entry.shape)
         if len(name) > NAME_LENGTH:
             raise InvalidArgument(f"the name of an input may have {NAME_LENGTH} characters")
-        if raw:
+        if partly and REGION in entry.parameters:
+            reader = reader or memory.reader()
+            tensors.append(tensor_from_buffer(name, dtype, shape, _shared(entry, reader)))
+        elif raw:
             if entry.HasField("contents"):
                 raise InvalidArgument(
                     f"contents field must not be specified when using raw_input_contents for input '{name}'"
                 )
-            tensors.append(tensor_from_buffer(name, dtype, shape, raw[index]))
+            tensors.append(tensor_from_buffer(name, dtype, shape, raw[used]))
+            used += 1
         else:
             tensors.append(tensor_from_values(name, dtype, shape, _typed_values(name, dtype, entry.contents)))
     return tensors
+
+
+def _shared(entry: Any, reader: RegionReader) -> Buffer:
+    if entry.HasField("contents"):
+        raise InvalidArgument(f"input '{entry.name}' is in shared memory and has contents of its own: give one")
+    return read_input(reader, entry.name, _parameters(entry.parameters))
 
 
 def _typed_values(name: str, dtype: DType, contents: Any) -> list[Any]:

@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
+from headrace.api.v2.errors import told
+from headrace.api.v2.generate import V2Generate
 from headrace.api.v2.json_codec import JsonCodec, encode_response
 from headrace.api.v2.models import MODEL_PATHS, V2Models
+from headrace.api.v2.outputs import OutputPlan, SpecialOutputs
+from headrace.api.v2.parameters import forwarding
+from headrace.api.v2.raw_request import RawRequests
 from headrace.api.v2.repository import V2Repository
+from headrace.api.v2.server_settings import V2ServerSettings
+from headrace.api.v2.shared import V2Shared
+from headrace.api.v2.shared_memory import V2SharedMemory
 from headrace.api.v2.statistics import V2Statistics
 from headrace.api.v2.tracing import infer_traced
-from headrace.core.messages import InferResponse
+from headrace.core.errors import HeadraceError
+from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.names import check_name
 from headrace.engine.dataplane import DataPlane
 from headrace.telemetry.tracing import NO_TRACING, Tracer
@@ -19,26 +28,34 @@ from headrace.wire.http.routes import Routes
 _HEADER_LENGTH = b"inference-header-content-length"
 _OK_BINARY = ResponseHead(200, [(CONTENT_TYPE, b"application/octet-stream")])
 _NOT_READY = ResponseHead(400)
+_DOOR = "HTTP end point"
 
 
 class V2Http:
     """Handlers over one data plane."""
 
-    def __init__(self, plane: DataPlane, tracer: Tracer = NO_TRACING) -> None:
+    def __init__(self, plane: DataPlane, tracer: Tracer = NO_TRACING, shared: V2Shared | None = None) -> None:
+        self._shared = shared = shared or V2Shared(plane, tracer=tracer)
         self._plane = plane
-        self._tracer = tracer
-        self._codec = JsonCodec()
+        self._tracing = shared.tracing
+        self._planner = shared.outputs
+        self._codec = JsonCodec(shared.memory, RawRequests(plane))
+        self._forwarding = forwarding(shared.settings.http_header_forward_pattern)
 
     def add_to(self, routes: Routes) -> None:
         """Serve the v2 paths."""
-        routes.add("GET", "/v2/health/live", self.live)
-        routes.add("GET", "/v2/health/ready", self.ready)
+        gate = self._shared.http_gate
+        routes.add("GET", "/v2/health/live", gate.http("health", self.live))
+        routes.add("GET", "/v2/health/ready", gate.http("health", self.ready))
         for model in MODEL_PATHS:
-            routes.add("GET", f"{model}/ready", self.model_ready)
-            routes.add("POST", f"{model}/infer", self.infer)
-        V2Models(self._plane).add_to(routes)
-        V2Statistics(self._plane).add_to(routes)
-        V2Repository(self._plane).add_to(routes)
+            routes.add("GET", f"{model}/ready", gate.http("health", self.model_ready))
+            routes.add("POST", f"{model}/infer", gate.http("inference", self.infer))
+        V2Generate(self._shared, self._forwarding).add_to(routes)
+        V2Models(self._shared).add_to(routes)
+        V2Statistics(self._shared).add_to(routes)
+        V2Repository(self._shared).add_to(routes)
+        V2ServerSettings(self._shared).add_to(routes)
+        V2SharedMemory(self._shared).add_to(routes)
 
     def live(self, exchange: Exchange) -> None:
         """The process answers."""
@@ -62,13 +79,33 @@ class V2Http:
             params[0], version, exchange.body, exchange.head.by_name.get(_HEADER_LENGTH)
         )
         exchange.body = b""
+        if self._forwarding is not None:
+            request.parameters = self._forwarding.merged(exchange.head, request.parameters)
+        if not self._tracing.enabled:
+            answer = self._plane.answer(request)
+            if answer is not None:
+                json_length, buffers = encode_response(answer, request)
+                if json_length is None:
+                    exchange.respond(OK_JSON, buffers)
+                else:
+                    exchange.respond(_OK_BINARY, buffers, ((_HEADER_LENGTH, b"%d" % json_length),))
+                return
+        self._infer_later(exchange, request)
+
+    def _infer_later(self, exchange: Exchange, request: InferRequest) -> None:
+        plan: OutputPlan | None = None
+        if type(request.outputs) is SpecialOutputs:
+            plan = self._planner.plan(request)
 
         def done(result: InferResponse | BaseException) -> None:
             if isinstance(result, BaseException):
                 exchange.fail(result)
                 return
             try:
-                json_length, buffers = encode_response(result, request)
+                if plan is None:
+                    json_length, buffers = encode_response(result, request)
+                else:
+                    json_length, buffers = encode_response(plan.carried_out(result), request, plan.placed)
             except Exception as error:
                 exchange.fail(error)
                 return
@@ -77,8 +114,12 @@ class V2Http:
             else:
                 exchange.respond(_OK_BINARY, buffers, ((_HEADER_LENGTH, b"%d" % json_length),))
 
-        if self._tracer.enabled:
-            pending = infer_traced(self._plane, self._tracer, exchange.head, request, done)
-        else:
-            pending = self._plane.infer(request, done)
+        tracing = self._tracing
+        try:
+            if tracing.enabled and tracing.wants(request.model_name):
+                pending = infer_traced(self._plane, tracing.tracer, exchange.head, request, done)
+            else:
+                pending = self._plane.infer(request, done)
+        except HeadraceError as error:
+            raise told(self._plane, request, error, _DOOR) from None
         exchange.on_disconnect = pending.cancel

@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """v2 over HTTP, bytes to messages and back: JSON, and JSON followed by binary tensors.
 
-Called by `http`. A binary tensor becomes a view of the received body and leaves as a view of the model's array.
+Called by `http`. A binary tensor becomes a view of the received body and leaves as a view of the model's array. FP16 and
+BF16 are numbers in JSON like any other, both ways; NaN, Infinity and -Infinity stand there under these names, as Python's
+and Triton's readers have them, although JSON itself has no word for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import orjson
 
+from headrace.api.shared_memory.regions import Placement, RegionReader, SharedMemory
+from headrace.api.v2.documents import parsed_leniently
 from headrace.api.v2.layouts import NAME_LENGTH, RequestLayout, can_be_learnt
+from headrace.api.v2.outputs import REGION, placed_parameters, read_input, requested
+from headrace.api.v2.parameters import checked
+from headrace.api.v2.raw_request import RawRequests
 from headrace.core.dtypes import BF16, BYTES, bf16_to_float32, dtype_named
 from headrace.core.errors import InvalidArgument
 from headrace.core.limits import TENSOR_COUNT
@@ -22,12 +31,16 @@ _REMEMBERED_BYTES = 4096
 """A JSON header is remembered up to this size, counted with the names in its path."""
 _REMEMBERED_LAYOUTS = 1024
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
+_LETTER_N = ord("n")
+"""Of the null that orjson writes for NaN and the infinities; no number has one."""
 
 
 class JsonCodec:
-    """Holds the layouts of binary requests seen before."""
+    """Holds the layouts of binary requests seen before. Without `memory` and `raw` it refuses what needs them."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: SharedMemory | None = None, raw: RawRequests | None = None) -> None:
+        self._memory = memory or SharedMemory()
+        self._raw = raw
         self._layouts: dict[tuple[str, str, bytes], RequestLayout] = {}
 
     def decode_request(
@@ -35,7 +48,7 @@ class JsonCodec:
     ) -> InferRequest:
         """Parse a request body; `header_length` is the value of `Inference-Header-Content-Length`."""
         if header_length is None:
-            return _decode(model_name, model_version, body, b"")
+            return _decode(model_name, model_version, body, b"", self._memory)
         size = _header_size(header_length, len(body))
         view = memoryview(body)
         text, binary = bytes(view[:size]), view[size:]
@@ -43,7 +56,9 @@ class JsonCodec:
         layout = self._layouts.get(key)
         if layout is not None and layout.size == len(binary):
             return layout.request(binary)
-        request = _decode(model_name, model_version, text, binary)
+        if not size and self._raw is not None:
+            return self._raw.decode(model_name, model_version, body)
+        request = _decode(model_name, model_version, text, binary, self._memory)
         known = size + len(model_name) + len(model_version)
         if known <= _REMEMBERED_BYTES and len(binary) and can_be_learnt(request):
             if len(self._layouts) >= _REMEMBERED_LAYOUTS:
@@ -52,14 +67,14 @@ class JsonCodec:
         return request
 
 
-def _decode(model_name: str, model_version: str, text: Buffer, binary: Buffer) -> InferRequest:
+def _decode(model_name: str, model_version: str, text: Buffer, binary: Buffer, memory: SharedMemory) -> InferRequest:
     try:
         document = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise InvalidArgument(f"failed to parse the request JSON: {error}") from None
+        document = parsed_leniently(text, error)
     if not isinstance(document, dict):
         raise InvalidArgument("the request must be a JSON object with 'inputs'")
-    inputs = _decode_inputs(model_name, document.get("inputs"), binary)
+    inputs = _decode_inputs(model_name, document.get("inputs"), binary, memory)
     outputs = document.get("outputs")
     request_id = document.get("id", "")
     if not isinstance(request_id, str):
@@ -70,17 +85,24 @@ def _decode(model_name: str, model_version: str, text: Buffer, binary: Buffer) -
         model_version,
         request_id,
         () if outputs is None else _decode_outputs(outputs),
-        _parameters(document) if "parameters" in document else NO_PARAMETERS,
+        checked(_parameters(document)) if "parameters" in document else NO_PARAMETERS,
     )
 
 
-def encode_response(response: InferResponse, request: InferRequest) -> tuple[int | None, list[Buffer]]:
-    """The response body as buffers, and the length of its JSON part if binary tensors follow it."""
+def encode_response(
+    response: InferResponse, request: InferRequest, placed: Mapping[str, Placement] | None = None
+) -> tuple[int | None, list[Buffer]]:
+    """The response body as buffers, and the length of its JSON part if binary tensors follow it.
+
+    Outputs that are `placed` in shared memory are named and not sent.
+    """
     binary_all = request.parameters.get("binary_data_output") is True
     wanted = {output.name: output.parameters for output in request.outputs} if request.outputs else None
     start = _response_start(response.model_name, response.model_version)
     if response.id:
         start += b'"id":%b,' % orjson.dumps(response.id)
+    if response.parameters is not NO_PARAMETERS:
+        start += b'"parameters":%b,' % orjson.dumps(dict(response.parameters))
     described: list[bytes] = []
     buffers: list[Buffer] = []
     for tensor in response.outputs:
@@ -88,12 +110,15 @@ def encode_response(response: InferResponse, request: InferRequest) -> tuple[int
         if wanted is not None and tensor.name in wanted:
             binary = wanted[tensor.name].get("binary_data", binary_all) is True
         output = _output_start(tensor.name, tensor.dtype.name, tensor.array.shape)
-        if binary:
+        if placed is not None and tensor.name in placed:
+            place = orjson.dumps(placed_parameters(placed[tensor.name]))
+            described.append(b'%b"parameters":%b' % (output, place))
+        elif binary:
             data = tensor.to_buffer()
             described.append(b'%b"parameters":{"binary_data_size":%d}' % (output, len(data)))
             buffers.append(data)
         else:
-            described.append(b'%b"data":%b' % (output, orjson.dumps(_json_data(tensor), option=_NUMPY)))
+            described.append(b'%b"data":%b' % (output, json_data(tensor)))
     text = b'%b"outputs":[{%b}]}' % (start, b"},{".join(described)) if described else start + b'"outputs":[]}'
     if not buffers:
         return None, [text]
@@ -122,13 +147,14 @@ def _header_size(text: bytes, body_length: int) -> int:
     return size
 
 
-def _decode_inputs(model_name: str, described: Any, binary: Buffer) -> list[Tensor]:
+def _decode_inputs(model_name: str, described: Any, binary: Buffer, memory: SharedMemory) -> list[Tensor]:
     if not isinstance(described, list) or not described:
         raise InvalidArgument("'inputs' must be a list with at least one tensor")
     if len(described) > TENSOR_COUNT:
         raise InvalidArgument(f"at most {TENSOR_COUNT} inputs are allowed")
     tensors: list[Tensor] = []
     position = 0
+    reader: RegionReader | None = None
     for entry in described:
         try:
             name, datatype, shape = entry["name"], entry["datatype"], entry["shape"]
@@ -139,7 +165,14 @@ def _decode_inputs(model_name: str, described: Any, binary: Buffer) -> list[Tens
         if len(name) > NAME_LENGTH:
             raise InvalidArgument(f"an input's 'name' may have {NAME_LENGTH} characters")
         dtype = dtype_named(datatype)
-        size = _parameters(entry).get("binary_data_size") if "parameters" in entry else None
+        size: Any = None
+        if "parameters" in entry:
+            parameters = _parameters(entry)
+            size = parameters.get("binary_data_size")
+            if REGION in parameters:
+                reader = reader or memory.reader()
+                tensors.append(tensor_from_buffer(name, dtype, shape, _shared(entry, reader, parameters)))
+                continue
         if size is None:
             if "data" not in entry:
                 raise InvalidArgument(f"input '{name}' needs 'data', or 'binary_data_size' and binary data")
@@ -165,6 +198,12 @@ def _decode_inputs(model_name: str, described: Any, binary: Buffer) -> list[Tens
     return tensors
 
 
+def _shared(entry: dict[str, Any], reader: RegionReader, parameters: Parameters) -> Buffer:
+    if "data" in entry or "binary_data_size" in parameters:
+        raise InvalidArgument(f"input '{entry['name']}' is in shared memory and has data of its own: give one")
+    return read_input(reader, entry["name"], parameters)
+
+
 def _decode_outputs(described: Any) -> list[RequestedOutput]:
     if not isinstance(described, list) or len(described) > TENSOR_COUNT:
         raise InvalidArgument(f"'outputs' must be a list of at most {TENSOR_COUNT} outputs")
@@ -173,7 +212,7 @@ def _decode_outputs(described: Any) -> list[RequestedOutput]:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             raise InvalidArgument("each requested output needs a 'name'")
         outputs.append(RequestedOutput(entry["name"], _parameters(entry)))
-    return outputs
+    return requested(outputs)
 
 
 def _parameters(entry: dict[str, Any]) -> Parameters:
@@ -185,15 +224,28 @@ def _parameters(entry: dict[str, Any]) -> Parameters:
     return parameters
 
 
-def _json_data(tensor: Tensor) -> Any:
+def json_data(tensor: Tensor) -> bytes:
+    """A tensor's elements as a flat JSON array."""
     array = tensor.array
     if tensor.dtype is BYTES:
         try:
-            return [element.decode() for element in array.ravel()]
+            return orjson.dumps([element.decode() for element in array.ravel()])
         except UnicodeDecodeError:
             raise InvalidArgument(
                 f"output '{tensor.name}' is not UTF-8 and cannot be JSON: ask for it with binary_data"
             ) from None
     if tensor.dtype is BF16:
         array = bf16_to_float32(array)
-    return array.ravel()
+    flat = array.ravel()
+    text = orjson.dumps(flat, option=_NUMPY)
+    return text if _LETTER_N not in text else _with_special_numbers(text, flat)
+
+
+def _with_special_numbers(text: bytes, flat: Any) -> bytes:
+    """The same with the right word where orjson wrote null, of which there is one for each number that is none."""
+    words = [
+        b"NaN" if np.isnan(number) else b"Infinity" if number > 0 else b"-Infinity"
+        for number in flat[~np.isfinite(flat)]
+    ]
+    pieces = text.split(b"null")
+    return b"".join([piece for pair in zip(pieces, [*words, b""], strict=True) for piece in pair])

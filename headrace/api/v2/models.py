@@ -9,31 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
+from headrace.api.v2.documents import answer_json
+from headrace.api.v2.shared import V2Shared
 from headrace.core.names import check_name
-from headrace.engine.dataplane import DataPlane, ModelMetadata, TensorMetadata
+from headrace.engine.dataplane import ModelMetadata, TensorMetadata
 from headrace.modelconfig.schema import new_config
 from headrace.modelconfig.showing import to_json
 from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec
 from headrace.version import __version__
 from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import OK_JSON
 from headrace.wire.http.routes import Routes
-
-SERVER_NAME = "headrace"
-
-EXTENSIONS = (
-    "sequence",
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "schedule_policy",
-    "model_configuration",
-    "binary_tensor_data",
-    "parameters",
-    "statistics",
-)
-"""Those of Triton's that are served."""
 
 MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 
@@ -41,19 +26,22 @@ MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 class V2Models:
     """Handlers over one data plane."""
 
-    def __init__(self, plane: DataPlane) -> None:
-        self._plane = plane
+    def __init__(self, shared: V2Shared) -> None:
+        self._plane = shared.plane
+        self._shared = shared
 
     def add_to(self, routes: Routes) -> None:
         """Serve the paths."""
-        routes.add("GET", "/v2", self.server)
+        gate = self._shared.http_gate
+        routes.add("GET", "/v2", gate.http("metadata", self.server))
         for path in MODEL_PATHS:
-            routes.add("GET", path, self.metadata)
-            routes.add("GET", f"{path}/config", self.config)
+            routes.add("GET", path, gate.http("metadata", self.metadata))
+            routes.add("GET", f"{path}/config", gate.http("model-config", self.config))
 
     def server(self, exchange: Exchange) -> None:
         """What this server is and which extensions of the protocol it has."""
-        answer_json(exchange, {"name": SERVER_NAME, "version": __version__, "extensions": EXTENSIONS})
+        name, extensions = self._shared.settings.server_id, self._shared.extensions
+        answer_json(exchange, {"name": name, "version": __version__, "extensions": extensions})
 
     def metadata(self, exchange: Exchange) -> None:
         """Names, types and shapes of a model's tensors."""
@@ -70,11 +58,6 @@ def model_of(exchange: Exchange) -> tuple[str, str]:
     return check_name(params[0]), params[1] if len(params) > 1 else ""
 
 
-def answer_json(exchange: Exchange, value: Any) -> None:
-    """Answer 200 with a JSON document."""
-    exchange.respond(OK_JSON, orjson.dumps(value))
-
-
 def metadata_json(metadata: ModelMetadata) -> dict[str, Any]:
     """As Triton writes it."""
     return {
@@ -87,9 +70,14 @@ def metadata_json(metadata: ModelMetadata) -> dict[str, Any]:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """As Triton writes it. Built-in models have no message; what they say is told with one made here."""
+    """As Triton writes it."""
+    return to_json(config_message(config))
+
+
+def config_message(config: ModelConfig) -> Any:
+    """A ModelConfig of the schema. Built-in models have none; what they say is told with one made here."""
     if config.proto is not None:
-        return to_json(config.proto)
+        return config.proto
     message = new_config(
         name=config.name,
         backend=config.backend,
@@ -104,7 +92,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         for spec in declared:
             data_type = f"TYPE_{'STRING' if spec.dtype.name == 'BYTES' else spec.dtype.name}" if spec.dtype else 0
             tensors.add(name=spec.name, data_type=data_type, dims=spec.dims or ())
-    return to_json(message)
+    return message
 
 
 def _tensors(tensors: Sequence[TensorMetadata]) -> list[dict[str, Any]]:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
-import orjson
-
-from headrace.api.v2.models import answer_json
+from headrace.api.v2.documents import answer_json, read_document
+from headrace.api.v2.shared import V2Shared
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.names import check_name
-from headrace.engine.dataplane import DataPlane
 from headrace.engine.repository.control import IndexEntry
 from headrace.wire.http.exchange import Buffer, Exchange
 from headrace.wire.http.heads import OK_EMPTY
@@ -30,20 +28,21 @@ _FILE = "file:"
 class V2Repository:
     """Handlers over one data plane."""
 
-    def __init__(self, plane: DataPlane) -> None:
-        self._plane = plane
+    def __init__(self, shared: V2Shared) -> None:
+        self._plane = shared.plane
+        self._gate = shared.http_gate
         # A task nobody refers to may be collected while it runs.
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add_to(self, routes: Routes) -> None:
         """Serve the paths."""
-        routes.add("POST", "/v2/repository/index", self.index)
-        routes.add("POST", "/v2/repository/models/{model}/load", self.load)
-        routes.add("POST", "/v2/repository/models/{model}/unload", self.unload)
+        handlers = {"index": self.index, "models/{model}/load": self.load, "models/{model}/unload": self.unload}
+        for path, handler in handlers.items():
+            routes.add("POST", f"/v2/repository/{path}", self._gate.http("model-repository", handler))
 
     def index(self, exchange: Exchange) -> None:
         """Every model of the repository and where its versions stand."""
-        ready_only = _flag(_document(exchange.body), "ready")
+        ready_only = _flag(read_document(exchange.body), "ready")
 
         async def work() -> None:
             answer_json(exchange, [_entry(each) for each in await self._plane.index(ready_only=ready_only)])
@@ -99,21 +98,8 @@ def _entry(entry: IndexEntry) -> dict[str, str]:
     return {key: value for key, value in shown.items() if value}
 
 
-def _document(body: Buffer) -> dict[str, Any]:
-    """The body as a JSON object; an empty body is an empty one."""
-    if not len(body):
-        return {}
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidArgument(f"failed to parse the request JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise InvalidArgument("the request must be a JSON object")
-    return document
-
-
 def _parameters(body: Buffer) -> dict[str, Any]:
-    parameters = _document(body).get("parameters", {})
+    parameters = read_document(body).get("parameters", {})
     if not isinstance(parameters, dict):
         raise InvalidArgument("'parameters' must be a JSON object")
     return parameters
@@ -127,14 +113,21 @@ def _flag(document: dict[str, Any], name: str) -> bool:
 
 
 def _load_parameters(body: Buffer) -> tuple[str | None, dict[str, bytes]]:
-    """The configuration and the files that a request to load gives, if any."""
+    return load_parameters(_parameters(body))
+
+
+def load_parameters(given: Mapping[str, Any]) -> tuple[str | None, dict[str, bytes]]:
+    """The configuration and the files that a request to load gives, if any. Files in base64, or as bytes."""
     config: str | None = None
     files: dict[str, bytes] = {}
-    for name, value in _parameters(body).items():
+    for name, value in given.items():
         if name != "config" and not name.startswith(_FILE):
             raise InvalidArgument(
                 f"parameter {name[:64]!a} is not known: a request to load may give 'config' and 'file:<version>/<name>'"
             )
+        if isinstance(value, bytes) and name != "config":
+            files[name] = value
+            continue
         if not isinstance(value, str):
             raise InvalidArgument(f"parameter {name[:64]!a} must be a string")
         if name == "config":

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.api.v2.models import MODEL_PATHS, answer_json, model_of
-from headrace.engine.dataplane import DataPlane, ServingVersion
+from headrace.api.v2.documents import answer_json
+from headrace.api.v2.models import MODEL_PATHS, model_of
+from headrace.api.v2.shared import V2Shared
+from headrace.engine.dataplane import ServingVersion
 from headrace.engine.scheduling.batches import BatchRecord
 from headrace.engine.scheduling.delay import AutoDelay
 from headrace.engine.statistics import BatchStats, VersionStatistics
@@ -23,14 +25,15 @@ RECENT_BATCHES = 16
 class V2Statistics:
     """Handlers over one data plane."""
 
-    def __init__(self, plane: DataPlane) -> None:
-        self._plane = plane
+    def __init__(self, shared: V2Shared) -> None:
+        self._plane = shared.plane
+        self._gate = shared.http_gate
 
     def add_to(self, routes: Routes) -> None:
         """Serve the paths."""
-        routes.add("GET", "/v2/models/stats", self.of_all)
+        routes.add("GET", "/v2/models/stats", self._gate.http("statistics", self.of_all))
         for path in MODEL_PATHS:
-            routes.add("GET", f"{path}/stats", self.of_one)
+            routes.add("GET", f"{path}/stats", self._gate.http("statistics", self.of_one))
 
     def of_all(self, exchange: Exchange) -> None:
         """Every version of every model that serves."""

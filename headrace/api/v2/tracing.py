@@ -1,31 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An infer request as a span, for servers that trace. Called by `http` and `grpc` instead of the data plane's `infer`."""
+"""An infer request as a span, for servers that trace. Called by the handlers in place of the data plane's own methods."""
 
 from __future__ import annotations
 
 from headrace.core.messages import InferRequest, InferResponse
 from headrace.engine.dataplane import DataPlane
-from headrace.engine.scheduling.pending import Done, Pending
-from headrace.telemetry.tracing import Tracer
+from headrace.engine.scheduling.pending import Answered, Done, Pending
+from headrace.telemetry.tracing import Span, Tracer
 from headrace.wire.http.heads import RequestHead
 
 
 def infer_traced(plane: DataPlane, tracer: Tracer, head: RequestHead, request: InferRequest, done: Done) -> Pending:
     """Compute a request under a span that ends with its answer; a `traceparent` of the caller's is its parent."""
-    span = tracer.start("infer", head.get(b"traceparent"))
-    span.set("model", request.model_name)
-    if request.id:
-        span.set("request_id", request.id)
-
+    span = _span(tracer, "infer", head, request)
     pending: Pending | None = None
-    early: InferResponse | BaseException | None = None
 
     def answered(result: InferResponse | BaseException) -> None:
-        nonlocal early
-        if pending is None:  # a quick model answers before it returns the handle that tells of its batch
-            early = result
-            return
-        if pending.formed is not None:
+        if pending is not None and pending.formed is not None:
             span.set("batch", str(pending.formed))
         if isinstance(result, InferResponse):
             span.set("version", result.model_version)
@@ -39,6 +30,36 @@ def infer_traced(plane: DataPlane, tracer: Tracer, head: RequestHead, request: I
     except Exception as error:
         span.end(type(error).__name__)
         raise
-    if early is not None:
-        answered(early)
     return pending
+
+
+def infer_stream_traced(
+    plane: DataPlane, tracer: Tracer, head: RequestHead, request: InferRequest, answered: Answered
+) -> Pending:
+    """The same for a request with any number of answers: the span ends with the last."""
+    span = _span(tracer, "infer_stream", head, request)
+    answers = 0
+
+    def counted(result: InferResponse | BaseException | None, final: bool) -> None:
+        nonlocal answers
+        if isinstance(result, InferResponse):
+            answers += 1
+            span.set("version", result.model_version)
+        if final:
+            span.set("answers", answers)
+            span.end(type(result).__name__ if isinstance(result, BaseException) else "")
+        answered(result, final)
+
+    try:
+        return plane.infer_stream(request, counted)
+    except Exception as error:
+        span.end(type(error).__name__)
+        raise
+
+
+def _span(tracer: Tracer, name: str, head: RequestHead, request: InferRequest) -> Span:
+    span = tracer.start(name, head.get(b"traceparent"))
+    span.set("model", request.model_name)
+    if request.id:
+        span.set("request_id", request.id)
+    return span

@@ -99,8 +99,10 @@ class _RequestBatch:
         if success and not pending.cancelled:
             self.rows += pending.rows
             stats = statistics.of_rows(pending.rows)
-            stats.queue_ns += self.started_ns - pending.arrived_ns
+            queue_ns = self.started_ns - pending.arrived_ns
+            stats.queue_ns += queue_ns
             stats.infer_ns += took_ns
+            statistics.waited((queue_ns,), 0, took_ns, 0)
         if not self.left and self.rows:
             statistics.executed(self.rows, 0, took_ns, 0)
             if self.runner.delay.learns:
@@ -110,11 +112,13 @@ class _RequestBatch:
 class _Work:
     """A request in the hands of an instance. See `contract.Work`."""
 
-    __slots__ = ("_ended", "_pending", "_together")
+    __slots__ = ("_ended", "_pending", "_silent", "_together")
 
     def __init__(self, pending: Pending, together: _RequestBatch) -> None:
         self._pending = pending
         self._together = together
+        self._silent = together.runner.statistics.first_answers is not None
+        """Whether its first answer is to be timed, and is still to come."""
         self._ended = False
 
     @property
@@ -142,6 +146,9 @@ class _Work:
             except HeadraceError as error:
                 answer = error.with_traceback(None)  # its frames are these: a circle
         failed = isinstance(answer, HeadraceError)
+        if self._silent and answer is not None and not failed:
+            self._silent = False
+            self._together.runner.statistics.first_answer(pending.arrived_ns)
         if final or failed:
             self._ended = True
             self._together.settle(pending, success=not failed)

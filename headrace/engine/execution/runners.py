@@ -24,7 +24,7 @@ from headrace.engine.execution.joining import Answers, Joiner
 from headrace.engine.scheduling.batches import BatchRecord
 from headrace.engine.scheduling.delay import Delay
 from headrace.engine.scheduling.pace import Pace
-from headrace.engine.scheduling.pending import ANSWERED, Pending, answered_handle
+from headrace.engine.scheduling.pending import ANSWERED, Pending
 from headrace.engine.scheduling.scheduler import Runner
 from headrace.engine.statistics import VersionStatistics
 from headrace.modelconfig.types import Resource
@@ -84,8 +84,6 @@ class ComputeRunner(RunnerBase):
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[tuple[Sequence[Pending], Free] | None] = SimpleQueue()
         self._thread: Thread | None = None
-        self.answered = answered_handle(self.alone)
-        """The handle of every request that was answered before its caller had one."""
 
     def run(self, batch: Sequence[Pending], free: Free) -> None:
         """See `Runner.run`."""
@@ -111,7 +109,7 @@ class ComputeRunner(RunnerBase):
             computed_ns = monotonic_ns()
             outputs = joiner.split_alone(pending, result)
         except Exception as error:
-            self.fail(pending, error)
+            self._tell(pending, told(error, self.name, (pending,)))
             return
         split_ns = monotonic_ns()
         if pending.owner.follows or type(pending) is not Pending:
@@ -125,10 +123,6 @@ class ComputeRunner(RunnerBase):
             pending.deliver(outputs)
         except Exception:
             log.exception("an answer could not be delivered")
-
-    def fail(self, pending: Pending, error: Exception) -> None:
-        """Answer a request that was computed alone, in the loop's thread, and could not be."""
-        self._tell(pending, told(error, self.name, (pending,)))
 
     def close(self) -> None:
         """End the thread and the instance. From a loader thread, when nothing runs."""
@@ -209,9 +203,12 @@ class ComputeRunner(RunnerBase):
             if counted and pending.state != ANSWERED:
                 # One by one: a caller that is told may cancel others of the batch, which are counted by that.
                 statistics.settled += 1
+                took_ns = split_ns - pending.arrived_ns
                 stats = statistics.by_rows[pending.rows]
                 stats.success += 1
-                stats.success_ns += split_ns - pending.arrived_ns
+                stats.success_ns += took_ns
+                if took_ns > statistics.quick_ns:
+                    statistics.slow(took_ns)
                 try:
                     pending.deliver(outputs)  # type: ignore[arg-type]  # an error is never counted
                 except Exception:  # of the caller: it must not cost the others their answers
@@ -233,17 +230,21 @@ class ComputeRunner(RunnerBase):
         statistics = self._statistics
         input_ns, infer_ns, output_ns = joined_ns - started_ns, computed_ns - joined_ns, split_ns - computed_ns
         rows = 0
+        queues_ns = []
         for pending in batch:
             # Not those that nobody waits for: they were cancelled, or only fill the slots of silent sequences.
             if pending.state != ANSWERED:
                 rows += pending.rows
                 stats = statistics.by_rows.get(pending.rows) or statistics.of_rows(pending.rows)
-                stats.queue_ns += started_ns - pending.arrived_ns
+                queue_ns = started_ns - pending.arrived_ns
+                stats.queue_ns += queue_ns
                 stats.input_ns += input_ns
                 stats.infer_ns += infer_ns
                 stats.output_ns += output_ns
+                queues_ns.append(queue_ns)
         self.pace.took(split_ns - started_ns, rows)
         if rows:
+            statistics.waited(queues_ns, input_ns, infer_ns, output_ns)
             statistics.executed(rows, input_ns, infer_ns, output_ns)
         if self._delay.learns:
             self._delay.finished([split_ns - pending.arrived_ns for pending in batch], rows, split_ns - started_ns)

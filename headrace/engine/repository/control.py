@@ -80,6 +80,11 @@ class RepositoryControl:
         return self._shop.directory
 
     @property
+    def started(self) -> bool:
+        """Whether everything that is loaded at the start was tried."""
+        return self._started
+
+    @property
     def states(self) -> States:
         """Where every version stands."""
         return self._shop.states

@@ -51,6 +51,8 @@ class Pending:
     """How its batch came about, once it has one."""
     on_cancel: Callable[[], None] | None = None
     cache_key: bytes | None = None
+    looked_ns = 0
+    """How long it was looked for in the cache, in vain."""
     sequence: object | None = None
     """What the sequence scheduler needs to know of it."""
     expires_ns = 0
@@ -159,14 +161,6 @@ class StreamPending(Pending):
         """See `Pending.finish`."""
         self.answered = _no_stream
         super().finish(outputs, parameters)
-
-
-def answered_handle(formed: BatchRecord) -> Pending:
-    """The handle of a request that has its answer: there is nothing to cancel, only how it was computed to be told."""
-    handle = Pending.__new__(Pending)
-    handle.state = ANSWERED
-    handle.formed = formed
-    return handle
 
 
 _NO_REQUEST = InferRequest("", ())

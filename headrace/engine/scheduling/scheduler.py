@@ -18,7 +18,7 @@ from headrace.engine.scheduling.delay import Delay
 from headrace.engine.scheduling.limiter import Limited, Limiter
 from headrace.engine.scheduling.order import Order
 from headrace.engine.scheduling.pace import Pace
-from headrace.engine.scheduling.pending import RUNNING, Pending
+from headrace.engine.scheduling.pending import QUEUED, RUNNING, Pending
 from headrace.engine.scheduling.queues import Queue
 
 
@@ -79,6 +79,11 @@ class BatchScheduler:
         if not self.awake:
             self.awake = True
             self._loop.call_soon(self._pump)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are not being computed yet."""
+        return sum(pending.state == QUEUED for pending in self._queue)
 
     def close(self, reason: HeadraceError) -> None:
         """Tell those that still wait; nothing is given out any more."""

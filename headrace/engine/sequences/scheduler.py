@@ -63,7 +63,8 @@ class SequenceScheduler:
         self._fills = isinstance(strategy, DirectStrategy)
         self._roster = Roster(self._lanes, sequences.max_sequence_idle_microseconds * 1000, self._review)
         self._numbers = 0
-        self._waiting = 0
+        self.waiting = 0
+        """Requests that are not being computed yet."""
         self._awake = False
         self._timer: asyncio.TimerHandle | None = None
         self._closed: HeadraceError | None = None
@@ -79,7 +80,7 @@ class SequenceScheduler:
         if sequence is None:
             raise not_started(flags.id, self._name)
         self._numbers += 1
-        self._waiting += 1
+        self.waiting += 1
         pending.on_cancel = partial(self._cancelled, sequence)
         sequence.queue.append(Entry(pending, flags, self._numbers))
         sequence.closed = flags.end
@@ -154,7 +155,7 @@ class SequenceScheduler:
 
     def _drop(self, sequence: LiveSequence, reason: HeadraceError) -> None:
         dropped = list(sequence.queue)
-        self._waiting -= len(dropped)
+        self.waiting -= len(dropped)
         sequence.queue.clear()
         sequence.head = None
         for pending, _, _ in dropped:
@@ -187,9 +188,9 @@ class SequenceScheduler:
 
     def _start(self, lane: Lane, plan: Plan, now_ns: int) -> None:
         lane.idle = False
-        self._waiting -= len(plan.steps)
+        self.waiting -= len(plan.steps)
         waited_ns = now_ns - min(step.arrived_ns for step in plan.steps)
-        record = BatchRecord(plan.reason, len(plan.steps), len(plan.steps), self._waiting, waited_ns, lane.runner.name)
+        record = BatchRecord(plan.reason, len(plan.steps), len(plan.steps), self.waiting, waited_ns, lane.runner.name)
         self._log.add(record)
         for step in plan.steps:
             self._set_out(step, lane, record)

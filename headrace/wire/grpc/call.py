@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -161,6 +162,9 @@ class GrpcCall(Stream):
     def fail(self, error: BaseException) -> None:
         """End the call with an error's status; an exception that is not ours is told as INTERNAL, without its text."""
         if isinstance(error, HeadraceError):
+            if error.retry_after_seconds is not None:
+                seconds = str(math.ceil(error.retry_after_seconds))
+                self._trailing += encode_fields(encode_metadata([("retry-after", seconds)]))
             self.finish(GRPC_STATUS[error.code], error.message)
             return
         found_by = request_id(self.head.get(REQUEST_ID_FIELD.encode()))

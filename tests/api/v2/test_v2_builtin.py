@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
@@ -23,3 +24,9 @@ def test_they_are_always_there(http: tritonclient.http.InferenceServerClient) ->
     with pytest.raises(InferenceServerException, match="serve a folder"):
         http.unload_model("identity")
     assert http.is_model_ready("identity")
+
+
+def test_they_have_a_configuration_over_grpc_too(grpc_client: tritonclient.grpc.InferenceServerClient) -> None:
+    config = grpc_client.get_model_config("first1000").config
+    assert (config.name, config.max_batch_size, config.input[0].name) == ("first1000", 64, "INPUT0")
+    assert [each.name for each in grpc_client.get_model_repository_index().models] == ["first1000", "identity"]

@@ -131,7 +131,7 @@ def test_two_inputs(infer: Callable[[bytes], Any]) -> None:
     request = one(name="A", raw=[bytes(8), bytes(8)])
     request.inputs.add(name="B", datatype="INT32", shape=[1, 2])
     assert refused(infer, request.SerializeToString()) == (
-        "expected 1 inputs but got 2 inputs for model 'identity'. Got input(s) ['A','B'], "
+        "[request id: <id_unknown>] expected 1 inputs but got 2 inputs for model 'identity'. Got input(s) ['A','B'], "
         "but missing required input(s) ['INPUT0']. Please provide all required input(s)."
     )
 
@@ -226,7 +226,10 @@ def test_a_model_says_what_it_takes(infer: Callable[[bytes], Any]) -> None:
     assert "unexpected shape for input 'INPUT0' for model 'first1000'. Expected [-1,3,224,224], got [1,16]." in text
     image = np.zeros((1, 3, 224, 224), np.int8)
     text = refused(infer, one("first1000", datatype="INT8", shape=image.shape, raw=image.tobytes()).SerializeToString())
-    assert text == "inference input 'INPUT0' data-type is 'INT8', but model 'first1000' expects 'FP32'"
+    assert (
+        text
+        == "[request id: <id_unknown>] inference input 'INPUT0' data-type is 'INT8', but model 'first1000' expects 'FP32'"
+    )
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -83,9 +83,9 @@ def infer(client: tritonclient.http.InferenceServerClient, model: str, rows: int
 def test_the_server_says_what_it_is(client: tritonclient.http.InferenceServerClient) -> None:
     metadata = client.get_server_metadata()
     assert metadata["name"] == "headrace"
-    assert {"model_repository", "statistics", "binary_tensor_data"} <= set(metadata["extensions"])
-    # Nothing is promised that has no route.
-    assert not {"trace", "logging", "system_shared_memory", "classification"} & set(metadata["extensions"])
+    assert {"model_repository", "statistics", "binary_tensor_data", "trace"} <= set(metadata["extensions"])
+    # Nothing is promised that this server does not allow.
+    assert not {"system_shared_memory", "cuda_shared_memory"} & set(metadata["extensions"])
 
 
 def test_metadata(server: Serving, client: tritonclient.http.InferenceServerClient) -> None:

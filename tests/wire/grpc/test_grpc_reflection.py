@@ -27,6 +27,7 @@ SERVICES = {
     "grpc.reflection.v1.ServerReflection",
     "grpc.reflection.v1alpha.ServerReflection",
     "inference.GRPCInferenceService",
+    "nvidia.inferenceserver.GRPCService",
 }
 VERSIONS = ["v1", "v1alpha"]
 

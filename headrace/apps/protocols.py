@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every protocol over one data plane: the routes and services of a server, and those of its metrics port.
+
+Called by `server`, and by tests for a site without ports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from headrace.api.metrics.http import Metrics
+from headrace.api.openapi.service import OpenApi, OpenApiSettings
+from headrace.api.v1.accounts import V1Accounts
+from headrace.api.v1.grpc import V1Grpc
+from headrace.api.v1.http import V1Http
+from headrace.api.v1.schema import nvidia_schema
+from headrace.api.v2.grpc import V2Grpc
+from headrace.api.v2.http import V2Http
+from headrace.api.v2.schema import inference_schema
+from headrace.api.v2.shared import V2Shared
+from headrace.apps.settings import ServerSettings
+from headrace.apps.worker import Worker
+from headrace.apps.workers import WorkersAccounts
+from headrace.apps.workers_routes import WorkersRoutes, WorkersServices
+from headrace.engine.dataplane import DataPlane
+from headrace.engine.engine import Engine
+from headrace.telemetry.access import log_access
+from headrace.telemetry.tracing import NO_TRACING, Tracer
+from headrace.wire.grpc.health import HealthService
+from headrace.wire.grpc.reflection import ReflectionService
+from headrace.wire.grpc.services import Services
+from headrace.wire.http.routes import Routes
+from headrace.wire.site import Site
+from headrace.wire.sockets import Address
+
+
+class BuiltSite(NamedTuple):
+    """A site, and what is to be told when it is about to close."""
+
+    site: Site
+    health: HealthService
+    v2_grpc: V2Grpc
+
+    def drain(self) -> None:
+        """New work is for other servers: be not healthy, and end the streams that nothing is due on."""
+        self.health.shut_down()
+        self.v2_grpc.drain()
+
+
+@dataclass(frozen=True, slots=True)
+class Protocols:
+    """What a server is made of, besides its models and its ports."""
+
+    plane: DataPlane
+    built: BuiltSite
+    metrics_site: Site | None
+    metrics: Metrics | None
+
+    @property
+    def site(self) -> Site:
+        """The protocols for models."""
+        return self.built.site
+
+    def start(self) -> None:
+        """Begin what runs beside requests."""
+        if self.metrics is not None:
+            self.metrics.start()
+
+    def close(self) -> None:
+        """End it."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def build_protocols(engine: Engine, settings: ServerSettings, tracer: Tracer, worker: Worker | None) -> Protocols:
+    """All protocols that the settings allow; with several workers, each tells of all."""
+    plane = engine.plane if worker is None else worker.plane
+    built = build_site(plane, settings, tracer, worker)
+    metrics: Metrics | None = None
+    metrics_site: Site | None = None
+    if settings.measuring is not None:
+        make = Metrics if worker is None else worker.metrics
+        metrics = make(engine.plane, engine.metrics, settings.measuring)
+        metrics.add_to(built.site.routes)
+        metrics_site = Site(Routes(), limits=settings.limits)
+        metrics.add_to(metrics_site.routes)
+    return Protocols(plane, built, metrics_site, metrics)
+
+
+def build_site(
+    plane: DataPlane, settings: ServerSettings, tracer: Tracer = NO_TRACING, worker: Worker | None = None
+) -> BuiltSite:
+    """The protocols for models over one data plane."""
+    routes = Routes() if worker is None else WorkersRoutes(worker.gathering, worker.repeating)
+    services = Services() if worker is None else WorkersServices(worker.gathering, worker.repeating)
+    v2 = V2Shared(plane, settings.v2, tracer)
+    memory = v2.memory if settings.v2.allow_client_shm else None
+    accounts = V1Accounts(settings.v1)
+    if worker is not None:
+        accounts = WorkersAccounts(settings.v1, worker.gathering, worker.started)
+    V2Http(plane, tracer, v2).add_to(routes)
+    # The protocols of 2018 do the same under other names: where a part of v2 is restricted they would be a way around it.
+    if not settings.v2.http_restrictions:
+        V1Http(plane, accounts, memory).add_to(routes)
+    OpenApi(plane, routes, _described(settings)).add_to(routes)
+    v2_grpc = V2Grpc(plane, tracer, v2)
+    v2_grpc.add_to(services)
+    if not settings.v2.grpc_restrictions:
+        V1Grpc(plane, accounts, memory).add_to(services)
+    health = HealthService()
+    health.add_to(services)
+    ReflectionService(services, [inference_schema(), nvidia_schema()]).add_to(services)
+    for name in services.names:
+        health.set(name, True)
+    site = Site(
+        routes if settings.http is not None else None,
+        services=services if settings.grpc is not None else None,
+        limits=settings.limits,
+        access_log=log_access if settings.access_log else None,
+    )
+    return BuiltSite(site, health, v2_grpc)
+
+
+def _described(settings: ServerSettings) -> OpenApiSettings:
+    """What the OpenAPI document says of where it is, and whether it may tell of models."""
+    restricted = {api for restriction in settings.v2.http_restrictions for api in restriction.apis}
+    usual = OpenApiSettings(show_models=not restricted & {"metadata", "model-config"})
+    address = settings.http or settings.grpc
+    if address is None or not address.port:
+        return usual
+    scheme = "https" if settings.listening.tls is not None else "http"
+    anywhere = address.host in ("0.0.0.0", "::")  # noqa: S104  # what a client cannot connect to
+    return replace(usual, server_url=f"{scheme}://{Address('localhost' if anywhere else address.host, address.port)}")

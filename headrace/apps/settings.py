@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the inference server can be told. Filled by `headrace serve`, read by `server` and what it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.api.metrics.settings import MetricsSettings
+from headrace.api.v1.accounts import V1Settings
+from headrace.api.v2.settings import V2Settings
+from headrace.core.limits import Limits
+from headrace.engine.engine import EngineSettings
+from headrace.telemetry.progress import Progress, silent
+from headrace.wire.sockets import Address
+from headrace.wire.tls import TlsFiles
+
+
+@dataclass(frozen=True, slots=True)
+class ListenSettings:
+    """How the ports are opened."""
+
+    tls: TlsFiles | None = None
+    """Certificate and key for all ports; with a client CA, clients must have a certificate too."""
+
+    grpc_tls: TlsFiles | None = None
+    """The same for the gRPC port, if it is to have others."""
+
+    reuse_http: bool = False
+    """Whether other servers of the same user may listen on the HTTP port too."""
+
+    reuse_grpc: bool = False
+
+    metrics_optional: bool = False
+    """Whether to go on without the metrics port when it is taken: nobody chose it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What `headrace serve` can be told."""
+
+    http: Address | None
+    """Where HTTP/1.1 and HTTP/2 are spoken."""
+
+    grpc: Address | None
+    """Where gRPC is spoken; HTTP works there too, as gRPC works on the HTTP port."""
+
+    metrics: Address | None = None
+    """Where metrics are served, and nothing else."""
+
+    listening: ListenSettings = field(default_factory=ListenSettings)
+
+    workers: int = 1
+    """Processes that share the ports."""
+
+    grace_seconds: float = 30.0
+    """How long a request in flight may take after SIGTERM."""
+
+    access_log: bool = False
+    """One log line per request."""
+
+    trace_endpoint: str = ""
+    """Send spans of infer requests to this OTLP/HTTP collector; which requests, `v2.trace` says."""
+
+    v1: V1Settings = field(default_factory=V1Settings)
+    """The protocol of Triton's first releases."""
+
+    v2: V2Settings = field(default_factory=V2Settings)
+    """Today's protocol."""
+
+    measuring: MetricsSettings | None = None
+    """What `/metrics` tells, here and on the metrics port; None for no metrics at all."""
+
+    limits: Limits = field(default_factory=Limits)
+
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    """Which models, and how they are kept."""
+
+    progress: Progress = silent
+    """Who looks on while models load."""

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""v2 over gRPC, by grpcio, which is imported when it is needed: blocking or with asyncio.
+
+Made by the clients, called by `session`. A channel of grpcio may be used from any thread; one of its asyncio belongs to
+the loop it was made in, so that it is made with the first call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.client.addresses import Address
+from headrace.client.failures import broken, grpc_error
+from headrace.client.grpc_messages import encode_inference, message, parse, plain, result_of
+from headrace.client.requests import Inference
+from headrace.client.results import Result
+from headrace.client.retrying import Failed, Fate
+from headrace.client.transport import Call, Options
+from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unimplemented
+from headrace.core.ids import REQUEST_ID_FIELD
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_REAL_STATUS = ("triton_grpc_error", "true")
+"""Asks for errors of a stream as a status; otherwise they are texts without one."""
+_NO_CONNECTION = re.compile("failed to connect|DNS resolution failed|Name resolution failure", re.IGNORECASE)
+_BROKEN = re.compile(
+    "socket closed|connection reset|broken pipe|recvmsg|sendmsg|stream removed|goaway|endpoint clos|transport clos",
+    re.IGNORECASE,
+)
+_METADATA_NAME = re.compile(r"[a-z0-9_.-]+(?<!-bin)")
+_METADATA_VALUE = re.compile(r"[\x20-\x7e]*")
+_CHANNEL = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # How soon to try again is ours to say; grpcio's second and more would make our tries fail without one of its own.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 10_000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Not one connection for all clients of the process that are configured alike.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class GrpcTransport:
+    """See `transport.Transport`."""
+
+    def __init__(self, address: Address, options: Options, *, with_loop: bool) -> None:
+        _check_metadata(options)
+        self._grpc = _grpcio()
+        self._address = address
+        self._options = options
+        self._with_loop = with_loop
+        self._credentials = _credentials(self._grpc, options) if address.secure else None
+        self._made: Any = None
+        self._loop: Any = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    async def infer(self, inference: Inference, call: Call) -> Result:
+        """See `Transport.infer`."""
+        response = await self._sent("ModelInfer", encode_inference(inference), call)
+        return result_of(response, inference.id or call.id)
+
+    async def stream(self, inference: Inference, call: Call) -> GrpcStream:
+        """See `Transport.stream`."""
+        request = encode_inference(inference)
+        method = self._channel().stream_stream(_SERVICE + "ModelStreamInfer")
+        settings = self._settings(call)
+        settings["metadata"] = (*settings["metadata"], _REAL_STATUS)
+        if not self._with_loop:
+            return GrpcStream(self, method(iter((request,)), **settings), inference, call)
+        begun = method(**settings)
+        stream = GrpcStream(self, begun, inference, call)
+        try:
+            await begun.write(request)
+            await begun.done_writing()
+        except self._grpc.RpcError as error:
+            raise self.told(error, call) from None
+        except self._grpc.aio.UsageError:
+            pass  # ended before it was read; reading tells why
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def live(self, call: Call) -> bool:
+        """See `Transport.live`."""
+        return bool((await self._asked("ServerLive", call)).live)
+
+    async def ready(self, call: Call, model: str, version: str) -> bool:
+        """See `Transport.ready`."""
+        if not model:
+            return bool((await self._asked("ServerReady", call)).ready)
+        return bool((await self._asked("ModelReady", call, name=model, version=version)).ready)
+
+    async def metadata(self, call: Call, model: str, version: str) -> dict[str, Any]:
+        """See `Transport.metadata`."""
+        if not model:
+            return plain(await self._asked("ServerMetadata", call))
+        return plain(await self._asked("ModelMetadata", call, name=model, version=version))
+
+    async def config(self, call: Call, model: str, version: str) -> dict[str, Any]:
+        """See `Transport.config`."""
+        return plain((await self._asked("ModelConfig", call, name=model, version=version)).config)
+
+    async def statistics(self, call: Call, model: str, version: str) -> list[dict[str, Any]]:
+        """See `Transport.statistics`."""
+        found = await self._asked("ModelStatistics", call, name=model, version=version)
+        return [plain(each) for each in found.model_stats]
+
+    async def index(self, call: Call, ready: bool) -> list[dict[str, str]]:
+        """See `Transport.index`."""
+        return [plain(each) for each in (await self._asked("RepositoryIndex", call, ready=ready)).models]
+
+    async def load(self, call: Call, model: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        """See `Transport.load`."""
+        request = message("RepositoryModelLoadRequest")(model_name=model)
+        if config is not None:
+            request.parameters["config"].string_param = config
+        for path, content in files.items():
+            request.parameters[f"file:{path}"].bytes_param = content
+        await self._sent("RepositoryModelLoad", request.SerializeToString(), call)
+
+    async def unload(self, call: Call, model: str, dependents: bool) -> None:
+        """See `Transport.unload`."""
+        request = message("RepositoryModelUnloadRequest")(model_name=model)
+        request.parameters["unload_dependents"].bool_param = dependents
+        await self._sent("RepositoryModelUnload", request.SerializeToString(), call)
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        with self._lock:
+            self._closed = True
+            channel, self._made = self._made, None
+        if channel is not None:
+            closing = channel.close()
+            if self._with_loop:
+                await closing
+
+    async def _asked(self, method: str, call: Call, **members: Any) -> Any:
+        return await self._sent(method, message(f"{method}Request")(**members).SerializeToString(), call)
+
+    async def _sent(self, method: str, request: bytes, call: Call) -> Any:
+        try:
+            answer = self._channel().unary_unary(_SERVICE + method)(request, **self._settings(call))
+            if self._with_loop:
+                answer = await answer
+        except self._grpc.RpcError as error:
+            raise self.told(error, call) from None
+        return parse(f"{method}Response", answer)
+
+    def _channel(self) -> Any:
+        with self._lock:
+            if self._closed:
+                raise FailedPrecondition("this client is closed: make a new one")
+            loop = asyncio.get_running_loop() if self._with_loop else None
+            if self._made is None or self._loop is not loop:
+                self._loop = loop
+                maker = self._grpc.aio if self._with_loop else self._grpc
+                target, options = self._address.authority, list(_CHANNEL)
+                if self._credentials is not None:
+                    self._made = maker.secure_channel(target, self._credentials, options=options)
+                else:
+                    self._made = maker.insecure_channel(target, options=options)
+            return self._made
+
+    def _settings(self, call: Call) -> dict[str, Any]:
+        compression = self._grpc.Compression
+        kinds = {"gzip": compression.Gzip, "deflate": compression.Deflate}
+        return {
+            "timeout": call.deadline.left(),
+            "metadata": (*call.fields, (REQUEST_ID_FIELD, call.id)),
+            "compression": kinds.get(self._options.compression),
+        }
+
+    def told(self, error: Any, call: Call) -> HeadraceError | Failed:
+        """What a call that failed means to its request."""
+        code, text = error.code().name, error.details() or ""
+        if code == "DEADLINE_EXCEEDED":
+            try:
+                call.deadline.left()
+            except HeadraceError as passed:
+                return passed
+        trailers = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
+        found_by = trailers.get(REQUEST_ID_FIELD) or call.id
+        if code == "UNAVAILABLE" and _NO_CONNECTION.search(text):
+            return Failed(broken(self._address, OSError(text), connecting=True), Fate.UNSENT)
+        if code in ("UNAVAILABLE", "INTERNAL") and _BROKEN.search(text):
+            return Failed(broken(self._address, OSError(text)), Fate.LOST)
+        after = trailers.get("retry-after", "")
+        patience = float(after) if after.isdigit() and len(after) < 8 else None
+        told = grpc_error(code, text or f"the server ends the call with {code}", found_by, patience)
+        if code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED") and patience is not None:
+            return Failed(told, Fate.REFUSED_FOR_NOW)
+        return told
+
+    async def read(self, begun: Any, call: Call) -> bytes | None:
+        """The next message of a stream; None at its end."""
+        try:
+            if not self._with_loop:
+                piece: bytes | None = next(begun, None)
+                return piece
+            data = await begun.read()
+        except self._grpc.RpcError as error:
+            raise self.told(error, call) from None
+        return None if data is self._grpc.aio.EOF else data
+
+
+class GrpcStream:
+    """See `transport.Stream`."""
+
+    def __init__(self, transport: GrpcTransport, begun: Any, inference: Inference, call: Call) -> None:
+        self._transport = transport
+        self._begun = begun
+        self._inference = inference
+        self._call = call
+
+    async def next(self) -> Result | None:
+        """See `Stream.next`."""
+        data = await self._transport.read(self._begun, self._call)
+        if data is None:
+            return None
+        response = parse("ModelStreamInferResponse", data)
+        if response.error_message:
+            raise grpc_error("UNKNOWN", response.error_message, self._call.id)
+        return result_of(response.infer_response, self._inference.id or self._call.id)
+
+    def close(self) -> None:
+        """See `Stream.close`."""
+        self._begun.cancel()
+
+
+def _grpcio() -> Any:
+    try:
+        return importlib.import_module("grpc")
+    except ImportError:
+        raise FailedPrecondition(
+            "gRPC needs grpcio, which is not installed: pip install 'headrace[grpc]', or use http://"
+        ) from None
+
+
+def _check_metadata(options: Options) -> None:
+    for name, value in options.fields:
+        if not _METADATA_NAME.fullmatch(name) or name.startswith("grpc-") or not _METADATA_VALUE.fullmatch(value):
+            raise InvalidArgument(f"header {name!a} has a name or value that gRPC cannot carry")
+
+
+def _credentials(grpc: Any, options: Options) -> Any:
+    if options.verify is not True and not isinstance(options.verify, str):
+        raise Unimplemented("gRPC always checks the server's certificate: give its authority with verify='ca.pem'")
+    if isinstance(options.cert, str):
+        raise InvalidArgument("gRPC needs cert=('cert.pem', 'key.pem')")
+    try:
+        authority = _content(options.verify) if isinstance(options.verify, str) else None
+        chain, key = (None, None) if options.cert is None else map(_content, options.cert)
+    except OSError as error:
+        raise InvalidArgument(f"{error.filename}: {error.strerror}; see verify= and cert=") from None
+    return grpc.ssl_channel_credentials(authority, key, chain)
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace infer` against a real server: what it sends, shows and writes, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_programs import CONFIG, LISTENING, Server, make_models, serve
+from cli_programs import run as run_program
+from typer.testing import CliRunner
+
+from headrace.cli.main import app
+
+LABELLED = CONFIG.replace("dims: [ 4 ] }\ndynamic", 'dims: [ 4 ] label_filename: "labels.txt" }\ndynamic')
+TWO = """backend: "identity"
+input { name: "ids" data_type: TYPE_INT32 dims: [ -1, 2 ] }
+input { name: "text" data_type: TYPE_STRING dims: [ 1 ] optional: true }
+output { name: "same_ids" data_type: TYPE_INT32 dims: [ -1, 2 ] }
+output { name: "same_text" data_type: TYPE_STRING dims: [ 1 ] }
+"""
+TYPED = """backend: "identity"
+input {{ name: "x" data_type: TYPE_{0} dims: [ 2, 2 ] }}
+output {{ name: "y" data_type: TYPE_{0} dims: [ 2, 2 ] }}
+"""
+STORY = """backend: "python"
+input { name: "text" data_type: TYPE_STRING dims: [ 1 ] }
+output { name: "word" data_type: TYPE_STRING dims: [ 1 ] }
+model_transaction_policy { decoupled: true }
+"""
+STORY_PY = """
+import numpy as np
+import triton_python_backend_utils as pb
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for word in pb.get_input_tensor_by_name(request, "text").as_numpy()[0].split():
+                sender.send(pb.InferenceResponse([pb.Tensor("word", np.array([word], dtype=object))]))
+            sender.send(flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("infer")
+    types = {name.lower(): TYPED.format(name) for name in ("UINT8", "FP16", "BF16", "BOOL", "INT64")}
+    models = make_models(folder / "models", echo=LABELLED, two=TWO, story=STORY, **types)
+    (models / "echo" / "labels.txt").write_text("cat\ndog\nbird\nfish\n")
+    (models / "story" / "1" / "model.py").write_text(STORY_PY)
+    with serve(folder / "log", models) as running:
+        yield running
+
+
+@pytest.fixture(params=["http", "grpc"])
+def url(request: pytest.FixtureRequest, server: Server) -> str:
+    return server.url if request.param == "http" else grpc_url(server)
+
+
+def grpc_url(server: Server) -> str:
+    return f"grpc://127.0.0.1:{LISTENING.findall(server.log)[1]}"
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command in this process, which spares each test half a second; some run the real program."""
+    done = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb"}).invoke(app, [str(each) for each in arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+
+def refused(*arguments: str | Path) -> str:
+    """What is said, in one line, when nothing could be asked."""
+    return failed(2, *arguments)
+
+
+def failed(code: int, *arguments: str | Path) -> str:
+    done = run("infer", *arguments)
+    assert (done.returncode, done.stdout) == (code, ""), done
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("headrace: ")
+    return lines[0]
+
+
+def shown(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def data_of(done: subprocess.CompletedProcess[str]) -> Any:
+    (output,) = shown(done)["outputs"]
+    return output["data"]
+
+
+def test_a_table_of_outputs(url: str) -> None:
+    done = run_program("infer", "echo", "--url", url, "--input", "INPUT0=[[1, 2.5, 3, 4], [5, 6, 7, 1e10]]")
+    assert done.returncode == 0, done.stderr
+    first, head, row = done.stdout.splitlines()
+    assert first.startswith("echo version 1, ")
+    assert head.split() == ["OUTPUT", "TYPE", "SHAPE", "VALUES"]
+    assert row.split() == ["OUTPUT0", "FP32", "[2,4]", "1", "2.5", "3", "4", "5", "6", "7", "1e+10"]
+    assert done.stderr == ""
+
+
+def test_a_missing_batch_dimension_is_added_and_told(url: str) -> None:
+    done = run("infer", "echo", "--url", url, "--input", "INPUT0=[1, 2, 3, 4]", "--json")
+    document = shown(done)
+    assert document["outputs"] == [{"name": "OUTPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]
+    assert (document["model_name"], document["model_version"], len(document["milliseconds"])) == ("echo", "1", 1)
+    assert done.stderr == "note: INPUT0: [4] became [1,4]: the batch dimension was missing\n"
+
+
+def test_classes_with_labels(url: str) -> None:
+    done = run("infer", "echo", "--url", url, "--input", "INPUT0=[[1, 9, 3, 4]]", "--classes", "2")
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert rows == [
+        ["OUTPUT", "ROW", "SCORE", "CLASS", "LABEL"],
+        ["OUTPUT0", "0", "9", "1", "dog"],
+        ["OUTPUT0", "0", "4", "3", "fish"],
+    ]
+    done = run("infer", "echo", "--url", url, "--input", "INPUT0=[[1, 9, 3, 4]]", "--classes", "1", "--json")
+    assert shown(done)["outputs"][0]["classes"] == [[{"value": 9.0, "index": 1, "label": "dog"}]]
+
+
+def test_files_in_and_out(url: str, tmp_path: Path) -> None:
+    array = np.arange(8, dtype=np.float32).reshape(2, 4)
+    np.save(tmp_path / "in.npy", array)
+    target = tmp_path / "out.npy"
+    done = run("infer", "echo", "--url", url, "-i", f"INPUT0=@{tmp_path}/in.npy", "-o", f"OUTPUT0=@{target}")
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {target}" in done.stderr
+    np.testing.assert_array_equal(np.load(target), array)
+    (tmp_path / "in.raw").write_bytes(array.tobytes())
+    (tmp_path / "in.json").write_text(json.dumps(array.tolist()))
+    for value in (f"@{tmp_path}/in.raw:fp32:2,4", f"@{tmp_path}/in.json"):
+        assert data_of(run("infer", "echo", "--url", url, "-i", f"INPUT0={value}", "--json")) == list(range(8))
+
+
+def test_text_from_words_and_files(url: str, tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(b"some picture")
+    for value in ("some picture", '"some picture"', '["some picture"]', f"@{tmp_path}/photo.jpg"):
+        done = run(
+            "infer", "two", "--url", url, "-i", "ids=[[1, 2]]", "-i", f"text={value}", "-o", "same_text", "--json"
+        )
+        assert data_of(done) == ["some picture"]
+    done = run("infer", "two", "--url", url, "-i", "ids=[[1,2]]", "-i", "text=42", "-o", f"same_text=@{tmp_path}/t.npy")
+    assert done.returncode == 0, done.stderr
+    assert np.load(tmp_path / "t.npy").tolist() == [b"42"]
+
+
+def test_an_optional_input_may_be_left_out(url: str) -> None:
+    done = run("infer", "two", "--url", url, "-i", "ids=[[1, 2]]", "-o", "same_ids", "--json")
+    assert data_of(done) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "data"),
+    [
+        ("uint8", "[[0, 255], [1, 2]]", [0, 255, 1, 2]),
+        ("fp16", "[[0.5, 1], [2, 3]]", [0.5, 1, 2, 3]),
+        ("bf16", "[[0.5, 1], [2, 3]]", [0.5, 1, 2, 3]),
+        ("bool", "[[true, false], [true, true]]", [True, False, True, True]),
+        ("int64", "[[9007199254740993, 1], [2, 3]]", [9007199254740993, 1, 2, 3]),
+    ],
+)
+def test_numbers_take_the_models_type(server: Server, model: str, value: str, data: list[Any]) -> None:
+    assert data_of(run("infer", model, "--url", server.url, "-i", f"x={value}", "--json")) == data
+
+
+@pytest.mark.parametrize(
+    ("model", "array", "fits"),
+    [
+        ("uint8", np.array([[0, 255], [1, 2]], np.int64), True),
+        ("uint8", np.array([[0, 256], [1, 2]], np.int64), False),
+        ("uint8", np.array([[0, 1.5], [1, 2]]), False),
+        ("uint8", np.array([[0, 3.0], [1, 2]]), True),
+        ("fp16", np.array([[0.1, 2], [1, 2]]), True),
+        ("fp16", np.array([[1e9, 2], [1, 2]]), False),
+        ("fp16", np.array([[2049, 2], [1, 2]]), False),
+        ("bf16", np.array([[0.5, 2], [1, 2]], np.float32), True),
+        ("bool", np.array([[0, 1], [1, 1]]), False),
+        ("int64", np.array([["a", "b"], ["c", "d"]]), False),
+    ],
+)
+def test_arrays_are_converted_where_nothing_is_lost(
+    server: Server, tmp_path: Path, model: str, array: Any, fits: bool
+) -> None:
+    np.save(tmp_path / "x.npy", array)
+    arguments = (model, "--url", server.url, "-i", f"x=@{tmp_path}/x.npy")
+    if fits:
+        done = run("infer", *arguments, "--json")
+        np.testing.assert_allclose(data_of(done), array.ravel(), rtol=1e-3)
+        assert "which the model takes" in done.stderr
+    else:
+        assert "input 'x' is" in refused(*arguments)
+
+
+def test_random_inputs_and_how_long_it_takes(url: str) -> None:
+    done = run("infer", "echo", "--url", url, "--random", "--repeat", "5")
+    assert "5 requests: fastest" in done.stdout
+    assert done.stderr == "note: INPUT0: random FP32 [1, 4]\n"
+    one, again = (run("infer", "echo", "--url", url, "--random", "--json") for _ in range(2))
+    assert data_of(one) == data_of(again)
+    done = run("infer", "two", "--url", url, "--random", "-i", "ids=random:3,2", "--json")
+    assert [output["shape"] for output in shown(done)["outputs"]] == [[3, 2], [1]]
+
+
+def test_a_stream_of_results(url: str) -> None:
+    done = run("infer", "story", "--url", url, "-i", "text=Once upon a time", "--stream", "--json")
+    assert done.returncode == 0, done.stderr
+    words = [json.loads(line)["outputs"][0]["data"][0] for line in done.stdout.splitlines()]
+    assert words == ["Once", "upon", "a", "time"]
+    assert "add --stream" in failed(1, "story", "--url", url, "-i", "text=Once")
+
+
+def test_headers_are_sent_and_checked(server: Server) -> None:
+    done = run("infer", "echo", "--url", server.url, "--random", "--header", "X-Tenant: blue")
+    assert done.returncode == 0, done.stderr
+    assert "NAME:VALUE" in refused("echo", "--url", server.url, "--random", "--header", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "model 'echo' takes INPUT0 FP32 [-1,4]; not given: INPUT0"),
+        (("-i", "INPUT0"), "write NAME=VALUE, such as INPUT0=@file.npy"),
+        (("-i", "INPTU0=[1,2,3,4]"), "no input 'INPTU0' (did you mean 'INPUT0'?); it takes: INPUT0 FP32 [-1,4]"),
+        (("-i", "INPUT0=[1,2,3]"), "has shape [3]; model 'echo' takes INPUT0 FP32 [-1,4]"),
+        (("-i", "INPUT0=[[1,2],[3]]"), "different lengths; model 'echo' takes INPUT0 FP32 [-1,4]"),
+        (("-i", "INPUT0=hello"), "not a number; model 'echo' takes INPUT0 FP32"),
+        (("-i", "INPUT0=@none.npy"), "none.npy: No such file or directory"),
+        (("-i", "INPUT0=@none.raw:FP32:4"), "none.raw: No such file or directory"),
+        (("-i", f"INPUT0=@{__file__}"), ":FP32:SIZES for raw numbers"),
+        (("-i", f"INPUT0=@{__file__}:FP32:1,4"), "needs 16 bytes"),
+        (("-i", f"INPUT0=@{__file__}:FP99:1,4"), "FP99"),
+        (("--random", "-o", "OUTPUT1"), "no output 'OUTPUT1' (did you mean 'OUTPUT0'?); it gives: OUTPUT0"),
+        (("--random", "-o", "OUTPUT0=file"), "NAME=@file.npy"),
+        (("--random", "-o", "OUTPUT0=@/none/x.npy"), "/none/x.npy: No such file or directory"),
+        (("--random", "--stream", "--repeat", "2"), "do not go together"),
+        (("--random", "--stream", "-o", "OUTPUT0=@x.npy"), "not written to files"),
+        (("--random", "--key", "k.pem"), "--key needs --cert"),
+    ],
+)
+def test_mistakes_in_one_line(server: Server, arguments: tuple[str, ...], text: str) -> None:
+    assert text in refused("echo", "--url", server.url, *arguments)
+
+
+def test_files_that_are_no_arrays(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "empty.npy").write_bytes(b"")
+    (tmp_path / "text.npy").write_text("just text")
+    (tmp_path / "x.json").write_text("{")
+    np.save(tmp_path / "pickled.npy", np.array([{"a": 1}], object), allow_pickle=True)
+    for name, text in (
+        ("empty.npy", "empty.npy"),
+        ("text.npy", "no .npy"),
+        ("pickled.npy", "objects"),
+        ("x.json", "JSON"),
+    ):
+        assert text in refused("echo", "--url", server.url, "-i", f"INPUT0=@{tmp_path / name}")
+
+
+def test_what_a_server_refuses_and_where_nobody_is(url: str) -> None:
+    assert "did you mean 'echo'?" in failed(1, "ecko", "--url", url)
+    assert "version 9 is not found" in failed(1, "echo", "--version", "9", "--url", url, "--random")
+    assert "name" in refused("../etc", "--url", url)
+    assert "no server answers at http://127.0.0.1:1 (" in refused("echo", "--url", "http://127.0.0.1:1")
+    assert "'ftp' is not spoken" in refused("echo", "--url", "ftp://127.0.0.1")
+
+
+def test_the_program_says_so_too(server: Server) -> None:
+    done = run_program("infer", "ecko", "--url", server.url)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "headrace: Request for unknown model: 'ecko' is not found; did you mean 'echo'?\n"
+    assert run_program("infer", "echo", "--url", "http://127.0.0.1:1").returncode == 2
+
+
+def test_help_has_examples() -> None:
+    done = run_program("infer", "--help")
+    assert done.returncode == 0
+    assert "headrace infer resnet50" in done.stdout

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace serve` as a process: which ports it opens, what it says on the way, and how it stops under load."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from cli_programs import CONFIG, HEADRACE, PLAIN, Server, make_models, run, serve
+from ports import free_port
+
+REQUEST = json.dumps(
+    {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
+).encode()
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def port_of(server: Server) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+def test_all_protocols_on_their_ports(tmp_path: Path) -> None:
+    metrics = free_port()
+    with serve(tmp_path / "log", "--metrics-port", str(metrics), "--id=here", "--http-thread-count=4") as server:
+        ports = [int(port) for port in re.findall(r"listening on 127\.0\.0\.1:(\d+)", server.log)]
+        assert len(ports) == 3 and ports[0] == metrics
+        http_port = ports[1]
+        assert get(http_port, "/v2/health/ready")[0] == get(http_port, "/api/health/ready")[0] == 200
+        assert json.loads(get(http_port, "/v2")[1])["name"] == "here"
+        assert 'id: "here"' in get(http_port, "/api/status")[1]
+        for port in (metrics, http_port):
+            assert 'nv_inference_request_success{model="identity"' in get(port, "/metrics")[1]
+        assert get(metrics, "/v2/health/ready")[0] == 404
+        assert "--http-address 0.0.0.0" in server.log
+        assert server.log.count("--http-thread-count does nothing here") == 1
+
+
+def test_ports_that_are_not_allowed(tmp_path: Path) -> None:
+    with serve(tmp_path / "log", "--allow-grpc=false", "--allow-metrics", "false") as server:
+        assert server.log.count("listening on") == 1
+        assert get(port_of(server), "/v2/health/live")[0] == 200
+        assert get(port_of(server), "/metrics")[0] == 404
+    with serve(tmp_path / "log2", "--allow-http=0") as server:
+        assert server.log.count("listening on") == 1
+        assert get(port_of(server), "/v2/health/live")[0] == 404
+
+
+def test_a_metrics_port_that_nobody_chose_may_be_taken(tmp_path: Path) -> None:
+    # Whether or not another program has it by chance, this one has it for sure.
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("127.0.0.1", 8002))
+            taken.listen(1)
+        except OSError:
+            pass
+        http_port, grpc_port = free_port(), free_port()
+        log = tmp_path / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [HEADRACE, "serve", f"--http-port={http_port}", f"--grpc-port={grpc_port}"],
+                env=PLAIN,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            started = Server(process, log)
+            started.wait_for("model(s)")
+            assert "port 8002 is taken" in started.log and "--metrics-port" in started.log
+            assert get(http_port, "/metrics")[0] == 200
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
+        done = run("serve", f"--http-port={http_port}", "--metrics-port=8002")
+        assert done.returncode == 2 and "cannot listen on 127.0.0.1:8002" in done.stderr
+
+
+def test_a_port_for_several_servers(tmp_path: Path) -> None:
+    http_port, grpc_port = str(free_port()), str(free_port())
+    options = ("--reuse-http-port", "true", "--reuse-grpc-port=true", "--allow-metrics=false")
+    processes = []
+    try:
+        for index in range(2):
+            log = tmp_path / f"log{index}"
+            with log.open("wb") as output:
+                command = [HEADRACE, "serve", "--http-port", http_port, "--grpc-port", grpc_port, *options]
+                process = subprocess.Popen(command, env=PLAIN, stdout=output, stderr=subprocess.STDOUT)
+            processes.append(process)
+            Server(process, log).wait_for("model(s)")
+        assert get(int(http_port), "/v2/health/ready")[0] == 200
+    finally:
+        for process in processes:
+            process.terminate()
+        assert [process.wait(30) for process in processes] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--http-prot=1"], "there is no option --http-prot: did you mean --http-port?"),
+        (["--http-port"], "--http-port needs a value"),
+        (["--trace-endpoint=nowhere"], "tracing endpoint 'nowhere' is not allowed"),
+    ],
+)
+def test_a_wrong_command_line(options: list[str], told: str) -> None:
+    done = run("serve", *options)
+    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+
+
+class Client(threading.Thread):
+    """Asks on one connection after the other until none is accepted, and keeps what was sent and not answered."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self._port = port
+        self.answered = 0
+        self.lost: list[object] = []
+        self.over = False
+
+    def run(self) -> None:
+        while not self.over:
+            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+            try:
+                connection.connect()
+            except OSError:
+                return
+            try:
+                self._use(connection)
+            finally:
+                connection.close()
+
+    def _use(self, connection: http.client.HTTPConnection) -> None:
+        while not self.over:
+            try:
+                connection.request("POST", "/v2/models/echo/infer", REQUEST)
+                answer = connection.getresponse()
+                body = answer.read()
+            except (OSError, http.client.HTTPException) as error:
+                self.lost.append(error)
+                return
+            if answer.status != 200:
+                self.lost.append((answer.status, body))
+                return
+            self.answered += 1
+            if answer.getheader("connection") == "close":
+                return
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_sigterm_under_load(tmp_path: Path, workers: str) -> None:
+    models = make_models(tmp_path / "models", echo=CONFIG)
+    with serve(tmp_path / "log", models, "--workers", workers) as server:
+        clients = [Client(port_of(server)) for _ in range(6)]
+        for client in clients:
+            client.start()
+        watcher = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=30)
+        ready = []
+
+        def look() -> int:
+            watcher.request("GET", "/v2/health/ready")
+            answer = watcher.getresponse()
+            answer.read()
+            ready.append(answer.status)
+            return answer.status
+
+        assert look() == 200
+        while min(client.answered for client in clients) < 20:
+            time.sleep(0.01)
+        before = sum(client.answered for client in clients)
+        os.kill(server.process.pid, signal.SIGTERM)
+        # The connection is still there while it drains, and tells that the server is not ready any more.
+        while look() == 200:
+            pass
+        watcher.close()
+        assert ready[-1] == 400
+        for client in clients:
+            client.join(30)
+        assert server.process.wait(30) == 0
+        assert [client.lost for client in clients] == [[]] * 6
+        assert sum(client.answered for client in clients) > before
