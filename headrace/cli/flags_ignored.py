@@ -28,6 +28,8 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("cuda-virtual-address-size", _POOLS),
     Ignored("min-supported-compute-capability", "the libraries of each backend say which GPUs they can use", "number"),
     Ignored("model-load-gpu-limit", "what a model may take of a GPU is set in its configuration"),
+    Ignored("enable-peer-access", "each backend's own library decides how GPUs reach each other", "truth"),
+    Ignored("model-config-name", "a model has one configuration, config.pbtxt, config.json or config.yaml"),
     Ignored("host-policy", "use numactl or taskset to bind the server to cores"),
     Ignored("backend-directory", _SHARED_LIBRARIES),
     Ignored("repoagent-directory", "there are no repository agents"),

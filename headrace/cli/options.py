@@ -146,7 +146,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("allow-profiling", PROTOCOLS, "Answer requests to profile with success.", "truth", False),
     Flag("allow-metrics", METRICS, "Serve metrics.", "truth", True),
     Flag("allow-gpu-metrics", METRICS, "Metrics of the GPUs, where there are some.", "truth", True),
-    Flag("allow-cpu-metrics", METRICS, "Metrics of the machine and the process.", "truth", True),
+    Flag("allow-cpu-metrics", METRICS, "Metrics of the machine's processors and memory.", "truth", True),
     Flag(
         "metrics-interval-ms",
         METRICS,

@@ -14,7 +14,7 @@ from typing import Any
 from headrace.api.v1.schema import message_class
 from headrace.api.v1.texts import one_line
 from headrace.core.clock import Clock, SystemClock
-from headrace.core.errors import INTERNAL_TEXT, Code, HeadraceError
+from headrace.core.errors import INTERNAL_TEXT, Code, HeadraceError, InvalidArgument
 
 log = logging.getLogger("headrace.api.v1")
 
@@ -39,7 +39,7 @@ _CODES = {
 """Every error code as a RequestStatusCode."""
 
 
-class UnknownMode(HeadraceError):
+class UnknownMode(InvalidArgument):
     """For a health mode or a command that does not exist: the only errors the protocol calls UNKNOWN."""
 
     code = Code.INVALID_ARGUMENT

@@ -33,6 +33,7 @@ from headrace.api.metrics.settings import MetricsSettings
 from headrace.core.clock import SystemClock
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument, Unavailable
+from headrace.core.messages import InferRequest
 from headrace.core.tensors import Tensor
 from headrace.engine.cache import ResponseCache
 from headrace.engine.engine import EngineSettings, open_engine
@@ -140,7 +141,7 @@ def test_the_quickest_way_is_counted_too() -> None:
         )
         async with serving_plane([(config, Recorder())]) as plane:
             for _ in range(5):
-                await ask(plane, "m", INPUT0=np.zeros(2, np.float32))
+                assert plane.answer(InferRequest("m", [Tensor.of("INPUT0", np.zeros(2, np.float32))])) is not None
             told = await scrape(metrics_of(plane))
             assert told("nv_inference_request_success") == told("nv_inference_count") == 5
             for name in ("request", "queue", "compute"):
