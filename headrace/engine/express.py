@@ -40,7 +40,7 @@ def express_for(
     return _express(owner, config, scheduler, statistics)
 
 
-def _express(  # to be one function is the point
+def _express(  # noqa: PLR0915  # to be one function is the point
     owner: Owner, config: ModelConfig, scheduler: BatchScheduler, statistics: VersionStatistics
 ) -> Express:
     # Everything is a variable of the closure: attributes of an object would be looked up for every request.
@@ -54,7 +54,7 @@ def _express(  # to be one function is the point
     most = config.max_batch_size
     model_name, version_text = owner.name, owner.version_text
     idle = cast("list[ComputeRunner]", scheduler.idle)
-    recent, reasons = statistics.log.recent, statistics.log.reasons
+    quick = statistics.quick
 
     def express(request: InferRequest) -> InferResponse | None:
         inputs = request.inputs
@@ -97,9 +97,13 @@ def _express(  # to be one function is the point
         took_ns = ended_ns - started_ns
         if took_ns > pace.slow_ns or pace.strikes:
             pace.took(took_ns, rows)
-        recent.append(runner.alone)
-        reasons["one at a time"] += 1
-        statistics.answered_at_once(rows, took_ns, ended_ns)
+        if rows == 1 and took_ns <= statistics.quick_ns:
+            quick.count += 1
+            quick.took_ns += took_ns
+            quick.last_ns = ended_ns
+        else:
+            statistics.answered_at_once(rows, took_ns, ended_ns)
+            statistics.log.add(runner.alone if rows == 1 else runner.alone._replace(rows=rows))
         return InferResponse(model_name, version_text, outputs, request.id)
 
     def unseen(request: InferRequest, rows: int, started_ns: int) -> Pending:

@@ -86,7 +86,7 @@ class ModelVersion:
         self.version = version
         self.version_text = str(version)
         self.config = config
-        self.statistics = statistics
+        self._statistics = statistics
         self.labels = labels
         """The words for the numbers of an output, line by line of its label file."""
         self.delay = delay
@@ -105,11 +105,19 @@ class ModelVersion:
         self.follows = self._auto is not None or self._cache is not None
         self.express = express_for(self, config, scheduler, runners, statistics)
         """Answers plain requests at once; None when there is no such way."""
+        self._alone = runners[0].alone if runners else None
 
     @property
     def waiting(self) -> int:
         """Requests that were received and are not being computed yet."""
         return self._scheduler.waiting
+
+    @property
+    def statistics(self) -> VersionStatistics:
+        """What it has done so far: always the same object, brought up to date by looking."""
+        if self._alone is not None:
+            self._statistics.take_in(self._alone)
+        return self._statistics
 
     def infer(self, request: InferRequest, done: Done) -> Pending:
         """Compute a request. Raises at once for a wrong one; otherwise `done` gets the answer, later."""
@@ -117,7 +125,7 @@ class ModelVersion:
         try:
             rows = self._check(request)
         except InvalidArgument as error:
-            self.statistics.failed(0, error, 0)
+            self._statistics.failed(0, error, 0)
             raise
         pending = Pending(self, request, rows, None, done, arrived_ns)
         if self._special:
@@ -131,7 +139,7 @@ class ModelVersion:
         try:
             rows = self._check(request)
         except InvalidArgument as error:
-            self.statistics.failed(0, error, 0)
+            self._statistics.failed(0, error, 0)
             raise
         return self._add_special(StreamPending(self, request, rows, None, answered, arrived_ns))
 
@@ -148,25 +156,25 @@ class ModelVersion:
         return pending
 
     def _add(self, pending: Pending) -> None:
-        self.statistics.received += 1
+        self._statistics.received += 1
         try:
             self._scheduler.add(pending)
         except HeadraceError as error:
-            self.statistics.settled += 1
-            self.statistics.failed(pending.rows, error, monotonic_ns() - pending.arrived_ns)
+            self._statistics.settled += 1
+            self._statistics.failed(pending.rows, error, monotonic_ns() - pending.arrived_ns)
             raise
 
     def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
         """See `Owner.settle`."""
         now_ns = monotonic_ns()
         error = outputs if isinstance(outputs, BaseException) else None
-        stats = self.statistics.answered(pending.rows, error, now_ns - pending.arrived_ns)
+        stats = self._statistics.answered(pending.rows, error, now_ns - pending.arrived_ns)
         if pending.cache_key is not None and self._cache is not None and isinstance(outputs, Sequence):
             self._cache.put(pending.cache_key, outputs)
             kept_ns = monotonic_ns() - now_ns
             stats.miss_ns += kept_ns
-            if self.statistics.summaries is not None:
-                self.statistics.summaries.miss.observe((pending.looked_ns + kept_ns) / 1000)
+            if self._statistics.summaries is not None:
+                self._statistics.summaries.miss.observe((pending.looked_ns + kept_ns) / 1000)
         if self._auto is not None:
             self._auto.review(monotonic_ns())
         if self._drain.waiting:
@@ -177,7 +185,7 @@ class ModelVersion:
             pending.request = pending.request.on_host()  # what is kept takes no memory of a device
         key = key_of(self._cache_prefix, pending.request)
         outputs = cache.get(key)
-        stats = self.statistics.of_rows(pending.rows)
+        stats = self._statistics.of_rows(pending.rows)
         looked_ns = monotonic_ns() - pending.arrived_ns
         if outputs is None:
             stats.miss += 1
@@ -185,14 +193,14 @@ class ModelVersion:
             pending.cache_key = key
             pending.looked_ns = looked_ns
             return False
-        self.statistics.received += 1
+        self._statistics.received += 1
 
         def hit() -> None:
             if not pending.cancelled:
                 stats.hit += 1
                 stats.hit_ns += looked_ns
-                if self.statistics.summaries is not None:
-                    self.statistics.summaries.hit.observe(looked_ns / 1000)
+                if self._statistics.summaries is not None:
+                    self._statistics.summaries.hit.observe(looked_ns / 1000)
                 pending.reply(outputs)
 
         # Not at once: streams count on it, and a caller that asks again from its answer would pile up on the stack.
@@ -203,6 +211,8 @@ class ModelVersion:
         """Finish what is in flight, for as long as `grace_seconds`; then free everything."""
         self.follows = True
         self.express = None
+        if self._alone is not None:
+            self._statistics.take_in(self._alone)  # who keeps the numbers of a version that is gone looks no more
         await self._drain.wait(grace_seconds)
         self._scheduler.close(Unavailable(f"model '{self.name}' version {self.version_text} was unloaded"))
         if self._cache is not None:

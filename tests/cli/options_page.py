@@ -21,9 +21,9 @@ which is true: `--strict-readiness=false`, `--strict-readiness false`, `--exit-o
 its first releases works as it is: the options that mean nothing here are taken with a warning, and the nearest there is is
 told for one that does not exist.
 
-Three defaults are not Triton's. Ports listen on loopback only: `--http-address 0.0.0.0` and `--grpc-address 0.0.0.0` let other
-machines in. Models are followed (`--model-control-mode poll`), as in Triton's first releases. A
-model that fails to load leaves the server up (`--exit-on-error false`).
+Three defaults are not Triton's. Ports listen on loopback only: `--http-address 0.0.0.0` and `--grpc-address 0.0.0.0` let
+other machines in. Models are followed (`--model-control-mode poll`), as in Triton's first releases. A model that fails to
+load leaves the server up (`--exit-on-error false`).
 """
 
 _OLD = """

@@ -204,3 +204,24 @@ def test_a_version_that_goes_takes_no_more_by_the_short_way() -> None:
                 version.infer(request(), lambda _: None)
 
     run(main)
+
+
+def test_quick_answers_are_counted_whenever_somebody_looks() -> None:
+    async def main() -> None:
+        async with serving_plane([(plain(), doubled)]) as plane:
+            for _ in range(3):
+                plane.answer(request())
+            first = counted(plane, "plain")
+            assert (first.executions, first.total().success, first.log.reasons["one at a time"]) == (3, 3, 3)
+            plane.answer(request())
+            plane.answer(request(np.zeros((5, 4), np.float32)))
+            again = counted(plane, "plain")
+            assert again is first
+            assert (again.executions, again.inferences, again.in_flight) == (5, 9, 0)
+            assert [record.rows for record in again.log.recent] == [1, 1, 1, 5, 1]
+            (version,) = plane.statistics("plain")
+            plane.answer(request())
+            await version.retire(1)
+            assert version._statistics.executions == 6
+
+    run(main)
