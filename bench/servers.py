@@ -25,7 +25,7 @@ from bench.models import (
     triton_mlp_repository,
 )
 from bench.venvs import PEERS, site_packages, venv_of
-from bench.workloads import IDLE
+from bench.workloads import CROWDS, IDLE
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,7 @@ READY = "/v2/health/ready"
 EVERYTHING = ("json16", "binary16", "grpc16", "binary600k", "grpc600k")
 MLP = ("mlp", "mlp-grpc")
 OVERHEAD = ("overhead-binary", "overhead-grpc")
+CROWDED = tuple(name for crowd in CROWDS.values() for name in crowd if name not in EVERYTHING)
 OURS = ""
 
 
@@ -230,7 +231,7 @@ def _of_format(kind: Format) -> tuple[Server, ...]:
 SERVERS: dict[str, Server] = {
     server.name: server
     for server in (
-        Server("headrace", (*EVERYTHING, "processes"), _headrace, READY, environment=OURS),
+        Server("headrace", (*EVERYTHING, *CROWDED, "processes"), _headrace, READY, environment=OURS),
         Server("headrace-2", ("processes",), _headrace_two_processes, READY, environment=OURS),
         Server("headrace-1core", (*MLP, *OVERHEAD), _headrace_one_core, READY, environment=OURS, one_core=True),
         Server("headrace-handler", OVERHEAD, _handler, READY, environment=OURS, one_core=True),
@@ -238,7 +239,7 @@ SERVERS: dict[str, Server] = {
         *(server for kind in FORMATS.values() for server in _of_format(kind)),
         Server("triton-python-onnx", MLP, _triton_onnx, READY, environment="triton-python", one_core=True),
         Server("triton-python-onnx-100us", MLP, _triton_onnx_wait, READY, environment="triton-python", one_core=True),
-        Server("triton-python", EVERYTHING, _triton_python, READY),
+        Server("triton-python", (*EVERYTHING, *CROWDED), _triton_python, READY),
         Server("grpc-aio", ("grpc16", "grpc600k"), _grpc_aio, None),
         Server("fastapi", ("json16", "binary16", "binary600k"), _fastapi, READY),
         Server("mosec", ("json16", "binary16", "binary600k"), _mosec, "/metrics", dialect="simple"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bench.formats import FORMATS
 from bench.summary import Figure, IdleFigure, LoadingFigure
+from bench.workloads import CROWDS
 
 Known = dict[tuple[str, str], Figure]
 
@@ -29,6 +30,7 @@ TARGETS = (
     Target("binary600k", "triton-python", 0.40),
     Target("grpc600k", "triton-python", 0.60),
 )
+CROWD_PEER = "triton-python"
 TWO_PROCESSES_AT_LEAST = 1.5
 MLP_WORKLOADS = ("mlp", "mlp-grpc")
 MLP_PEERS = ("triton-python-onnx", "triton-python-onnx-100us")
@@ -66,6 +68,7 @@ def verdicts_of(figures: list[Figure], loadings: list[LoadingFigure], idle: Idle
     loaded = {figure.server: figure for figure in loadings}
     return [
         *(_cpu_verdict(target, known) for target in TARGETS),
+        *(_wait_verdict(name, known) for crowd in CROWDS.values() for name in crowd),
         _rates_verdict("processes", ("headrace-2", "headrace"), "1 process", TWO_PROCESSES_AT_LEAST, known),
         *(verdict for name in MLP_WORKLOADS for verdict in _mlp_verdicts(name, known)),
         *(_overhead_verdict(name, known) for name in OVERHEAD_WORKLOADS),
@@ -85,6 +88,20 @@ def _cpu_verdict(target: Target, known: Known) -> Verdict:
         compared=ratio,
         target=f"<= {target.at_most:.2f}",
         result=_result(ratio is not None and ratio <= target.at_most, ours, theirs),
+    )
+
+
+def _wait_verdict(workload: str, known: Known) -> Verdict:
+    ours, theirs = known.get(("headrace", workload)), known.get((CROWD_PEER, workload))
+    ratio = _ratio(ours, theirs, _p99)
+    return Verdict(
+        workload=f"{workload} (p99 ms)",
+        against=CROWD_PEER,
+        ours=_p99(ours) if ours else None,
+        theirs=_p99(theirs) if theirs else None,
+        compared=ratio,
+        target="<= 1.00",
+        result=_result(ratio is not None and ratio <= 1, ours, theirs),
     )
 
 

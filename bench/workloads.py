@@ -89,12 +89,22 @@ def _resnet50_answer(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return resnet50.answer(images if shape == IMAGE else images.transpose(0, 3, 1, 2)).ravel()
 
 
+_SIXTEEN = (
+    Workload("json16", "16 floats as JSON", "http", "json", "identity", SMALL, 16),
+    Workload("binary16", "16 floats as a binary tensor over HTTP", "http", "binary", "identity", SMALL, 16),
+    Workload("grpc16", "16 floats over gRPC", "grpc", "grpc", "identity", SMALL, 16),
+)
+# The same by 1, 16 and 64 connections: how long the slowest wait when few ask, and when many.
+CROWDS: dict[str, tuple[str, ...]] = {one.name: (f"{one.name}-by1", one.name, f"{one.name}-by64") for one in _SIXTEEN}
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        Workload("json16", "16 floats as JSON", "http", "json", "identity", SMALL, 16),
-        Workload("binary16", "16 floats as a binary tensor over HTTP", "http", "binary", "identity", SMALL, 16),
-        Workload("grpc16", "16 floats over gRPC", "grpc", "grpc", "identity", SMALL, 16),
+        *_SIXTEEN,
+        *(
+            replace(one, name=f"{one.name}-by{count}", what=f"{one.what}, for its p99", connections=count)
+            for one in _SIXTEEN
+            for count in (1, 64)
+        ),
         Workload("binary600k", "a 602,112-byte binary tensor over HTTP", "http", "binary", "first1000", IMAGE, 8),
         Workload("grpc600k", "a 602,112-byte tensor over gRPC", "grpc", "grpc", "first1000", IMAGE, 8),
         # Wider than json16, so that the load generator, on the same cores, is a small part of the work.
