@@ -201,7 +201,8 @@ def _own_call(kind: Format, plans: tuple[str, ...], ports: Ports) -> Launch:
     shape = ",".join(map(str, (1, *kind.image)))
     files = [str(model_file(kind, plan)) for plan in plans]
     script = str(PEERS / "own-call/own_call.py")
-    return Launch([sys.executable, script, kind.name, str(ports.http), shape, *files])
+    # One thread all the way down, as Headrace has it: the matrix library below PyTorch asks this variable only.
+    return Launch([sys.executable, script, kind.name, str(ports.http), shape, *files], {"OMP_NUM_THREADS": "1"})
 
 
 READY = "/v2/health/ready"

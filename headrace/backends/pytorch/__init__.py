@@ -6,3 +6,7 @@
 PyTorch sees them, `compiled` opens the third kind, which is native code, `calls` is what all three become, `naming` finds
 a configuration's names in a model, `instance` computes, `settings` reads the parameters.
 """
+
+from headrace.backends.pytorch import one_thread
+
+__all__ = ["one_thread"]
