@@ -29,6 +29,7 @@ from typing import Any
 import onnxruntime as ort
 
 from headrace.backends.contract import Placement
+from headrace.backends.parameters import number_of
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.modelconfig.types import ModelConfig
 
@@ -68,12 +69,12 @@ def session_options(config: ModelConfig) -> ort.SessionOptions:
     # One thread an instance, where ONNX Runtime would take all cores: the instances, the other models and the event
     # loop share the cores already, so more threads would only take turns on them. A model that is alone on its machine
     # and slow for one request is the one to give more.
-    options.intra_op_num_threads = _number(parameters, "intra_op_thread_count", 1, 1024)
-    options.inter_op_num_threads = _number(parameters, "inter_op_thread_count", 1, 1024)
-    if _number(parameters, "execution_mode", 0, 1):
+    options.intra_op_num_threads = number_of(parameters, "intra_op_thread_count", 1, 1024)
+    options.inter_op_num_threads = number_of(parameters, "inter_op_thread_count", 1, 1024)
+    if number_of(parameters, "execution_mode", 0, 1):
         options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
-    options.enable_cpu_mem_arena = bool(_number(parameters, "enable_mem_arena", 1, 1))
-    options.enable_mem_pattern = bool(_number(parameters, "enable_mem_pattern", 1, 1))
+    options.enable_cpu_mem_arena = bool(number_of(parameters, "enable_mem_arena", 1, 1))
+    options.enable_mem_pattern = bool(number_of(parameters, "enable_mem_pattern", 1, 1))
     options.graph_optimization_level = _graph_level(config)
     # A thread that spins while it waits for work takes a core from whoever has work.
     for key in _SPINNING:
@@ -155,15 +156,6 @@ def _remedy(placement: Placement) -> str:
     if placement.kind == "gpu":
         return "install onnxruntime-gpu in place of onnxruntime, or say KIND_CPU in instance_group"
     return "install an onnxruntime built with it, or take it out of optimization.execution_accelerators"
-
-
-def _number(parameters: Mapping[str, str], key: str, default: int, highest: int) -> int:
-    text = parameters.get(key)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text) <= highest):
-        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use a whole number from 0 to {highest}")
-    return int(text)
 
 
 def _graph_level(config: ModelConfig) -> ort.GraphOptimizationLevel:

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from headrace.backends.parameters import number_of
 from headrace.core.errors import InvalidArgument
 from headrace.modelconfig.types import ModelConfig
 
@@ -70,9 +71,9 @@ def settings_of(config: ModelConfig) -> Settings:
     precision = given.get("precision", "fp32").lower()
     if precision not in _PRECISIONS:
         raise InvalidArgument(f"parameter precision is '{precision[:32]}': use fp32, bf16 or fp16")
-    inter_op = _number(given, "INTER_OP_THREAD_COUNT", 0, 1024)
+    inter_op = number_of(given, "INTER_OP_THREAD_COUNT", 0, 1024)
     return Settings(
-        threads=_number(given, "INTRA_OP_THREAD_COUNT", 1, 1024) or (os.cpu_count() or 1),
+        threads=number_of(given, "INTRA_OP_THREAD_COUNT", 1, 1024) or (os.cpu_count() or 1),
         inter_op_threads=inter_op or None,
         inference_mode=_switch(given, "INFERENCE_MODE", True),
         optimized=not _switch(given, "DISABLE_OPTIMIZED_EXECUTION", False),
@@ -107,15 +108,6 @@ def apply_to_process(config: ModelConfig, settings: Settings) -> None:
     if settings.jit_profiling is not None:
         log.warning("model %s: ENABLE_JIT_PROFILING is set for all models of this process", config.name)
         torch._C._jit_set_profiling_mode(settings.jit_profiling)
-
-
-def _number(parameters: Mapping[str, str], key: str, default: int, highest: int) -> int:
-    text = parameters.get(key)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text) <= highest):
-        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use a whole number from 0 to {highest}")
-    return int(text)
 
 
 def _switch(parameters: Mapping[str, str], key: str, default: bool) -> bool:

@@ -89,16 +89,6 @@ def widened(port: Port, config: ModelConfig, allowed: Collection[DType]) -> Port
     return Port(port.name, port.kind, declared if declared in allowed else port.dtype, port.shape)
 
 
-def number_of(parameters: Mapping[str, str], key: str, default: int, highest: int) -> int:
-    """A parameter that is a whole number."""
-    text = parameters.get(key)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text) <= highest):
-        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use a whole number from 0 to {highest}")
-    return int(text)
-
-
 def switch_of(parameters: Mapping[str, str], key: str) -> bool:
     """A parameter that is true or false; false when it is not there."""
     text = parameters.get(key, "false").lower()

@@ -22,8 +22,9 @@ import lightgbm as lgb
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
 from headrace.backends.model_files import model_path
+from headrace.backends.parameters import number_of
 from headrace.backends.signature import check_signature, completion, is_declared
-from headrace.backends.tabular.columns import Columns, number_of
+from headrace.backends.tabular.columns import Columns
 from headrace.backends.tabular.forest import MOST_THREADS, Forest, ForestInstance, Outputs, unreadable
 from headrace.backends.tabular.lightgbm_text import READ_ERRORS, BoosterText, read_booster
 from headrace.core.dtypes import FP32, FP64

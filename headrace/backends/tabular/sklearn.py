@@ -33,8 +33,9 @@ from sklearn.base import BaseEstimator
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
 from headrace.backends.model_files import model_path
+from headrace.backends.parameters import number_of
 from headrace.backends.signature import Port, Signature, check_signature, completion, is_declared
-from headrace.backends.tabular.columns import Columns, number_of, widened
+from headrace.backends.tabular.columns import Columns, widened
 from headrace.backends.tabular.skops_file import open_skops, parts_of
 from headrace.core.dtypes import (
     BOOL,

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.backends.contract import Placement
+from headrace.backends.parameters import number_of
 from headrace.backends.tensorflow.runtime import tf
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from headrace.modelconfig.types import ModelConfig
@@ -38,8 +39,8 @@ def session_config(config: ModelConfig, placement: Placement) -> Any:
     made = tf.compat.v1.ConfigProto()
     # One thread an instance, where TensorFlow would take all cores: the instances, the other models and the event loop
     # share the cores already, so more threads would only take turns on them.
-    made.intra_op_parallelism_threads = _number(config.parameters, "TF_NUM_INTRA_THREADS", 1, 1024)
-    inter = _number(config.parameters, "TF_NUM_INTER_THREADS", 1, 1024)
+    made.intra_op_parallelism_threads = number_of(config.parameters, "TF_NUM_INTRA_THREADS", 1, 1024)
+    inter = number_of(config.parameters, "TF_NUM_INTER_THREADS", 1, 1024)
     # Under 0 is the calling thread itself. A pool of one thread would hand each batch over and back, for 27 us.
     made.inter_op_parallelism_threads = -1 if inter == 1 else inter
     made.use_per_session_threads = inter > 1
@@ -78,7 +79,7 @@ def gpus() -> int:
 
 def share_count(config: ModelConfig) -> int:
     """How many instances may have one session."""
-    return max(1, _number(config.parameters, "MAX_SESSION_SHARE_COUNT", 1, 1_000_000))
+    return max(1, number_of(config.parameters, "MAX_SESSION_SHARE_COUNT", 1, 1_000_000))
 
 
 def graph_tags(config: ModelConfig) -> frozenset[str]:
@@ -101,15 +102,6 @@ def check(config: ModelConfig) -> None:
     session_config(config, Placement("check"))
     share_count(config)
     allows_files(config)
-
-
-def _number(parameters: Mapping[str, str], key: str, default: int, highest: int) -> int:
-    text = parameters.get(key)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text) <= highest):
-        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use a whole number from 0 to {highest}")
-    return int(text)
 
 
 def _switch(parameters: Mapping[str, str], key: str) -> bool:
