@@ -35,6 +35,9 @@ _MAX_ELEMENTS = 1 << 48
 
 Buffer = bytes | bytearray | memoryview
 
+_COPIED_BYTES = 1024
+"""A copy of so little is quicker than a view."""
+
 
 class Tensor:
     """One named array. `array` has the numpy form of `dtype` (see `core.dtypes`) and exactly `shape`."""
@@ -60,15 +63,14 @@ class Tensor:
         return cls(name, dtype, array)
 
     def to_buffer(self) -> Buffer:
-        """The elements as wire bytes, row by row; a view where the array already lies that way."""
+        """The elements as wire bytes, row by row; a view of what is large and already lies that way."""
         if self.dtype is BYTES:
             return encode_bytes_elements(self.array.ravel())
         array = self.array
+        if array.nbytes <= _COPIED_BYTES:
+            return array.tobytes()
         if not array.flags.c_contiguous:
             array = np.ascontiguousarray(array)
-        if not array.size:
-            return b""
-        # A zero-dimensional memoryview has no length: one element is still `item_bytes` long on the wire.
         return array.reshape(-1).data.cast("B")
 
     def __repr__(self) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from headrace.core.clock import Clock
 from headrace.core.errors import Code, HeadraceError, InvalidArgument
 from headrace.engine.scheduling.batches import BatchLog, BatchRecord
+from headrace.engine.scheduling.pending import Pending
 from headrace.modelconfig.types import ModelConfig
 from headrace.telemetry.metrics import Histogram, check_bounds
 from headrace.telemetry.summaries import DEFAULT_WINDOW_SECONDS, Summary
@@ -244,24 +245,64 @@ class VersionStatistics:
         if self.summaries is not None:
             self.summaries.request.observe(took_ns / 1000)
 
+    def computed_together(
+        self, sizes: Sequence[int], queues_ns: Sequence[int], input_ns: int, infer_ns: int, output_ns: int
+    ) -> None:
+        """Requests of so many rows each waited so long each and were computed together."""
+        if min(sizes) == max(sizes):
+            groups = [(sizes[0], len(sizes), sum(queues_ns))]
+        else:
+            groups = [(rows, 1, queue_ns) for rows, queue_ns in zip(sizes, queues_ns, strict=True)]
+        for rows, count, queue_ns in groups:
+            stats = self.of_rows(rows)
+            stats.queue_ns += queue_ns
+            stats.input_ns += count * input_ns
+            stats.infer_ns += count * infer_ns
+            stats.output_ns += count * output_ns
+        self.waited(queues_ns, input_ns, infer_ns, output_ns)
+
     def waited(self, queues_ns: Sequence[int], input_ns: int, infer_ns: int, output_ns: int) -> None:
         """Requests waited so long each and were computed together: their share of the histograms."""
         self.computed += len(queues_ns)
         compute_ns = input_ns + infer_ns + output_ns
         if compute_ns > QUICK_NS:
             self.slow_computes.add(compute_ns, len(queues_ns))
-        excesses = 0.0
-        for queue_ns in queues_ns:
-            # A quick request counts as one that did not wait: what it waited for is its turn, not others.
-            if queue_ns + compute_ns > QUICK_NS:
-                excess = queue_ns / (compute_ns or 1)
-                excesses += excess
-                self.loads[bisect_left(LOAD_EXCESSES, excess)] += 1
-                if queue_ns > QUICK_NS:
-                    self.slow_queues.add(queue_ns)
-        self.excess += excesses
+        # A quick request counts as one that did not wait: what it waited for is its turn, not others.
+        if max(queues_ns) + compute_ns > QUICK_NS:
+            long_ns = [queue_ns for queue_ns in queues_ns if queue_ns + compute_ns > QUICK_NS]
+            self._waited_long(long_ns, compute_ns or 1)
         if self.summaries is not None:
             self.summaries.computed(queues_ns, input_ns, infer_ns, output_ns)
+
+    def _waited_long(self, queues_ns: Sequence[int], compute_ns: int) -> None:
+        self.excess += sum(queues_ns) / compute_ns
+        least = bisect_left(LOAD_EXCESSES, min(queues_ns) / compute_ns)
+        if least == bisect_left(LOAD_EXCESSES, max(queues_ns) / compute_ns):
+            self.loads[least] += len(queues_ns)
+        else:
+            for queue_ns in queues_ns:
+                self.loads[bisect_left(LOAD_EXCESSES, queue_ns / compute_ns)] += 1
+        self.slow_queues.add_all(queues_ns)
+
+    def answered_together(self, batch: Sequence[Pending], now_ns: int) -> None:
+        """Requests that were computed together are answered well."""
+        tooks_ns = [now_ns - pending.arrived_ns for pending in batch]
+        self.settled += len(batch)
+        sizes = {pending.rows for pending in batch}
+        if len(sizes) == 1:
+            stats = self.of_rows(sizes.pop())
+            stats.success += len(batch)
+            stats.success_ns += sum(tooks_ns)
+        else:
+            for pending, took_ns in zip(batch, tooks_ns, strict=True):
+                stats = self.of_rows(pending.rows)
+                stats.success += 1
+                stats.success_ns += took_ns
+        if max(tooks_ns) > QUICK_NS:
+            self.slow_requests.add_all(tooks_ns)
+        if self.summaries is not None:
+            for took_ns in tooks_ns:
+                self.summaries.request.observe(took_ns / 1000)
 
     def answered_alone(self, rows: int, arrived_ns: int, started_ns: int, computed_ns: int, split_ns: int) -> None:
         """A request was computed and is answered, without others and without joining: all that is to be counted."""

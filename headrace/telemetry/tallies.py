@@ -9,6 +9,7 @@ what was timed.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from headrace.telemetry.metrics import DURATION_BUCKETS_SECONDS
 
@@ -36,6 +37,17 @@ class SlowTally:
     def add(self, duration_ns: int, times: int = 1) -> None:
         """Count one that is over `QUICK_NS`."""
         self._counts[bisect_left(DURATION_BOUNDS_NS, duration_ns) - 1] += times
+
+    def add_all(self, durations_ns: Sequence[int]) -> None:
+        """Count those of them that are over `QUICK_NS`. What was done together took about as long: often one bucket."""
+        shortest = bisect_left(DURATION_BOUNDS_NS, min(durations_ns))
+        if shortest == bisect_left(DURATION_BOUNDS_NS, max(durations_ns)):
+            if shortest:
+                self._counts[shortest - 1] += len(durations_ns)
+        else:
+            for duration_ns in durations_ns:
+                if duration_ns > QUICK_NS:
+                    self.add(duration_ns)
 
     def counts(self, total: int) -> list[int]:
         """How many in each bucket, when there were `total` durations, quick ones among them."""

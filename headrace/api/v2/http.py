@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from headrace.api.v2.errors import told
 from headrace.api.v2.generate import V2Generate
 from headrace.api.v2.json_codec import JsonCodec, encode_response
@@ -26,9 +28,14 @@ from headrace.wire.http.heads import CONTENT_TYPE, OK_EMPTY, OK_JSON, ResponseHe
 from headrace.wire.http.routes import Routes
 
 _HEADER_LENGTH = b"inference-header-content-length"
-_OK_BINARY = ResponseHead(200, [(CONTENT_TYPE, b"application/octet-stream")])
 _NOT_READY = ResponseHead(400)
 _DOOR = "HTTP end point"
+
+
+@lru_cache(maxsize=256)
+def _binary_head(json_length: int) -> ResponseHead:
+    fields = ((CONTENT_TYPE, b"application/octet-stream"), (_HEADER_LENGTH, b"%d" % json_length))
+    return ResponseHead(200, fields)
 
 
 class V2Http:
@@ -88,7 +95,7 @@ class V2Http:
                 if json_length is None:
                     exchange.respond(OK_JSON, buffers)
                 else:
-                    exchange.respond(_OK_BINARY, buffers, ((_HEADER_LENGTH, b"%d" % json_length),))
+                    exchange.respond(_binary_head(json_length), buffers)
                 return
         self._infer_later(exchange, request)
 
@@ -112,7 +119,7 @@ class V2Http:
             if json_length is None:
                 exchange.respond(OK_JSON, buffers)
             else:
-                exchange.respond(_OK_BINARY, buffers, ((_HEADER_LENGTH, b"%d" % json_length),))
+                exchange.respond(_binary_head(json_length), buffers)
 
         tracing = self._tracing
         try:

@@ -8,6 +8,7 @@ and Triton's readers have them, although JSON itself has no word for them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ from headrace.api.v2.layouts import NAME_LENGTH, RequestLayout, can_be_learnt
 from headrace.api.v2.outputs import REGION, placed_parameters, read_input, requested
 from headrace.api.v2.parameters import checked
 from headrace.api.v2.raw_request import RawRequests
-from headrace.core.dtypes import BF16, BYTES, bf16_to_float32, dtype_named
+from headrace.core.dtypes import BF16, BYTES, DType, bf16_to_float32, dtype_named
 from headrace.core.errors import InvalidArgument
 from headrace.core.limits import TENSOR_COUNT
 from headrace.core.messages import NO_PARAMETERS, InferRequest, InferResponse, Parameters, RequestedOutput
@@ -50,12 +51,12 @@ class JsonCodec:
         if header_length is None:
             return _decode(model_name, model_version, body, b"", self._memory)
         size = _header_size(header_length, len(body))
-        view = memoryview(body)
-        text, binary = bytes(view[:size]), view[size:]
+        text = body[:size] if type(body) is bytes else bytes(memoryview(body)[:size])
         key = (model_name, model_version, text)
         layout = self._layouts.get(key)
-        if layout is not None and layout.size == len(binary):
-            return layout.request(binary)
+        if layout is not None and layout.size == len(body) - size:
+            return layout.request(body, size)
+        binary = memoryview(body)[size:]
         if not size and self._raw is not None:
             return self._raw.decode(model_name, model_version, body)
         request = _decode(model_name, model_version, text, binary, self._memory)
@@ -96,6 +97,14 @@ def encode_response(
 
     Outputs that are `placed` in shared memory are named and not sent.
     """
+    if len(response.outputs) == 1 and not response.id and response.parameters is NO_PARAMETERS and placed is None:
+        # The most common answer, of which all but the numbers is known.
+        tensor = response.outputs[0]
+        if tensor.dtype is not BYTES and _is_wanted_binary(request, tensor.name):
+            text = _binary_answer(
+                response.model_name, response.model_version, tensor.name, tensor.dtype, tensor.array.shape
+            )
+            return len(text), [text, tensor.to_buffer()]
     binary_all = request.parameters.get("binary_data_output") is True
     wanted = {output.name: output.parameters for output in request.outputs} if request.outputs else None
     start = _response_start(response.model_name, response.model_version)
@@ -125,7 +134,25 @@ def encode_response(
     return len(text), [text, *buffers]
 
 
+def _is_wanted_binary(request: InferRequest, name: str) -> bool:
+    outputs = request.outputs
+    if not outputs:
+        return request.parameters.get("binary_data_output") is True
+    return outputs[0].name == name and outputs[0].parameters.get("binary_data") is True
+
+
 # A server gives few different answers but for their numbers, so what surrounds the numbers is written once.
+
+
+@lru_cache(maxsize=4096)
+def _binary_answer(
+    model_name: str, model_version: str, output_name: str, dtype: DType, shape: tuple[int, ...]
+) -> bytes:
+    return b'%b"outputs":[{%b"parameters":{"binary_data_size":%d}}]}' % (
+        _response_start(model_name, model_version),
+        _output_start(output_name, dtype.name, shape),
+        math.prod(shape) * dtype.item_bytes,
+    )
 
 
 @lru_cache(maxsize=1024)

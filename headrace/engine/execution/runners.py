@@ -185,7 +185,7 @@ class ComputeRunner(RunnerBase):
     def _answer(
         self,
         batch: Sequence[Pending],
-        answers: Sequence[Sequence[Tensor] | HeadraceError] | HeadraceError,
+        answers: Answers | HeadraceError,
         started_ns: int,
         joined_ns: int,
         computed_ns: int,
@@ -193,28 +193,29 @@ class ComputeRunner(RunnerBase):
     ) -> None:
         if isinstance(answers, HeadraceError):
             self.pace.took(split_ns - started_ns, len(batch))
-            answers = [answers] * len(batch)
-            counted = False
+            for pending in batch:
+                self._tell(pending, answers)
+            return
+        self._count(batch, started_ns, joined_ns, computed_ns, split_ns)
+        if batch[0].owner.follows or type(batch[0]) is not Pending:
+            for pending, outputs in zip(batch, answers, strict=True):
+                self._tell(pending, outputs)
         else:
-            counted = not batch[0].owner.follows and type(batch[0]) is Pending
-            self._count(batch, started_ns, joined_ns, computed_ns, split_ns)
-        statistics = self._statistics
+            self._deliver(batch, answers, split_ns)
+
+    def _deliver(self, batch: Sequence[Pending], answers: Answers, split_ns: int) -> None:
+        """Tell callers and count them together, for a version that need not see each."""
+        delivered = []
         for pending, outputs in zip(batch, answers, strict=True):
-            if counted and pending.state != ANSWERED:
-                # One by one: a caller that is told may cancel others of the batch, which are counted by that.
-                statistics.settled += 1
-                took_ns = split_ns - pending.arrived_ns
-                stats = statistics.by_rows[pending.rows]
-                stats.success += 1
-                stats.success_ns += took_ns
-                if took_ns > statistics.quick_ns:
-                    statistics.slow(took_ns)
+            # Looked at one by one: a caller that is told may cancel others of the batch, which are counted by that.
+            if pending.state != ANSWERED:
+                delivered.append(pending)
                 try:
-                    pending.deliver(outputs)  # type: ignore[arg-type]  # an error is never counted
+                    pending.deliver(outputs)
                 except Exception:  # of the caller: it must not cost the others their answers
                     log.exception("an answer could not be delivered")
-            else:
-                self._tell(pending, outputs)
+        if delivered:
+            self._statistics.answered_together(delivered, split_ns)
 
     def _tell(self, pending: Pending, outputs: Sequence[Tensor] | HeadraceError) -> None:
         if pending.state != ANSWERED:
@@ -229,22 +230,14 @@ class ComputeRunner(RunnerBase):
         """Count an execution."""
         statistics = self._statistics
         input_ns, infer_ns, output_ns = joined_ns - started_ns, computed_ns - joined_ns, split_ns - computed_ns
-        rows = 0
-        queues_ns = []
-        for pending in batch:
-            # Not those that nobody waits for: they were cancelled, or only fill the slots of silent sequences.
-            if pending.state != ANSWERED:
-                rows += pending.rows
-                stats = statistics.by_rows.get(pending.rows) or statistics.of_rows(pending.rows)
-                queue_ns = started_ns - pending.arrived_ns
-                stats.queue_ns += queue_ns
-                stats.input_ns += input_ns
-                stats.infer_ns += infer_ns
-                stats.output_ns += output_ns
-                queues_ns.append(queue_ns)
+        # Not those that nobody waits for: they were cancelled, or only fill the slots of silent sequences.
+        counted = [pending for pending in batch if pending.state != ANSWERED]
+        sizes = [pending.rows for pending in counted]
+        queues_ns = [started_ns - pending.arrived_ns for pending in counted]
+        rows = sum(sizes)
         self.pace.took(split_ns - started_ns, rows)
         if rows:
-            statistics.waited(queues_ns, input_ns, infer_ns, output_ns)
+            statistics.computed_together(sizes, queues_ns, input_ns, infer_ns, output_ns)
             statistics.executed(rows, input_ns, infer_ns, output_ns)
         if self._delay.learns:
             self._delay.finished([split_ns - pending.arrived_ns for pending in batch], rows, split_ns - started_ns)
