@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cases.lightgbm import booster
 from poisoned import poisoned_pickle
 from tabular_models import configured, in_a_process, opened, placed, told
 
+from headrace.backends.tabular.lightgbm_numbers import check_numbers, whole_of
 from headrace.core.dtypes import FP32, FP64
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 
@@ -166,7 +168,7 @@ folder = Path(sys.argv[1])
 whole = (folder / "whole.txt").read_bytes().partition(b"end of trees")[0] + b"end of trees" + bytes([10])
 config = configured("lightgbm", {"input": (FP64, (6,))})
 served = 0
-for copy in damaged(whole, 250, 4):
+for copy in damaged(whole, 300, 4):
     try:
         opened(config, placed(folder, copy, "model.txt")).compute({"input": np.zeros((3, 6))}, ["predict"])
         served += 1
@@ -176,8 +178,56 @@ print("served", served)
 """
 
 
-def test_damaged_files_do_not_end_the_process(tmp_path: Path) -> None:
-    (tmp_path / "whole.txt").write_bytes(saved(booster("regression")))
+@pytest.mark.parametrize("objective", ["regression", "binary"])
+def test_damaged_files_do_not_end_the_process(tmp_path: Path, objective: str) -> None:
+    # The one has categories, and is read tree by tree.
+    (tmp_path / "whole.txt").write_bytes(saved(booster(objective)))
     ended = in_a_process(DAMAGED, str(tmp_path))
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert 0 < int(ended.stdout.split()[-1]) < 250
+    assert 0 < int(ended.stdout.split()[-1]) < 300
+
+
+def reads_as_numbers(line: str, count: int) -> bool:
+    tokens = line.split(" ")
+    try:
+        list(map(float, tokens))
+    except ValueError:
+        return False
+    return len(tokens) == count and max(map(len, tokens)) <= 48
+
+
+def test_lines_of_numbers_are_taken_as_python_reads_them() -> None:
+    choose = random.Random(1)
+    verdicts = {True: 0, False: 0}
+    whole = re.compile(r"-?[0-9]+( -?[0-9]+)*")
+    for _ in range(6000):
+        line = "".join(
+            choose.choices("0123456789+-.eE nfi", [6] * 10 + [1, 2, 2, 2, 1, 4, 0.2, 0.2, 0.2], k=choose.randrange(9))
+        )
+        line = choose.choice(["", "-1.5e-07 ", "nan "]) + line
+        count = line.count(" ") + choose.choice([1, 1, 1, 2])
+        expected = reads_as_numbers(line, count)
+        verdicts[expected] += 1
+        counts, many = np.array([count]), np.array([10**9])
+        if expected:
+            check_numbers([line.encode()], counts)
+        else:
+            with pytest.raises(ValueError, match="number|float"):
+                check_numbers([line.encode()], counts)
+        if expected and whole.fullmatch(line):
+            numbers = whole_of([line.encode()], counts, -many, many)
+            assert numbers.tolist() == [int(token) for token in line.split(" ")]
+        else:
+            with pytest.raises(ValueError, match="number"):
+                whole_of([line.encode()], counts, -many, many)
+    assert min(verdicts.values()) > 1000
+
+
+def test_a_number_too_many_in_one_line_does_not_make_up_for_one_too_few_in_another() -> None:
+    counts = np.array([2, 2])
+    check_numbers([b"1 2", b"3 4"], counts)
+    for lines in ([b"1 2 3", b"4"], [b"1", b"2 3 4"], [b"1 2", b"3 " + b"4" * 49], [b"1 2 ", b"3"]):
+        with pytest.raises(ValueError, match="a line of numbers"):
+            check_numbers(lines, counts)
+    with pytest.raises(ValueError, match="a line of numbers"):
+        whole_of([b"1 2", b"3 4"], counts, np.array([0, 0]), np.array([4, 3]))

@@ -16,6 +16,7 @@ from headrace.backends.contract import ModelFiles
 from headrace.backends.signature import DEFAULT_MAX_BATCH_SIZE
 from headrace.backends.tensorflow.backend import TensorFlowBackend
 from headrace.backends.tensorflow.runtime import SavedModel, tf
+from headrace.backends.tensorflow.savedmodel import read_savedmodel
 from headrace.core.dtypes import BYTES, FP32, INT64
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 
@@ -143,6 +144,19 @@ def test_a_table_is_read_from_the_models_own_assets(tmp_path: Path) -> None:
     (files.version_folder / "model.savedmodel" / "assets" / "words.txt").unlink()
     with pytest.raises(InvalidArgument, match=r"has no file 'model\.savedmodel/assets/words\.txt'"):
         opened(config, files)
+
+
+def test_an_empty_beginning_is_left_out_and_one_that_is_missing_is_not(own: ModelFiles) -> None:
+    folder = own.version_folder / "model.savedmodel"
+    read = read_savedmodel(CONFIG, folder, None)
+    program = SavedModel.FromString((folder / "saved_model.pb").read_bytes())
+    init = program.meta_graphs[0].signature_def["__saved_model_init_op"].outputs["__saved_model_init_op"]
+    assert init.name == "NoOp"
+    assert [step.operation for step in read.setup] == [program.meta_graphs[0].saver_def.restore_op_name]
+    init.name = "Gone"
+    (folder / "saved_model.pb").write_bytes(program.SerializeToString())
+    with pytest.raises(InvalidArgument, match="could not make 'model.savedmodel' ready"):
+        opened(CONFIG, own)
 
 
 def test_parts_that_are_missing_are_named(own: ModelFiles) -> None:

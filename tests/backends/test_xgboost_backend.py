@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from poisoned import poisoned_pickle
 from tabular_models import NO_SERVICES, configured, in_a_process, opened, placed, told
 
 from headrace.backends.contract import Placement
+from headrace.backends.tabular import xgboost_file
 from headrace.backends.tabular.ubjson import decode, encode
 from headrace.backends.tabular.xgboost import XGBoostBackend
+from headrace.backends.tabular.xgboost_trees import PackedTrees, packed_trees
 from headrace.core.dtypes import FP32, FP64, INT32, INT64
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument
 
@@ -214,12 +217,12 @@ def test_other_formats_are_refused_unopened(tmp_path: Path, filename: str) -> No
 
 
 def changed(path: tuple[Any, ...], value: Any) -> bytes:
-    document = decode(saved(booster("reg:squarederror")))
+    document = decode(bytearray(saved(booster("reg:squarederror"))))
     place = document["learner"]
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value(place[path[-1]]) if callable(value) else value
-    return encode(document)
+    return bytes(encode(document))
 
 
 TREE = ("gradient_booster", "model", "trees", 0)
@@ -273,7 +276,7 @@ kind, folder = sys.argv[1], Path(sys.argv[2])
 whole = (folder / f"whole.{kind}").read_bytes()
 config = configured("xgboost", {"input": (FP32, (6,))})
 served = 0
-for copy in damaged(whole, 150, 4):
+for copy in damaged(whole, 300, 4):
     try:
         opened(config, placed(folder, copy, f"model.{kind}")).compute({"input": np.zeros((3, 6), np.float32)}, ["predict"])
         served += 1
@@ -288,4 +291,58 @@ def test_damaged_files_do_not_end_the_process(tmp_path: Path, kind: str) -> None
     (tmp_path / f"whole.{kind}").write_bytes(saved(booster("reg:squarederror"), kind))
     ended = in_a_process(DAMAGED, kind, str(tmp_path))
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert 0 < int(ended.stdout.split()[-1]) < 150
+    assert 0 < int(ended.stdout.split()[-1]) < 300
+
+
+def one_by_one(data: bytes) -> bytes:
+    """What becomes of a file when its trees are read one at a time."""
+    return bytes(xgboost_file._checked(decode(bytearray(data)), bytearray(data)).content)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"gamma": 0.5, "tree_method": "exact", "max_depth": 8}], ids=["all", "pruned"]
+)
+def test_trees_that_were_checked_where_they_lie_answer_as_those_that_were_written_anew(settings: Any) -> None:
+    data = saved(trained(rounds=140, **settings))
+    content = bytes(xgboost_file.read_booster(bytearray(data)).content)
+    anew = one_by_one(data)
+    first = data.index(b"{L" + bytes(7) + b"\x0cbase_weights")
+    assert data[first:][:5000] in content
+    assert data[first:][:5000] not in anew
+    kept, rewritten = (xgb.Booster(model_file=bytearray(made)) for made in (content, anew))
+    np.testing.assert_array_equal(kept.inplace_predict(ROWS), rewritten.inplace_predict(ROWS))
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_no_tree_is_kept_that_would_be_refused_by_itself(pruned: bool) -> None:
+    settings = {"gamma": 0.5, "tree_method": "exact", "max_depth": 8} if pruned else {}
+    whole = saved(trained(rounds=2, **settings))
+    choose = random.Random(3)
+    names = [b"left_children", b"right_children", b"parents", b"split_indices", b"default_left", b"split_type"]
+    names += [b"num_nodesSL", b"num_deletedSL", b"num_featureSL", b"categories_nodes", b"idi"]
+    kept = refused = 0
+    for number in range(400):
+        copy = bytearray(whole)
+        place = copy.index(names[number % len(names)]) + choose.randrange(13, 140)
+        copy[place] = choose.choice([0, 1, 2, 3, 5, 127, 255, copy[place] ^ 1])
+        try:
+            document = decode(bytearray(copy), {"trees": packed_trees})
+        except ValueError:
+            continue
+        if isinstance(document["learner"]["gradient_booster"]["model"]["trees"], PackedTrees):
+            kept += 1
+            one_by_one(bytes(copy))
+        else:
+            refused += 1
+    assert kept > 10
+    assert refused > 100
+
+
+def test_trees_of_another_writer_are_read_one_by_one(tmp_path: Path) -> None:
+    # Ours takes more bytes for a tree's number than XGBoost does.
+    written = bytes(encode(decode(bytearray(saved(booster("reg:squarederror"))))))
+    document = decode(bytearray(written), {"trees": packed_trees})
+    assert isinstance(document["learner"]["gradient_booster"]["model"]["trees"], list)
+    instance = opened(configured("xgboost", INPUT), placed(tmp_path, written, "model.ubj"))
+    answer = instance.compute({"input": ROWS}, ["predict"])["predict"]
+    np.testing.assert_array_equal(answer[:, 0], booster("reg:squarederror").inplace_predict(ROWS))

@@ -8,59 +8,90 @@ XGBoost's own reader goes past the end of a file that was cut short and takes th
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 DEEPEST = 64
+_MANY = 256
 
-_NUMBERS: dict[bytes, tuple[struct.Struct, np.dtype[Any]]] = {
-    b"i": (struct.Struct(">b"), np.dtype(">i1")),
-    b"U": (struct.Struct(">B"), np.dtype(">u1")),
-    b"I": (struct.Struct(">h"), np.dtype(">i2")),
-    b"l": (struct.Struct(">i"), np.dtype(">i4")),
-    b"L": (struct.Struct(">q"), np.dtype(">i8")),
-    b"d": (struct.Struct(">f"), np.dtype(">f4")),
-    b"D": (struct.Struct(">d"), np.dtype(">f8")),
+_HERE = b"here"
+_OBJECT, _ARRAY, _TEXT = b"{[S"
+
+_NUMBERS: dict[int, tuple[struct.Struct, np.dtype[Any]]] = {
+    ord("i"): (struct.Struct(">b"), np.dtype(">i1")),
+    ord("U"): (struct.Struct(">B"), np.dtype(">u1")),
+    ord("I"): (struct.Struct(">h"), np.dtype(">i2")),
+    ord("l"): (struct.Struct(">i"), np.dtype(">i4")),
+    ord("L"): (struct.Struct(">q"), np.dtype(">i8")),
+    ord("d"): (struct.Struct(">f"), np.dtype(">f4")),
+    ord("D"): (struct.Struct(">d"), np.dtype(">f8")),
 }
-_CONSTANTS: dict[bytes, bool | None] = {b"T": True, b"F": False, b"Z": None}
-_MARKERS = {dtype.newbyteorder("="): marker for marker, (_, dtype) in _NUMBERS.items()}
+_CONSTANTS: dict[int, bool | None] = {ord("T"): True, ord("F"): False, ord("Z"): None}
+_MARKERS = {dtype.newbyteorder("="): bytes([marker]) for marker, (_, dtype) in _NUMBERS.items()}
 _LENGTH = struct.Struct(">cq")
+_ITEM = np.dtype([("marker", "S1"), ("value", ">i8")])
+
+Packer = Callable[[bytearray, int, int], tuple[Any, int] | None]
+"""Reads a list another way: from the data, where its items begin and how many they are to a value, and where it ends."""
 
 
-def decode(data: bytes) -> Any:
-    """The value that fills `data` exactly."""
-    reader = _Reader(data)
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A list whose items stay where they are in the data that was read."""
+
+    begin: int
+    end: int
+    count: int
+
+
+def decode(data: bytearray, packers: Mapping[str, Packer] | None = None) -> Any:
+    """The value that fills `data` exactly. Members with a packer's name are read by it, unless it returns None."""
+    reader = _Reader(data, packers or {})
     value = reader.value(0)
     if reader.position != len(data):
         raise ValueError(f"{len(data) - reader.position} bytes are left after the end")
     return value
 
 
-def encode(value: Any) -> bytes:
+def encode(value: Any) -> bytearray:
     """Objects, lists, text, numbers and numpy arrays as XGBoost reads them."""
     pieces: list[bytes] = []
     _write(value, pieces)
-    return b"".join(pieces)
+    return bytearray().join(pieces)
+
+
+def encode_around(data: bytearray, kept: Kept, value: Any) -> bytearray:
+    """The same for a value with that list in it, in the `data` itself: a copy would take longer than all the rest."""
+    pieces: list[bytes] = []
+    _write(value, pieces)
+    # By what it is, not by what is in it: a text may say the same.
+    place = next(index for index, piece in enumerate(pieces) if piece is _HERE)
+    data[kept.end :] = b"".join(pieces[place + 1 :])
+    data[: kept.begin] = b"".join(pieces[:place])
+    return data
 
 
 class _Reader:
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytearray, packers: Mapping[str, Packer]) -> None:
         self._data = data
+        self._packers = packers
         self.position = 0
 
     def value(self, depth: int) -> Any:
         if depth > DEEPEST:
             raise ValueError("it is nested too deeply")
-        marker = self._take(1)
-        if marker == b"{":
-            return self._object(depth)
-        if marker == b"[":
-            return self._array(depth)
-        if marker == b"S":
-            return self._text()
+        marker = self._take(1)[0]
         if marker in _NUMBERS:
             return self._number(marker)
+        if marker == _OBJECT:
+            return self._object(depth)
+        if marker == _ARRAY:
+            return self._array(depth)
+        if marker == _TEXT:
+            return self._text()
         if marker in _CONSTANTS:
             return _CONSTANTS[marker]
         raise ValueError(f"byte {self.position - 1} begins no value")
@@ -71,47 +102,81 @@ class _Reader:
             name = self._text()
             if name in members:
                 raise ValueError("a name is there twice")
-            members[name] = self.value(depth + 1)
+            if name not in self._packers or not self._packed(name, members):
+                members[name] = self.value(depth + 1)
         self.position += 1
         return members
 
+    def _packed(self, name: str, members: dict[str, Any]) -> bool:
+        begin = self.position
+        if self._take(2) == b"[#":
+            packed = self._packers[name](self._data, self.position + 9, self._length())
+            if packed is not None:
+                members[name], self.position = packed
+                return True
+        self.position = begin
+        return False
+
     def _array(self, depth: int) -> Any:
         if self._peek() == b"$":
-            self.position += 1
-            kind = self._take(1)
-            if kind not in _NUMBERS or self._take(1) != b"#":
+            kind = self._take(3)
+            if kind[1] not in _NUMBERS or kind[2:] != b"#":
                 raise ValueError("an array's type is not known")
-            dtype = _NUMBERS[kind][1]
+            dtype = _NUMBERS[kind[1]][1]
             raw = self._take(self._length() * dtype.itemsize)
             return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("="))
         if self._peek() == b"#":
             self.position += 1
-            # Each value takes a byte at least, so a count that lies ends with the data.
-            return [self.value(depth + 1) for _ in range(self._length())]
+            return self._counted(self._length(), depth)
         items = []
         while self._peek() != b"]":
             items.append(self.value(depth + 1))
         self.position += 1
         return items
 
+    def _counted(self, count: int, depth: int) -> list[Any]:
+        items: list[Any] = []
+        # Each value takes a byte at least, so a count that lies ends with the data.
+        while len(items) < count:
+            if count - len(items) < _MANY or not (alike := self._alike(count - len(items))):
+                alike = [self.value(depth + 1)]
+            items += alike
+        return items
+
+    def _alike(self, most: int) -> list[Any]:
+        """Numbers of one type that follow each other, read together: there are lists with one for each tree."""
+        marker = self._data[self.position : self.position + 1]
+        if not marker or marker[0] not in _NUMBERS:
+            return []
+        dtype = _NUMBERS[marker[0]][1]
+        pair = np.dtype([("marker", "S1"), ("value", dtype)])
+        count = min(most, _MANY, (len(self._data) - self.position) // pair.itemsize)
+        pairs = np.frombuffer(self._data, pair, count, self.position)
+        others = np.flatnonzero(pairs["marker"] != bytes(marker))
+        count = int(others[0]) if others.size else count
+        self.position += count * pair.itemsize
+        read: list[Any] = pairs["value"][:count].tolist()
+        return read
+
     def _text(self) -> str:
         return self._take(self._length()).decode()
 
     def _length(self) -> int:
         # XGBoost writes each length as 64 bits, and reads no other.
-        if self._take(1) != b"L":
-            raise ValueError(f"byte {self.position - 1} begins no length")
-        return int(self._number(b"L"))
+        marker, length = _LENGTH.unpack(self._take(9))
+        if marker != b"L":
+            raise ValueError(f"byte {self.position - 9} begins no length")
+        return int(length)
 
-    def _number(self, marker: bytes) -> int | float:
+    def _number(self, marker: int) -> int | float:
         layout = _NUMBERS[marker][0]
         number: int | float = layout.unpack(self._take(layout.size))[0]
         return number
 
-    def _peek(self) -> bytes:
+    def _peek(self) -> bytearray:
         return self._data[self.position : self.position + 1]
 
-    def _take(self, count: int) -> bytes:
+    def _take(self, count: int) -> bytearray:
         end = self.position + count
         if count < 0 or end > len(self._data):
             raise ValueError(f"it ends at byte {len(self._data)}, in the middle of a value")
@@ -128,9 +193,9 @@ def _write(value: Any, pieces: list[bytes]) -> None:
             _write(member, pieces)
         pieces.append(b"}")
     elif isinstance(value, list):
-        pieces.extend((b"[#", _LENGTH.pack(b"L", len(value))))
-        for item in value:
-            _write(item, pieces)
+        _write_list(value, pieces)
+    elif isinstance(value, Kept):
+        pieces.extend((b"[#", _LENGTH.pack(b"L", value.count), _HERE))
     elif isinstance(value, np.ndarray):
         pieces.extend((b"[$", _MARKERS[value.dtype], b"#", _LENGTH.pack(b"L", value.size)))
         pieces.append(value.astype(value.dtype.newbyteorder(">")).tobytes())
@@ -145,6 +210,18 @@ def _write(value: Any, pieces: list[bytes]) -> None:
         pieces.append(b"d" + struct.pack(">f", value))
     else:
         raise TypeError(f"{type(value).__name__} has no form in UBJSON")
+
+
+def _write_list(items: list[Any], pieces: list[bytes]) -> None:
+    pieces.extend((b"[#", _LENGTH.pack(b"L", len(items))))
+    if set(map(type, items)) == {int}:
+        # One for each tree: many.
+        written = np.empty(len(items), _ITEM)
+        written["marker"], written["value"] = b"L", items
+        pieces.append(written.tobytes())
+        return
+    for item in items:
+        _write(item, pieces)
 
 
 def _write_text(text: str, pieces: list[bytes]) -> None:

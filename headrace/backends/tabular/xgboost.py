@@ -14,6 +14,7 @@ Not read: XGBoost's old binary format, which XGBoost itself reads no more, and p
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +124,31 @@ def _model_file(config: ModelConfig, files: ModelFiles) -> Path:
 
 def _read(config: ModelConfig, file: Path) -> BoosterFile:
     try:
-        return read_booster(file.read_bytes())
+        return read_booster(_bytes_of(file))
     except READ_ERRORS:
         log.exception("model %s: %s could not be read", config.name, file)
         raise unreadable(config, file.name, "XGBoost", _SAVE_AGAIN) from None
+
+
+def _bytes_of(file: Path) -> bytearray:
+    """The whole file, in memory that may be written to."""
+    with file.open("rb", buffering=0) as opened:
+        data = bytearray(os.fstat(opened.fileno()).st_size)
+        filled = 0
+        with memoryview(data) as view:
+            # A single read ends at 2 GiB.
+            while filled < len(data) and (count := opened.readinto(view[filled:])):
+                filled += count
+    # It is shorter only if somebody is writing it, and is then refused for where it ends.
+    del data[filled:]
+    return data
 
 
 def _open(config: ModelConfig, file: Path, read: BoosterFile) -> Any:
     threads = number_of(config.parameters, "intra_op_thread_count", 1, MOST_THREADS)
     booster = xgb.Booster({"nthread": threads})
     try:
-        booster.load_model(bytearray(read.content))
+        booster.load_model(read.content)
         # The first prediction sets the booster up; from then on it is only read.
         row = np.zeros((1, read.columns), np.float32)
         if read.booster != "gblinear":

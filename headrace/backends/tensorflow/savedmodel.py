@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from headrace.backends.signature import Port, Signature
 from headrace.backends.tensorflow.assets import check_tables
 from headrace.backends.tensorflow.function import Function, Step, check_told, imported, port_of
-from headrace.backends.tensorflow.operators import check_operators, check_reached
+from headrace.backends.tensorflow.operators import check_operators, check_reached, reached_at_the_top
 from headrace.backends.tensorflow.runtime import AssetFileDef, SavedModel, tf
 from headrace.backends.tensorflow.settings import allows_files, graph_tags, signature_name
 from headrace.backends.tensorflow.variables import has_variables, restoring
@@ -55,7 +55,7 @@ def read_savedmodel(config: ModelConfig, folder: Path, device: str | None) -> Fu
     setup: list[Step] = []
     if has_variables(config, folder, graph_def):
         setup.extend(restoring(config, folder, meta, graph, fetches.values(), init, assets))
-    if init:
+    if init and _does_something(graph_def, init):
         setup.append(Step(init, assets))
     fetches = _apart(graph, feeds, fetches)
     return Function(folder.name, graph, signature, feeds, fetches, tuple(setup), dict(chosen.defaults))
@@ -192,6 +192,13 @@ def _init_operation(meta: Any) -> str:
         if names:
             return str(names[0]).partition(":")[0]
     return ""
+
+
+def _does_something(graph_def: Any, init: str) -> bool:
+    """Most models have no tables: what would fill them is empty, and TensorFlow takes as long over it as over a graph."""
+    reached = [node.op for node in reached_at_the_top(graph_def, [init])]
+    # What is not there at all is TensorFlow's to refuse.
+    return not reached or any(operator != "NoOp" for operator in reached)
 
 
 def _assets(config: ModelConfig, folder: Path, meta: Any) -> dict[str, str]:

@@ -50,6 +50,9 @@ def session_config(config: ModelConfig, placement: Placement) -> Any:
     made.gpu_options.allow_growth = True
     if placement.kind == "cpu":
         made.device_count["GPU"] = 0
+        # Moves tensors out of a GPU's memory, and computes them again for gradients. Here it only takes time, at each load.
+        rewriting = made.graph_options.rewrite_options
+        rewriting.memory_optimization = rewriting.NO_MEM_OPT
     # Nothing is added to the graph after its first run, so a copy to add to is not kept.
     made.experimental.optimize_for_static_graph = True
     made.experimental.disable_output_partition_graphs = True
