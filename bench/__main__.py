@@ -19,7 +19,7 @@ from bench.report import END_MARKER, START_MARKER, markdown, put_into_readme
 from bench.runs import Plan, Results, Run
 from bench.screen import bar, console, show
 from bench.servers import SERVERS
-from bench.summary import figures_of, idle_figure_of, loading_figures_of
+from bench.summary import summary_of
 from bench.tools import ensure_load_generators
 from bench.verdicts import verdicts_of
 from bench.workloads import NAMES
@@ -28,13 +28,15 @@ RESULTS = Path(__file__).parent / "results"
 LATEST = RESULTS / "latest.md"
 QUICK_SECONDS, QUICK_ROUNDS = 2, 1
 EXAMPLES = """examples:
-  python -m bench                                    everything, about 35 minutes, writes bench/results/
+  python -m bench                                    everything, about 40 minutes, writes bench/results/
   python -m bench --quick                            a look: one round of 2 seconds each
   python -m bench --only headrace triton-python      two servers, all their workloads
   python -m bench --workload json16 --keep-going     one workload, whoever can do it
   python -m bench --workload mlp mlp-grpc            a small ONNX network on one core, Headrace and Triton
   python -m bench --workload overhead-binary idle    what the engine costs, and what it costs when idle
   python -m bench --workload resnet50-onnx load-100mb-onnx   ResNet-50, Headrace and the framework's own call
+  python -m bench --workload start idle-memory       seconds to the first answer, and memory with nothing loaded
+  python -m bench --workload predict router overload the REST route, the router, and three times too many requests
   python -m bench --readme README.md                 measure nothing, put the last full run into README.md
 """
 
@@ -64,19 +66,22 @@ def _bench(plan: Plan, terminal: Console) -> int:
     machine = describe_machine()
     with bar(terminal, plan.measurements()) as progress:
         results = Run(plan, progress.tell, progress.tick).all_rounds()
-    figures = figures_of(results.samples)
-    idle = idle_figure_of(results.idle)
-    loadings = loading_figures_of(results.loadings)
-    verdicts = verdicts_of(figures, loadings, idle)
+    summary = summary_of(results)
+    verdicts = verdicts_of(summary)
     document = _document(plan, machine, results)
     document |= {
-        "figures": [asdict(one) for one in figures],
-        "loading_figures": [asdict(one) for one in loadings],
-        "idle_figure": asdict(idle) if idle else None,
+        "figures": [asdict(one) for one in summary.figures],
+        "loading_figures": [asdict(one) for one in summary.loadings],
+        "idle_figure": asdict(summary.idle) if summary.idle else None,
+        "start_figure": asdict(summary.start) if summary.start else None,
+        "memory_figure": asdict(summary.memory) if summary.memory else None,
+        "overload_figure": asdict(summary.overload) if summary.overload else None,
         "verdicts": [asdict(one) for one in verdicts],
     }
-    show(terminal, figures, loadings, verdicts, results.refused)
-    _write(plan, document, markdown(document, figures, loadings, idle, verdicts), terminal)
+    show(terminal, summary, verdicts, results.refused)
+    for server in plan.not_installed():
+        terminal.print(f"{server.name}: not installed, so not measured", highlight=False)
+    _write(plan, document, markdown(document, summary, verdicts), terminal)
     return 1 if results.refused else 0
 
 
@@ -103,9 +108,13 @@ def _document(plan: Plan, machine: dict[str, object], results: Results) -> dict[
         "versions": {server: venvs.package_versions(venv) for server, venv in environments.items()},
         "self_descriptions": results.self_descriptions,
         "refused": results.refused,
+        "not_installed": [server.name for server in plan.not_installed()],
         "samples": [asdict(sample) for sample in results.samples],
         "loading_samples": [asdict(sample) for sample in results.loadings],
         "idle_samples": [asdict(sample) for sample in results.idle],
+        "start_samples": [asdict(sample) for sample in results.starts],
+        "memory_samples": [asdict(sample) for sample in results.memory],
+        "overload_samples": [asdict(sample) for sample in results.overloads],
     }
 
 

@@ -3,7 +3,7 @@
 
 "v2" is the Open Inference Protocol with Triton's binary-tensor extension; "simple" is the {"input": [..]}
 JSON that LitServe and mosec document, with the bare tensor bytes as its binary form (mosec). "own-call" is what
-peers/own-call is told with.
+peers/own-call is told with; "predict" is the {"inputs": [..]} of `/predict`.
 """
 
 import json
@@ -18,6 +18,7 @@ from bench.workloads import Workload
 
 GRPC_PATH = "/inference.GRPCInferenceService/ModelInfer"
 OWN_CALL = "own-call"
+PREDICT = "predict"
 GRPC_PREFIX_BYTES = 5  # one byte "compressed?", four bytes length, before each gRPC message
 
 
@@ -93,6 +94,15 @@ def _simple_json(workload: Workload) -> Request:
     return Request(f"/{workload.model}", headers, _compact({"input": _float_list(workload)}), decode)
 
 
+def _predict(workload: Workload) -> Request:
+    def decode(body: bytes, headers: dict[str, str]) -> np.ndarray:
+        return np.array(json.loads(body)["predictions"], dtype=np.float32).ravel()
+
+    return Request(
+        "/predict", {"Content-Type": "application/json"}, _compact({"inputs": _float_list(workload)}), decode
+    )
+
+
 def _own_call(workload: Workload) -> Request:
     def decode(body: bytes, headers: dict[str, str]) -> np.ndarray:
         return np.frombuffer(body, dtype="<f4")
@@ -115,4 +125,5 @@ _SPELLINGS: dict[tuple[str, str], Callable[[Workload], Request]] = {
     ("simple", "json"): _simple_json,
     ("simple", "binary"): _simple_binary,
     (OWN_CALL, "binary"): _own_call,
+    (PREDICT, "json"): _predict,
 }

@@ -53,13 +53,11 @@ def measure(target: RunningServer, workload: Workload, round_number: int, second
     cores = client_cores() if target.server.one_core else None
     _put_load(target, workload, request, WARM_UP_SECONDS, cores)
 
-    machine_before, server_before, clock_before = (
-        machine_cpu(),
-        server_cpu_seconds(target.pid),
-        time.monotonic(),
-    )
+    machine_before, server_before, clock_before = machine_cpu(), server_cpu_seconds(target.pid), time.monotonic()
+    behind_before = _cpu_behind(target)
     figures = _put_load(target, workload, request, seconds * workload.times_longer, cores)
     machine_after, server_after, clock_after = machine_cpu(), server_cpu_seconds(target.pid), time.monotonic()
+    behind = _cpu_behind(target) - behind_before
 
     verified_response_bytes(workload, request, port)
     if target.server.one_core:
@@ -90,7 +88,7 @@ def measure(target: RunningServer, workload: Workload, round_number: int, second
         server_cpu_ms_per_1000=server_cpu * 1e6 / figures.requests,
         server_cores=server_cpu / elapsed,
         client_cpu_ms_per_1000=figures.client_cpu_seconds * 1e6 / figures.requests,
-        other_cores=max(0.0, (machine_busy - server_cpu - figures.client_cpu_seconds) / elapsed),
+        other_cores=max(0.0, (machine_busy - server_cpu - behind - figures.client_cpu_seconds) / elapsed),
         stolen_cores=(machine_after.stolen_seconds - machine_before.stolen_seconds) / elapsed,
         rss_mb=memory.rss_mb,
         pss_mb=memory.pss_mb,
@@ -109,3 +107,7 @@ def _put_load(
 
 def _port(target: RunningServer, workload: Workload) -> int:
     return target.ports.grpc if workload.transport == "grpc" else target.ports.http
+
+
+def _cpu_behind(target: RunningServer) -> float:
+    return server_cpu_seconds(target.behind_pid) if target.behind_pid is not None else 0.0

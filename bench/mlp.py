@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by models.py and workloads.py: the small network of the `mlp` workloads, as an ONNX file and in numpy.
+"""Called by models.py and workloads.py: the networks of the `mlp` and `predict` workloads, in numpy and as ONNX.
 
-16 numbers in, two hidden layers of 256 with ReLU, 16 numbers out; the weights are random, and the same every time.
+16 numbers in, hidden layers with ReLU (two of 256 unless told), 16 numbers out; the weights are random, and the same
+every time.
 """
 
 from itertools import pairwise
@@ -10,12 +11,16 @@ from pathlib import Path
 import numpy as np
 
 WIDTHS = (16, 256, 256, 16)
+# The same kind of network as TorchScript: see torchscript.py.
+PREDICT_WIDTHS = (16, 64, 16)
+# Some milliseconds a row on one core: 17 million weights, which no cache holds.
+SLOW_WIDTHS = (16, 2048, 2048, 2048, 2048, 2048, 16)
 SEED = 2026
 # Old enough for every ONNX Runtime that a peer may have.
 OPSET, IR_VERSION = 17, 8
 
 
-def weights() -> list[tuple[np.ndarray, np.ndarray]]:
+def weights(widths: tuple[int, ...] = WIDTHS) -> list[tuple[np.ndarray, np.ndarray]]:
     """Matrix and bias of each layer, scaled so that the numbers neither vanish nor grow on their way."""
     random = np.random.default_rng(SEED)
     return [
@@ -23,14 +28,14 @@ def weights() -> list[tuple[np.ndarray, np.ndarray]]:
             (random.standard_normal((rows, columns)) * np.sqrt(2 / rows)).astype(np.float32),
             (random.standard_normal(columns) * 0.1).astype(np.float32),
         )
-        for rows, columns in pairwise(WIDTHS)
+        for rows, columns in pairwise(widths)
     ]
 
 
-def answer(rows: np.ndarray) -> np.ndarray:
+def answer(rows: np.ndarray, widths: tuple[int, ...] = WIDTHS) -> np.ndarray:
     """What the network makes of these rows, in double precision."""
     values: np.ndarray = rows.astype(np.float64)
-    *hidden, (matrix, bias) = ((matrix.astype(np.float64), bias) for matrix, bias in weights())
+    *hidden, (matrix, bias) = ((matrix.astype(np.float64), bias) for matrix, bias in weights(widths))
     for hidden_matrix, hidden_bias in hidden:
         values = np.maximum(values @ hidden_matrix + hidden_bias, 0)
     return np.asarray(values @ matrix + bias)

@@ -7,11 +7,16 @@ configurations say the same of batches and instances.
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from bench import mlp, resnet50
+from bench.errors import BenchError
 from bench.formats import Format
 from bench.formats.files import RESNET50, SMALL, model_file
+from bench.torchscript import torchscript_file
+from bench.workloads import NETWORKS
 
 BENCH = Path(__file__).parent
 WORK = BENCH / ".work"
@@ -50,6 +55,25 @@ def idle_repository() -> Path:
     folder = _emptied(WORK / "idle")
     for name in IDLE_MODELS:
         _model(folder, name, _config("identity", ANY_SIZE, ANY_SIZE, JOINED))
+    return folder
+
+
+def example_repository() -> Path:
+    """The repository of examples/, made if it is not there or out of date."""
+    folder = WORK / "examples"
+    command = [sys.executable, str(BENCH.parent / "examples/make_models.py"), str(folder)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        raise BenchError(f"the example repository cannot be made: {finished.stderr.strip()[-800:]}")
+    return folder
+
+
+def predict_repository(name: str, *, joined: bool) -> Path:
+    """A TorchScript network, alone, so that `/predict` needs no name; whether requests may share a batch."""
+    folder = _emptied(WORK / name)
+    widths, more = NETWORKS[name], (JOINED,) if joined else ()
+    config = _config("pytorch", widths[:1], widths[-1:], *more, names=("INPUT__0", "OUTPUT__0"))
+    _link(torchscript_file(name), _model(folder, name, config) / "model.pt")
     return folder
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import BenchError
+from bench.sentences import sentences
 from bench.servers import SERVERS
-from bench.summary import Figure, IdleFigure, LoadingFigure, two_processes_at_most
+from bench.summary import Figure, IdleFigure, LoadingFigure, Summary, two_processes_at_most
 from bench.verdicts import MLP_WORKLOADS, Verdict
 from bench.workloads import LOADINGS, WORKLOADS
 
@@ -20,7 +21,9 @@ TARGETS_INTRODUCTION = (
     "adds to the CPU of a request that is answered by a bare handler; `resnet50` is ResNet-50 asked by one connection, "
     "against the framework called in a loop, each on one core; `two-instances` is two instances of it against one; "
     "`load-100mb` is its loading and first answer, against the framework's own; `idle` is a server with models and no "
-    "requests."
+    "requests; `start` is from the start of the process to its first answer; `idle-memory` is a server that has loaded "
+    "nothing; `predict` is against the FastAPI example; `router` is the CPU of the router alone; `overload` is three times "
+    "what can be served."
 )
 MLP_INTRODUCTION = (
     "A small ONNX network (16-256-256-16), one row per request from 64 connections, batches of up to 64; the server on "
@@ -40,14 +43,9 @@ MAIN_PACKAGES = {
 }
 
 
-def markdown(
-    document: dict[str, Any],
-    figures: list[Figure],
-    loadings: list[LoadingFigure],
-    idle: IdleFigure | None,
-    verdicts: list[Verdict],
-) -> str:
+def markdown(document: dict[str, Any], summary: Summary, verdicts: list[Verdict]) -> str:
     """The whole of latest.md; everything above DETAILS_HEADING is also what the README shows."""
+    figures = summary.figures
     parts = [
         "# Headrace beside its peers",
         _circumstances(document, figures),
@@ -59,8 +57,9 @@ def markdown(
         _processes_note(figures, document["machine"]["cpu_count"]),
         DETAILS_HEADING,
         _figure_table(figures),
-        _loadings(loadings),
-        _idle(idle),
+        _loadings(summary.loadings),
+        _idle(summary.idle),
+        *sentences(summary),
         _notes(document),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -183,6 +182,7 @@ def _notes(document: dict[str, Any]) -> str:
     notes += [f"- {one.name}: {one.what}." for one in LOADINGS.values()]
     own = '`{"input": [..]}` in JSON, or as bare bytes'
     notes.append(f"- {OWN_PROTOCOL} speaks its own protocol: the same numbers as {own}.")
+    notes += [f"- {name}: not installed." for name in document["not_installed"]]
     notes += [f"- Refused: {what}: {why}" for what, why in document["refused"].items()]
     return "\n".join(notes)
 

@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -20,7 +20,8 @@ import psutil
 from bench.cpu import server_processes
 from bench.errors import BenchError
 from bench.pinning import pinned, refuse_unless_pinned, server_core
-from bench.servers import Launch, Ports, Server
+from bench.server import Launch, Ports, Server
+from bench.servers import SERVERS
 
 READY_SECONDS = 90
 STOP_SECONDS = 15
@@ -31,6 +32,17 @@ READY_CALL = "/inference.GRPCInferenceService/ServerReady"
 
 
 @dataclass(frozen=True)
+class Started:
+    """A server whose process runs; whether it answers yet is not known."""
+
+    ports: Ports
+    process: subprocess.Popen[bytes]
+    log: Path
+    # By time.monotonic(), right before the process was made.
+    at: float
+
+
+@dataclass(frozen=True)
 class RunningServer:
     """A server that answers."""
 
@@ -38,17 +50,19 @@ class RunningServer:
     ports: Ports
     pid: int
     seconds_to_ready: float
+    # The process behind it, where it passes requests on; its CPU is not the server's.
+    behind_pid: int | None = None
 
 
 @contextmanager
-def running(server: Server) -> Iterator[RunningServer]:
-    """Start the server, hand it over once it is ready, stop all of its processes on the way out."""
-    ports = _free_ports()
+def started(server: Server, backend: int = 0) -> Iterator[Started]:
+    """Start the server (in front of the one on this port, where it is a proxy); stop all its processes on the way out."""
+    ports = replace(_free_ports(), backend=backend)
     launch = server.launch(ports)
     command = pinned(launch.command, {server_core()}) if server.one_core else launch.command
     with tempfile.TemporaryDirectory(prefix=f"headrace-bench-{server.name}-", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "log")
-        started = time.monotonic()
+        at = time.monotonic()
         with log.open("wb") as output:
             try:
                 process = subprocess.Popen(
@@ -58,15 +72,36 @@ def running(server: Server) -> Iterator[RunningServer]:
             except OSError as error:
                 raise BenchError(f"{command[0]} cannot be started: {error}") from error
         try:
-            _wait_until_ready(server, ports, process, log)
-            took = time.monotonic() - started
-            time.sleep(SETTLE_SECONDS)
-            _refuse_if_exposed(server, process.pid)
-            if server.one_core:
-                refuse_unless_pinned(process.pid)
-            yield RunningServer(server, ports, process.pid, took)
+            yield Started(ports, process, log, at)
         finally:
             _stop(process)
+
+
+@contextmanager
+def running(server: Server) -> Iterator[RunningServer]:
+    """Start the server and what it stands in front of, and hand it over once it is ready."""
+    with ExitStack() as stack:
+        behind = None if server.behind is None else stack.enter_context(running(SERVERS[server.behind]))
+        one = stack.enter_context(started(server, behind.ports.http if behind else 0))
+        pid = one.process.pid
+        _wait_until_ready(server, one)
+        took = time.monotonic() - one.at
+        time.sleep(SETTLE_SECONDS)
+        _refuse_if_exposed(server, pid)
+        if server.one_core:
+            refuse_unless_pinned(pid)
+        yield RunningServer(server, one.ports, pid, took, behind.pid if behind else None)
+
+
+def refuse_if_ended(target: Started) -> None:
+    """A server that gives up at its start has said why."""
+    if target.process.poll() is not None:
+        raise BenchError(f"it ended with status {target.process.returncode} at start:\n{tail(target.log)}")
+
+
+def tail(log: Path) -> str:
+    """The last lines that a server has written."""
+    return log.read_text(errors="replace")[-1500:]
 
 
 def self_description(target: RunningServer) -> dict[str, str]:
@@ -95,15 +130,14 @@ def _free_ports() -> Ports:
         return Ports(*(one.getsockname()[1] for one in sockets))
 
 
-def _wait_until_ready(server: Server, ports: Ports, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_ready(server: Server, target: Started) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise BenchError(f"{server.name} ended with status {process.returncode} at start:\n{_tail(log)}")
-        if _is_ready(server, ports):
+        refuse_if_ended(target)
+        if _is_ready(server, target.ports):
             return
         time.sleep(POLL_SECONDS)
-    raise BenchError(f"{server.name} was not ready after {READY_SECONDS} seconds:\n{_tail(log)}")
+    raise BenchError(f"{server.name} was not ready after {READY_SECONDS} seconds:\n{tail(target.log)}")
 
 
 def _is_ready(server: Server, ports: Ports) -> bool:
@@ -158,7 +192,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _signal_group(group: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, number)
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-1500:]

@@ -12,9 +12,13 @@ from bench.errors import BenchError
 from bench.idle import IdleSample, measure_idle
 from bench.loading import LoadingSample, measure_loading
 from bench.measure import Sample, measure
+from bench.memory import MemorySample, measure_memory
+from bench.overload import OverloadSample, measure_overload
 from bench.running import RunningServer, running, self_description
-from bench.servers import SERVERS, Server
-from bench.workloads import IDLE, LOADINGS, WORKLOADS
+from bench.server import Server
+from bench.servers import SERVERS
+from bench.start import StartSample, measure_start
+from bench.workloads import IDLE, IDLE_MEMORY, LOADINGS, OVERLOAD, START, WORKLOADS
 
 
 @dataclass
@@ -24,6 +28,9 @@ class Results:
     samples: list[Sample] = field(default_factory=list)
     idle: list[IdleSample] = field(default_factory=list)
     loadings: list[LoadingSample] = field(default_factory=list)
+    starts: list[StartSample] = field(default_factory=list)
+    memory: list[MemorySample] = field(default_factory=list)
+    overloads: list[OverloadSample] = field(default_factory=list)
     # "server workload" (or only "server", when it did not start) and why.
     refused: dict[str, str] = field(default_factory=dict)
     # What servers that speak v2 say about themselves: name, version.
@@ -45,7 +52,14 @@ class Plan:
         return [name for name in server.workloads if name in self.workloads]
 
     def chosen(self) -> list[Server]:
-        """The servers that have anything to do."""
+        """The servers that have anything to do, and can be started here."""
+        return [server for server in self._wanted() if server.is_available]
+
+    def not_installed(self) -> list[Server]:
+        """The servers that had something to do, did this machine have them."""
+        return [server for server in self._wanted() if not server.is_available]
+
+    def _wanted(self) -> list[Server]:
         return [SERVERS[name] for name in self.servers if self.workloads_of(SERVERS[name])]
 
     def measurements(self) -> int:
@@ -72,6 +86,11 @@ class Run:
         label = f"round {round_number}/{self.plan.rounds} {server.name}"
         self.tell(f"{label}: starting")
         try:
+            if START in self.plan.workloads_of(server):
+                # Has no server that runs already, nor anything else to do.
+                self.results.starts.append(measure_start(server, round_number))
+                self.tick()
+                return
             with running(server) as target:
                 if described := self_description(target):
                     self.results.self_descriptions[server.name] = described
@@ -86,6 +105,10 @@ class Run:
         try:
             if name == IDLE:
                 self.results.idle.append(measure_idle(target, round_number, self.plan.seconds))
+            elif name == IDLE_MEMORY:
+                self.results.memory.append(measure_memory(target, round_number))
+            elif name == OVERLOAD:
+                self.results.overloads.append(measure_overload(target, round_number, self.plan.seconds))
             elif name in LOADINGS:
                 self.results.loadings.append(measure_loading(target, LOADINGS[name], round_number))
             else:

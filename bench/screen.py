@@ -9,7 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.report import number
-from bench.summary import Figure, LoadingFigure
+from bench.sentences import sentences
+from bench.summary import Figure, LoadingFigure, Summary
 from bench.verdicts import Verdict
 from bench.workloads import WORKLOADS
 
@@ -48,17 +49,14 @@ def bar(console: Console, total: int) -> Iterator[Bar]:
         yield Bar(console, progress, total)
 
 
-def show(
-    console: Console,
-    figures: list[Figure],
-    loadings: list[LoadingFigure],
-    verdicts: list[Verdict],
-    refused: dict[str, str],
-) -> None:
+def show(console: Console, summary: Summary, verdicts: list[Verdict], refused: dict[str, str]) -> None:
     """Print what was measured, how it compares, and what was refused."""
-    console.print(_figures(figures))
-    if loadings:
-        console.print(_loadings(loadings))
+    if summary.figures:
+        console.print(_figures(summary.figures))
+    if summary.loadings:
+        console.print(_loadings(summary.loadings))
+    for sentence in sentences(summary):
+        console.print(sentence, highlight=False)
     console.print(_verdicts(verdicts))
     for what, why in refused.items():
         console.print(f"[red]refused[/red] {what}: {why}", highlight=False)

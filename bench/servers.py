@@ -8,65 +8,28 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from bench.dialects import OWN_CALL
+from bench.dialects import OWN_CALL, PREDICT
 from bench.errors import BenchError
 from bench.formats import FORMATS, Format
 from bench.formats.files import RESNET50, SMALL, model_file
 from bench.models import (
+    example_repository,
     headrace_repository,
     idle_repository,
     loading_repository,
     one_core_repository,
+    predict_repository,
     resnet50_repository,
     triton_mlp_repository,
 )
+from bench.proxies import haproxy, headrace_router, nginx
+from bench.server import Launch, Ports, Server
+from bench.torchscript import torchscript_file
 from bench.venvs import PEERS, site_packages, venv_of
-from bench.workloads import CROWDS, IDLE
-
-
-@dataclass(frozen=True)
-class Ports:
-    """Free ports of 127.0.0.1 picked for one run of a server."""
-
-    http: int
-    grpc: int
-    metrics: int
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What to execute, and what to add to the environment."""
-
-    command: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Server:
-    """One column of the comparison."""
-
-    name: str
-    workloads: tuple[str, ...]
-    launch: Callable[[Ports], Launch]
-    # The path that answers 200 when the server is ready; None for a server that speaks gRPC only.
-    ready_path: str | None
-    dialect: str = "v2"
-    # The environment under .venvs/ that it runs in, its name's unless told; "" for Headrace's own.
-    environment: str | None = None
-    # Whether it is held on one core, with the load generator on the others.
-    one_core: bool = False
-
-    @property
-    def venv(self) -> str:
-        return self.name if self.environment is None else self.environment
-
-    @property
-    def is_peer(self) -> bool:
-        return bool(self.venv)
+from bench.workloads import CROWDS, IDLE, IDLE_MEMORY, MAX_IN_FLIGHT, OVERLOAD, PREDICT_MODEL, SLOW_MODEL, START
 
 
 def _triton_python(ports: Ports) -> Launch:
@@ -184,6 +147,31 @@ def _headrace_serve(ports: Ports, repository: Path, *more: str) -> Launch:
     ])  # fmt: skip
 
 
+def _headrace_examples(ports: Ports) -> Launch:
+    return _headrace_serve(ports, example_repository())
+
+
+def _headrace_nothing_loaded(ports: Ports) -> Launch:
+    return _headrace_serve(ports, example_repository(), "--model-control-mode", "explicit")
+
+
+def _headrace_predict(ports: Ports) -> Launch:
+    return _headrace_serve(ports, predict_repository(PREDICT_MODEL, joined=True))
+
+
+def _headrace_overload(ports: Ports) -> Launch:
+    repository = predict_repository(SLOW_MODEL, joined=False)
+    return _headrace_serve(ports, repository, "--max-in-flight", str(MAX_IN_FLIGHT))
+
+
+def _fastapi_seed(ports: Ports) -> Launch:
+    python, script = venv_of("fastapi") / "bin/python", PEERS / "fastapi-seed/seed_server.py"
+    packages = str(site_packages(Path(sys.prefix)))
+    command = [str(python), str(script), str(ports.http), str(torchscript_file(PREDICT_MODEL)), packages]
+    # As for Headrace's PyTorch; the network is too small for a second thread to help.
+    return Launch(command, {"OMP_NUM_THREADS": "1"})
+
+
 def _handler(ports: Ports) -> Launch:
     return Launch([sys.executable, str(PEERS / "handler/handler_server.py"), str(ports.http), str(ports.grpc)])
 
@@ -229,6 +217,10 @@ def _of_format(kind: Format) -> tuple[Server, ...]:
     )
 
 
+def _proxy(name: str, launch: Callable[[Ports], Launch], needs: str = "") -> Server:
+    return Server(name, ("router",), launch, READY, environment=OURS, behind="headrace-handler", needs=needs)
+
+
 SERVERS: dict[str, Server] = {
     server.name: server
     for server in (
@@ -237,6 +229,14 @@ SERVERS: dict[str, Server] = {
         Server("headrace-1core", (*MLP, *OVERHEAD), _headrace_one_core, READY, environment=OURS, one_core=True),
         Server("headrace-handler", OVERHEAD, _handler, READY, environment=OURS, one_core=True),
         Server("headrace-idle", (IDLE,), _headrace_idle, READY, environment=OURS),
+        Server("headrace-memory", (IDLE_MEMORY,), _headrace_nothing_loaded, "/v2/health/live", environment=OURS),
+        Server("headrace-start", (START,), _headrace_examples, READY, environment=OURS),
+        Server("headrace-predict", ("predict",), _headrace_predict, READY, dialect=PREDICT, environment=OURS),
+        Server("fastapi-seed", ("predict",), _fastapi_seed, "/healthz", dialect=PREDICT, environment="fastapi"),
+        Server("headrace-overload", (OVERLOAD,), _headrace_overload, READY, PREDICT, environment=OURS, one_core=True),
+        _proxy("headrace-router", headrace_router),
+        _proxy("nginx", nginx, needs="nginx"),
+        _proxy("haproxy", haproxy, needs="haproxy"),
         *(server for kind in FORMATS.values() for server in _of_format(kind)),
         Server("triton-python-onnx", MLP, _triton_onnx, READY, environment="triton-python", one_core=True),
         Server("triton-python-onnx-100us", MLP, _triton_onnx_wait, READY, environment="triton-python", one_core=True),

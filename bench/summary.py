@@ -7,6 +7,10 @@ from statistics import median
 from bench.idle import IdleSample
 from bench.loading import LoadingSample
 from bench.measure import Sample
+from bench.memory import MemorySample
+from bench.overload import OverloadSample
+from bench.runs import Results
+from bench.start import StartSample
 
 # Others' CPU, in cores, from which on a figure is no longer to be trusted: it slows server and client alike.
 DISTURBED_CORES = 0.15
@@ -73,6 +77,86 @@ class LoadingFigure:
         return self.other_cores > DISTURBED_CORES
 
 
+@dataclass(frozen=True)
+class StartFigure:
+    """Medians of the rounds' medians: from the start of the process to its first answer, and until all models are ready."""
+
+    server: str
+    starts: int
+    seconds: float
+    ready_seconds: float
+    lowest_seconds: float
+    highest_seconds: float
+    cpu_seconds: float
+    other_cores: float
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.other_cores > DISTURBED_CORES
+
+
+@dataclass(frozen=True)
+class MemoryFigure:
+    """The medians over the rounds of a server that has loaded nothing."""
+
+    server: str
+    rounds: int
+    rss_mb: float
+    pss_mb: float
+    processes: int
+    # Others' CPU takes no memory from it.
+    is_disturbed: bool = False
+
+
+@dataclass(frozen=True)
+class OverloadFigure:
+    """The medians over the rounds of a server that was asked for more than it can do; failures are added up."""
+
+    server: str
+    rounds: int
+    peak: float
+    offered: float
+    goodput: float
+    # Of each round's goodput by its own peak.
+    share_of_peak: float
+    accepted_p50_ms: float
+    accepted_p99_ms: float
+    rejected: int
+    rejected_p50_ms: float
+    rejected_p99_ms: float
+    failed: int
+    late_p99_ms: float
+    other_cores: float
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.other_cores > DISTURBED_CORES
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All figures of a run; None and empty where nothing was measured."""
+
+    figures: list[Figure]
+    loadings: list[LoadingFigure]
+    idle: IdleFigure | None
+    start: StartFigure | None
+    memory: MemoryFigure | None
+    overload: OverloadFigure | None
+
+
+def summary_of(results: Results) -> Summary:
+    """Everything that was seen, in figures."""
+    return Summary(
+        figures=figures_of(results.samples),
+        loadings=loading_figures_of(results.loadings),
+        idle=idle_figure_of(results.idle),
+        start=start_figure_of(results.starts),
+        memory=memory_figure_of(results.memory),
+        overload=overload_figure_of(results.overloads),
+    )
+
+
 def figures_of(samples: list[Sample]) -> list[Figure]:
     """One figure per server and workload, in the order in which they were first measured."""
     groups: dict[tuple[str, str], list[Sample]] = {}
@@ -113,6 +197,58 @@ def idle_figure_of(samples: list[IdleSample]) -> IdleFigure | None:
         percent_of_core=median(sample.percent_of_core for sample in samples),
         pss_mb=median(sample.pss_mb for sample in samples),
         processes=samples[-1].processes,
+        other_cores=median(sample.other_cores for sample in samples),
+    )
+
+
+def start_figure_of(samples: list[StartSample]) -> StartFigure | None:
+    """The one server whose start is measured, if it was."""
+    if not samples:
+        return None
+    each = [seconds for sample in samples for seconds in sample.each_seconds]
+    return StartFigure(
+        server=samples[0].server,
+        starts=len(each),
+        seconds=median(sample.median_seconds for sample in samples),
+        ready_seconds=median(sample.median_ready_seconds for sample in samples),
+        lowest_seconds=min(each),
+        highest_seconds=max(each),
+        cpu_seconds=median(sample.cpu_seconds for sample in samples),
+        other_cores=median(sample.other_cores for sample in samples),
+    )
+
+
+def memory_figure_of(samples: list[MemorySample]) -> MemoryFigure | None:
+    """The one server whose bare memory is measured, if it was."""
+    if not samples:
+        return None
+    return MemoryFigure(
+        server=samples[0].server,
+        rounds=len(samples),
+        rss_mb=median(sample.rss_mb for sample in samples),
+        pss_mb=median(sample.pss_mb for sample in samples),
+        processes=samples[-1].processes,
+    )
+
+
+def overload_figure_of(samples: list[OverloadSample]) -> OverloadFigure | None:
+    """The one server that is overloaded, if it was."""
+    if not samples:
+        return None
+    return OverloadFigure(
+        server=samples[0].server,
+        rounds=len(samples),
+        peak=median(sample.peak for sample in samples),
+        offered=median(sample.offered for sample in samples),
+        goodput=median(sample.goodput for sample in samples),
+        share_of_peak=median(sample.goodput / sample.peak for sample in samples),
+        accepted_p50_ms=median(sample.accepted_p50_ms for sample in samples),
+        accepted_p99_ms=median(sample.accepted_p99_ms for sample in samples),
+        rejected=sum(sample.rejected for sample in samples),
+        rejected_p50_ms=median(sample.rejected_p50_ms for sample in samples),
+        rejected_p99_ms=median(sample.rejected_p99_ms for sample in samples),
+        failed=sum(sample.failed for sample in samples),
+        late_p99_ms=median(sample.late_p99_ms for sample in samples),
         other_cores=median(sample.other_cores for sample in samples),
     )
 

@@ -3,12 +3,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from bench.formats import FORMATS
-from bench.summary import Figure, IdleFigure, LoadingFigure
+from bench.overload import TIMEOUT_BUDGET_MS
+from bench.summary import Figure, IdleFigure, LoadingFigure, MemoryFigure, OverloadFigure, StartFigure, Summary
 from bench.workloads import CROWDS
 
 Known = dict[tuple[str, str], Figure]
+AnyFigure = Figure | IdleFigure | LoadingFigure | StartFigure | MemoryFigure | OverloadFigure
+Measured = TypeVar("Measured", StartFigure, MemoryFigure, OverloadFigure)
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class Target:
     workload: str
     peer: str
     at_most: float
+    ours: str = "headrace"
 
 
 TARGETS = (
@@ -29,6 +34,7 @@ TARGETS = (
     Target("grpc16", "grpc-aio", 0.15),
     Target("binary600k", "triton-python", 0.40),
     Target("grpc600k", "triton-python", 0.60),
+    Target("predict", "fastapi-seed", 0.25, ours="headrace-predict"),
 )
 CROWD_PEER = "triton-python"
 TWO_PROCESSES_AT_LEAST = 1.5
@@ -41,6 +47,12 @@ IDLE_PERCENT_AT_MOST = 1.0
 SERVED_AT_LEAST = 0.97
 TWO_INSTANCES_AT_LEAST = 1.7
 LOADING_AT_MOST = 1.2
+START_SECONDS_BELOW = 1.5
+IDLE_MEGABYTES_BELOW = 120.0
+ROUTER_MICROSECONDS_AT_MOST = 40.0
+GOODPUT_AT_LEAST = 0.90
+ACCEPTED_TIMES_BUDGET = 2
+REJECTED_MILLISECONDS_BELOW = 5.0
 
 
 @dataclass(frozen=True)
@@ -62,10 +74,10 @@ class Verdict:
         return "-" if self.compared is None else f"{self.compared:.2f}{self.unit}"
 
 
-def verdicts_of(figures: list[Figure], loadings: list[LoadingFigure], idle: IdleFigure | None) -> list[Verdict]:
+def verdicts_of(summary: Summary) -> list[Verdict]:
     """Every target, those that could not be judged included."""
-    known = {(figure.server, figure.workload): figure for figure in figures}
-    loaded = {figure.server: figure for figure in loadings}
+    known = {(figure.server, figure.workload): figure for figure in summary.figures}
+    loaded = {figure.server: figure for figure in summary.loadings}
     return [
         *(_cpu_verdict(target, known) for target in TARGETS),
         *(_wait_verdict(name, known) for crowd in CROWDS.values() for name in crowd),
@@ -73,12 +85,16 @@ def verdicts_of(figures: list[Figure], loadings: list[LoadingFigure], idle: Idle
         *(verdict for name in MLP_WORKLOADS for verdict in _mlp_verdicts(name, known)),
         *(_overhead_verdict(name, known) for name in OVERHEAD_WORKLOADS),
         *(verdict for name in FORMATS for verdict in _format_verdicts(name, known, loaded)),
-        _idle_verdict(idle),
+        _idle_verdict(summary.idle),
+        _below("start (s)", "example repository", summary.start, _start_seconds, START_SECONDS_BELOW, " s"),
+        _below("idle-memory (RSS MB)", "nothing loaded", summary.memory, _resident, IDLE_MEGABYTES_BELOW, " MB"),
+        _router_verdict(known),
+        *_overload_verdicts(summary.overload),
     ]
 
 
 def _cpu_verdict(target: Target, known: Known) -> Verdict:
-    ours, theirs = known.get(("headrace", target.workload)), known.get((target.peer, target.workload))
+    ours, theirs = known.get((target.ours, target.workload)), known.get((target.peer, target.workload))
     ratio = _ratio(ours, theirs, _cpu)
     return Verdict(
         workload=target.workload,
@@ -198,6 +214,77 @@ def _idle_verdict(idle: IdleFigure | None) -> Verdict:
     )
 
 
+def _below(
+    workload: str, against: str, figure: Measured | None, of: Callable[[Measured], float], limit: float, unit: str
+) -> Verdict:
+    """A figure that is judged by itself."""
+    value = of(figure) if figure else None
+    return Verdict(
+        workload=workload,
+        against=against,
+        ours=value,
+        theirs=None,
+        compared=value,
+        target=f"< {limit:g}{unit}",
+        result=_result(value is not None and value < limit, figure),
+        unit=unit,
+    )
+
+
+def _router_verdict(known: Known) -> Verdict:
+    ours = known.get(("headrace-router", "router"))
+    proxies = [figure for name in ("nginx", "haproxy") if (figure := known.get((name, "router")))]
+    # They have no part in the target.
+    least = min(proxies, key=_cpu, default=None)
+    microseconds = _cpu(ours) if ours else None
+    return Verdict(
+        workload="router (CPU us/request)",
+        against=least.server if least else "nginx, haproxy",
+        ours=microseconds,
+        theirs=_cpu(least) if least else None,
+        compared=microseconds,
+        target=f"<= {ROUTER_MICROSECONDS_AT_MOST:.0f} us",
+        result=_result(microseconds is not None and microseconds <= ROUTER_MICROSECONDS_AT_MOST, ours),
+        unit=" us",
+    )
+
+
+def _overload_verdicts(figure: OverloadFigure | None) -> list[Verdict]:
+    share = figure.share_of_peak if figure else None
+    goodput = Verdict(
+        workload="overload (answers/s)",
+        against="peak",
+        ours=figure.goodput if figure else None,
+        theirs=figure.peak if figure else None,
+        compared=share,
+        target=f">= {GOODPUT_AT_LEAST:.2f}",
+        result=_result(share is not None and share >= GOODPUT_AT_LEAST, figure),
+    )
+    longest = ACCEPTED_TIMES_BUDGET * TIMEOUT_BUDGET_MS
+    return [
+        goodput,
+        _below("overload (p99 ms, accepted)", "timeout budget", figure, _accepted_p99, longest, " ms"),
+        _below("overload (median ms, rejected)", "-", figure, _rejected_median, REJECTED_MILLISECONDS_BELOW, " ms"),
+    ]
+
+
+def _start_seconds(figure: StartFigure) -> float:
+    return figure.seconds
+
+
+def _resident(figure: MemoryFigure) -> float:
+    # And not PSS: this process shares numpy's and Python's own pages with bench.
+    return figure.rss_mb
+
+
+def _accepted_p99(figure: OverloadFigure) -> float:
+    return figure.accepted_p99_ms
+
+
+def _rejected_median(figure: OverloadFigure) -> float:
+    return figure.rejected_p50_ms
+
+
 def _cpu(figure: Figure) -> float:
     return figure.server_cpu_ms_per_1000
 
@@ -214,12 +301,19 @@ def _ratio(ours: Figure | None, theirs: Figure | None, of: Callable[[Figure], fl
     return of(ours) / of(theirs) if ours and theirs else None
 
 
-def _result(met: bool, *measured: Figure | IdleFigure | LoadingFigure | None) -> str:
+def _result(met: bool, *measured: AnyFigure | None) -> str:
     known = [figure for figure in measured if figure is not None]
     if len(known) < len(measured):
         return "not measured"
     # A server that drops requests may not win by it.
-    if any(isinstance(figure, Figure) and figure.errors for figure in known):
+    if any(_failures(figure) for figure in known):
         return "MISSED (errors)"
     result = "pass" if met else "MISSED"
     return f"{result} (disturbed)" if any(figure.is_disturbed for figure in known) else result
+
+
+def _failures(figure: AnyFigure) -> int:
+    if isinstance(figure, OverloadFigure):
+        # Without a rejection there was no overload, or nothing held it back.
+        return figure.failed or not figure.rejected
+    return figure.errors if isinstance(figure, Figure) else 0

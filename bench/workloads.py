@@ -46,8 +46,8 @@ class Workload:
 
     def expected(self) -> np.ndarray:
         """What a correct server must answer, flattened."""
-        if self.model == "mlp":
-            return mlp.answer(self.numbers()).ravel()
+        if self.model in NETWORKS:
+            return mlp.answer(self.numbers(), NETWORKS[self.model]).ravel()
         if self.model == RESNET50:
             return _resnet50_answer(self.shape, self.seed)
         flat = self.numbers().ravel()
@@ -59,8 +59,16 @@ IMAGE = (1, 3, 224, 224)
 MLP_TOLERANCE = 1e-4  # the numbers are around 1, sums of 256 products in single precision
 RESNET50 = "resnet50"
 RESNET50_TOLERANCE = 1e-3  # the numbers are around 3, and those of two images differ by 0.07
-# Not a load but its absence; see idle.py.
-IDLE = "idle"
+# Not a load but its absence; see idle.py and memory.py.
+IDLE, IDLE_MEMORY = "idle", "idle-memory"
+# The start of a process; see start.py.
+START = "start"
+# More than a server can do; see overload.py.
+OVERLOAD = "overload"
+# How many requests the overloaded server takes on at once before it refuses more.
+MAX_IN_FLIGHT = 16
+PREDICT_MODEL, SLOW_MODEL = "predict_mlp", "predict_slow"
+NETWORKS = {"mlp": mlp.WIDTHS, PREDICT_MODEL: mlp.PREDICT_WIDTHS, SLOW_MODEL: mlp.SLOW_WIDTHS}
 
 
 def _mlp(name: str, transport: Transport, encoding: Encoding, what: str) -> Workload:
@@ -115,6 +123,17 @@ WORKLOADS: dict[str, Workload] = {
         _mlp("mlp-grpc", "grpc", "grpc", "one row to an ONNX network over gRPC, server on one core"),
         _alone("overhead-binary", "http", "binary", "binary16 to a model that joins no requests, server on one core"),
         _alone("overhead-grpc", "grpc", "grpc", "grpc16 to a model that joins no requests, server on one core"),
+        Workload(
+            "predict",
+            "16 floats to /predict, of a small TorchScript network",
+            "http",
+            "json",
+            PREDICT_MODEL,
+            SMALL,
+            16,
+            tolerance=MLP_TOLERANCE,
+        ),
+        Workload("router", "binary16 through a proxy", "http", "binary", "identity", SMALL, 16),
         *(
             _resnet50(f"resnet50-{kind.name}", kind, 1, "an image to ResNet-50, on one core", times_longer=2)
             for kind in FORMATS.values()
@@ -131,6 +150,11 @@ WORKLOADS: dict[str, Workload] = {
         ),
     )
 }
+# What overload.py sends, and by how many at once when it looks for the most that the server can do.
+OVERLOADING = Workload(
+    OVERLOAD, "16 floats to /predict, of a model that takes milliseconds, at three times the rate that can be served",
+    "http", "json", SLOW_MODEL, SMALL, 8, tolerance=MLP_TOLERANCE,
+)  # fmt: skip
 # Not a load either; see loading.py.
 LOADINGS: dict[str, Workload] = {
     f"load-100mb-{name}": replace(
@@ -139,4 +163,4 @@ LOADINGS: dict[str, Workload] = {
     for name in FORMATS
 }
 # What can be chosen on the command line, in the order of the report.
-NAMES = (*WORKLOADS, *LOADINGS, IDLE)
+NAMES = (*WORKLOADS, OVERLOAD, *LOADINGS, START, IDLE, IDLE_MEMORY)

@@ -32,8 +32,12 @@ class RequestChecker:
         self._outputs = {spec.name for spec in config.outputs} - made
         self._any_optional = len(self._required) < len(self._inputs)
         free = [spec for spec in self._inputs.values() if not spec.allow_ragged_batch and spec.pad_value is None]
-        self.by_shape = self._any_optional or any(
-            spec.dtype is None or spec.dims is None or -1 in spec.dims for spec in free
+        self._values_of = {spec.name for spec in self._inputs.values() if spec.is_shape_tensor and self._most}
+        """Shape tensors: a batch has one for all its requests, so theirs must be equal."""
+        self.by_shape = (
+            self._any_optional
+            or bool(self._values_of)
+            or any(spec.dtype is None or spec.dims is None or -1 in spec.dims for spec in free)
         )
         """Whether two right requests can differ so that they cannot share a batch."""
         self._apart = {spec.name for spec in self._inputs.values()} - {spec.name for spec in free}
@@ -69,7 +73,9 @@ class RequestChecker:
                     f"inference input '{tensor.name}' data-type is '{tensor.dtype.name}', "
                     f"but model '{self._name}' expects '{spec.dtype.name}'"
                 )
-            if self._most:
+            if spec.is_shape_tensor and self._most and self._is_shape_alone(spec, tensor):
+                dims = shape
+            elif self._most:
                 if not shape or shape[0] == 0:
                     raise InvalidArgument(
                         f"input '{tensor.name}' of model '{self._name}' needs a batch dimension of at least 1"
@@ -104,6 +110,8 @@ class RequestChecker:
 
     def key(self, request: InferRequest) -> Hashable:
         """Equal for requests that may share a batch. To be asked only when `by_shape`."""
+        if self._values_of:
+            return tuple(sorted((tensor.name, tensor.dtype.name, self._alike(tensor)) for tensor in request.inputs))
         if len(request.inputs) == 1 and not self._any_optional:
             tensor = request.inputs[0]
             return () if tensor.name in self._apart else (tensor.dtype.name, tensor.array.shape[1:])
@@ -113,6 +121,26 @@ class RequestChecker:
                 for tensor in request.inputs
             )
         )
+
+    def _alike(self, tensor: Tensor) -> tuple[int, ...]:
+        """What requests that share a batch have in common of an input."""
+        if tensor.name in self._values_of:
+            spec, array = self._inputs[tensor.name], np.asarray(tensor.array)
+            alone = spec.dims is not None and array.ndim == len(spec.dims)
+            return tuple(int(value) for value in (array if alone else array[0]).ravel())
+        return () if tensor.name in self._apart else tensor.array.shape[1:]
+
+    def _is_shape_alone(self, spec: InputSpec, tensor: Tensor) -> bool:
+        """Whether a shape tensor has no batch dimension, as Triton has them; with one, all its rows must be equal."""
+        array = np.asarray(tensor.array)  # it may lie on a device
+        if spec.dims is not None and array.ndim == len(spec.dims):
+            return True
+        if array.ndim and len(array) and not (array == array[:1]).all():
+            raise InvalidArgument(
+                f"input '{tensor.name}' of model '{self._name}' is a shape tensor and has other values in one row than in "
+                "another: send it once, without a batch dimension, or such rows apart"
+            )
+        return False
 
     def _enough(self, inputs: Sequence[Tensor]) -> bool:
         given = {tensor.name for tensor in inputs}

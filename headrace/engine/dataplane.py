@@ -57,6 +57,11 @@ class DataPlane:
         """False once the server has been told to stop."""
 
     @property
+    def directory(self) -> Directory:
+        """Who serves."""
+        return self._directory
+
+    @property
     def ready(self) -> bool:
         """Whether requests would be served: all models, or (not strict) any."""
         return self.accepting and (self._control is None or self._control.ready(self.strict_readiness))
@@ -74,7 +79,7 @@ class DataPlane:
         model = self._models.get(request.model_name)
         if model is None:
             raise self._unknown(request.model_name)
-        version = model.newest if not request.model_version else model.versions.get(request.model_version)
+        version = model.entry if not request.model_version else model.versions.get(request.model_version)
         if version is None:
             raise self._unknown_version(request.model_name, request.model_version)
         return version.infer(request, done)  # type: ignore[attr-defined,no-any-return]  # a cast would be a call
@@ -87,13 +92,19 @@ class DataPlane:
         model = self._models.get(request.model_name)
         if model is None:
             return None
-        version = model.newest if not request.model_version else model.versions.get(request.model_version)
+        version = model.entry if not request.model_version else model.versions.get(request.model_version)
         express = version.express if version is not None else None  # type: ignore[attr-defined]  # a cast would be a call
         return None if express is None else express(request)
 
     def infer_stream(self, request: InferRequest, answered: Answered) -> Pending:
         """Compute a request that may have any number of answers, each with whether it is the last."""
-        return self._version(request.model_name, request.model_version).infer_stream(request, answered)
+        model = self._models.get(request.model_name)
+        if model is None:
+            raise self._unknown(request.model_name)
+        version = model.entry if not request.model_version else model.versions.get(request.model_version)
+        if version is None:
+            raise self._unknown_version(request.model_name, request.model_version)
+        return version.infer_stream(request, answered)  # type: ignore[attr-defined,no-any-return]  # as above
 
     def is_ready(self, name: str, version: str = "") -> bool:
         """Whether a request for this model and version would be served."""

@@ -43,6 +43,8 @@ class EngineSettings:
     """How many GPUs there are; None to look."""
     cache_bytes: int = 64 * MIB
     """Size of the response cache; 0 for none."""
+    cache_ttl_seconds: float = 0.0
+    """How old a kept answer may be; 0 for any age."""
     rate_limit_resources: Mapping[str, int] = field(default_factory=dict)
     """How much there is of a resource that instances share (`rate_limiter`), by its name."""
     summary_quantiles: tuple[float, ...] = ()
@@ -58,12 +60,16 @@ class Engine:
             settings.repository.model_load_thread_count, thread_name_prefix="headrace-load"
         )
         services = ModelServices(self.metrics)
-        cache = ResponseCache(settings.cache_bytes) if settings.cache_bytes else None
+        self.cache = (
+            ResponseCache(settings.cache_bytes, settings.cache_ttl_seconds, clock) if settings.cache_bytes else None
+        )
+        if self.cache is not None:
+            self.cache.add_to(self.metrics)
         quantiles = settings.summary_quantiles
         self._opener = VersionOpener(
             services,
             self._threads,
-            cache=cache,
+            cache=self.cache,
             limiter=Limiter(settings.rate_limit_resources),
             summarise=(lambda statistics: statistics.summarise(clock, quantiles)) if quantiles else None,
         )

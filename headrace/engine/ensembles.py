@@ -19,6 +19,7 @@ from headrace.core.errors import HeadraceError, Internal, InvalidArgument, Unava
 from headrace.core.messages import InferRequest, InferResponse, RequestedOutput, StepRequest
 from headrace.core.tensors import Tensor
 from headrace.engine.checking import RequestChecker
+from headrace.engine.responses import ResponseWatch
 from headrace.engine.scheduling.delay import FixedDelay
 from headrace.engine.scheduling.pending import ANSWERED, Answered, Done, Pending, StreamPending
 from headrace.engine.statistics import VersionStatistics
@@ -130,6 +131,7 @@ class _Run:
         self._cancels: dict[int, Callable[[], None]] = {}
         self._numbers = 0
         self._silent = ensemble.statistics.first_answers is not None
+        self._watch = ResponseWatch(ensemble.statistics.responses, monotonic_ns()) if self._silent else None
         self._paths = 1
         """Ways through the graph that are still open; more than one after a decoupled step's second answer."""
         self.over = False
@@ -147,6 +149,8 @@ class _Run:
             self.over = True
             for cancel in list(self._cancels.values()):
                 cancel()
+            if self._watch is not None and self.pending.cancelled:
+                self._watch.given(None, monotonic_ns(), cancelled=True)
             self.ensemble.ended()
 
     def fail(self, error: HeadraceError) -> None:
@@ -155,6 +159,8 @@ class _Run:
             return
         self.cancel()
         self.pending.on_cancel = None
+        if self._watch is not None:
+            self._watch.given(error, monotonic_ns(), cancelled=False)
         self.pending.reply(retold(error, f"in ensemble '{self.ensemble.name}', {error.message}"))
 
     def submit(self, step: int, request: InferRequest, path: _Path) -> None:
@@ -185,6 +191,8 @@ class _Run:
         if self._silent and outputs is not None:
             self._silent = False
             self.ensemble.statistics.first_answer(self.pending.arrived_ns)
+        if self._watch is not None and (final or outputs is not None):
+            self._watch.given(outputs, monotonic_ns(), cancelled=False)
         if final:
             self.over = True
             self.pending.on_cancel = None

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Label files: what the numbers of a classifying output are called. Read once, when a version is loaded."""
+"""What the numbers of a classifying output are called: label files, read once when a version is loaded.
+
+An output of an ensemble that has no file has the labels of the step that makes it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from headrace.core.errors import FailedPrecondition
-from headrace.modelconfig.types import ModelConfig
+from headrace.modelconfig.types import EnsembleStep, ModelConfig
 
 _MOST_BYTES = 16 * 1024 * 1024
 
@@ -16,6 +20,35 @@ def read_labels(config: ModelConfig, model_folder: Path) -> dict[str, list[str]]
     return {
         output.name: _lines(model_folder / output.label_filename) for output in config.outputs if output.label_filename
     }
+
+
+Labels = Mapping[str, Sequence[str]]
+"""By output, line by line of its file."""
+
+LabelsOf = Callable[[str, str], Labels]
+"""The labels of a model in a version ("" for the newest); empty when it does not serve."""
+
+
+class InheritedLabels(Labels):
+    """The labels of an ensemble. Asked anew each time: the models of its steps come and go without it."""
+
+    def __init__(self, own: Labels, steps: Sequence[EnsembleStep], of: LabelsOf) -> None:
+        self._own = own
+        self._makers = {ours: (step, theirs) for step in steps for theirs, ours in step.output_map.items()}
+        self._of = of
+
+    def __getitem__(self, name: str) -> Sequence[str]:
+        if name in self._own:
+            return self._own[name]
+        step, theirs = self._makers[name]
+        version = "" if step.model_version < 0 else str(step.model_version)
+        return self._of(step.model_name, version).get(theirs, ())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own.keys() | self._makers.keys())
+
+    def __len__(self) -> int:
+        return len(self._own.keys() | self._makers.keys())
 
 
 def _lines(path: Path) -> list[str]:

@@ -35,7 +35,7 @@ from headrace.engine.execution.ragged import RaggedJoiner
 from headrace.engine.execution.request_runner import RequestRunner
 from headrace.engine.execution.runners import ComputeRunner
 from headrace.engine.execution.warmup import warm_up
-from headrace.engine.labels import read_labels
+from headrace.engine.labels import InheritedLabels, read_labels
 from headrace.engine.repository.ensembles import ENSEMBLE_CACHE
 from headrace.engine.scheduling.batches import BatchRules
 from headrace.engine.scheduling.delay import AutoDelay, Delay, FixedDelay
@@ -45,6 +45,7 @@ from headrace.engine.scheduling.queues import FifoQueue, PolicyQueue, Queue
 from headrace.engine.scheduling.scheduler import BatchScheduler
 from headrace.engine.sequences.scheduler import SequenceScheduler
 from headrace.engine.sequences.states import StatefulJoiner, read_initial_states
+from headrace.engine.services import ModelServices
 from headrace.engine.statistics import VersionStatistics, first_answer_bounds
 from headrace.engine.versions import ModelVersion, Scheduler
 from headrace.modelconfig.types import (
@@ -70,7 +71,7 @@ class VersionOpener:
 
     def __init__(
         self,
-        services: EngineServices,
+        services: ModelServices,
         threads: Executor,
         *,
         cache: ResponseCache | None,
@@ -89,7 +90,8 @@ class VersionOpener:
         if isinstance(config.scheduling, EnsembleScheduling):
             if config.response_cache:
                 log.warning("model '%s': %s", config.name, ENSEMBLE_CACHE)
-            ensemble = EnsembleVersion(config, config.scheduling, files.version, self._services, labels)
+            inherited = InheritedLabels(labels, config.scheduling.steps, self._services.labels)
+            ensemble = EnsembleVersion(config, config.scheduling, files.version, self._services, inherited)
             self._count_more(config, ensemble.statistics)
             return ensemble
         initial_states: Mapping[str, Array] = {}

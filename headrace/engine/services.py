@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.backends.contract import Answer
@@ -43,6 +43,11 @@ class ModelServices:
     def is_ready(self, model_name: str, model_version: str) -> bool:
         """See `EngineServices.is_ready`."""
         return self._known_plane().is_ready(model_name, model_version)
+
+    def labels(self, model_name: str, model_version: str) -> Mapping[str, Sequence[str]]:
+        """What the numbers of a model's classifying outputs are called, by output. See `engine.labels.LabelsOf`."""
+        version = self._known_plane().find(model_name, model_version)
+        return version.labels if version is not None else {}
 
     def load(
         self, model_name: str, config_json: str, files: Mapping[str, bytes], done: Callable[[Answer], None]

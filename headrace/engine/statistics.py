@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Code, HeadraceError, InvalidArgument
+from headrace.engine.responses import ByPlace
 from headrace.engine.scheduling.batches import BatchLog, BatchRecord
 from headrace.engine.scheduling.pending import Pending
 from headrace.modelconfig.types import ModelConfig
@@ -157,6 +158,8 @@ class VersionStatistics:
     """What all those ratios are over 1, together."""
     first_answers: Histogram | None = None
     """Of a decoupled model: milliseconds from a request to its first response."""
+    responses: ByPlace = field(default_factory=dict)
+    """Of a decoupled model: what each response to a request took."""
     summaries: LatencySummaries | None = None
     quick: QuickTally = field(default_factory=QuickTally)
     """Written by `engine.express`; to be added up by `take_in` before anything here is read."""
@@ -188,6 +191,7 @@ class VersionStatistics:
         self._last_ns = self.computed = 0
         self.by_rows.clear()
         self.batches.clear()
+        self.responses.clear()
         self.slow_requests, self.slow_queues, self.slow_computes = SlowTally(), SlowTally(), SlowTally()
         self.loads = [0] * len(self.loads)
         self.excess = 0.0

@@ -184,7 +184,7 @@ class ModelVersion:
         if isinstance(pending.request, StepRequest):
             pending.request = pending.request.on_host()  # what is kept takes no memory of a device
         key = key_of(self._cache_prefix, pending.request)
-        outputs = cache.get(key)
+        outputs = cache.get(key, fresh=pending.request.fresh)
         stats = self._statistics.of_rows(pending.rows)
         looked_ns = monotonic_ns() - pending.arrived_ns
         if outputs is None:

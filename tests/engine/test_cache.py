@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import Recorder, answers, array_of, config_of, counted, serving_plane, submit, tensors_of
+from engines import Asked, Recorder, answers, array_of, config_of, counted, serving_plane, submit, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.core.clock import ManualClock
 from headrace.core.dtypes import BF16, BYTES, DTYPES, UINT16
 from headrace.core.errors import Cancelled, Internal
-from headrace.core.messages import InferRequest, RequestedOutput
+from headrace.core.messages import GuidedRequest, InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.engine.cache import ResponseCache, key_of
 from headrace.modelconfig.types import OutputSpec
+from headrace.telemetry.exposition import render
+from headrace.telemetry.registry import Registry
 
 MIB = 1024 * 1024
 
@@ -332,5 +336,68 @@ def test_types_of_one_numpy_form_do_not_share_an_answer() -> None:
             for dtype in (BF16, UINT16, BF16):
                 result = await submit(plane, "m", INPUT0=Tensor("INPUT0", dtype, bits)).answer()
                 assert result.outputs[0].dtype is dtype
+
+    asyncio.run(main())
+
+
+# Time to live, and who wants nothing that was kept.
+
+
+def test_an_answer_lives_as_long_as_it_may() -> None:
+    clock = ManualClock()
+    cache = ResponseCache(MIB, 10, clock)
+    cache.put(b"a", outputs(1, 1))
+    clock.advance(9.9)
+    assert cache.get(b"a") is not None
+    clock.advance(0.1)  # being asked for does not make it younger
+    assert cache.get(b"a") is None
+    assert (len(cache), cache.used_bytes) == (0, 0)
+    assert (cache.hits, cache.misses, cache.expired, cache.evictions) == (1, 1, 1, 0)
+    cache.put(b"a", outputs(1, 2))
+    clock.advance(5)
+    cache.put(b"a", outputs(1, 3))
+    clock.advance(9)
+    assert (cache.get(b"a") or ())[0].array[0] == 3
+
+
+def test_without_a_time_to_live_nothing_grows_old() -> None:
+    clock = ManualClock()
+    cache = ResponseCache(MIB, clock=clock)
+    cache.put(b"a", outputs())
+    clock.advance(1e9)
+    assert cache.get(b"a") is not None
+
+
+def test_what_had_to_go_is_counted() -> None:
+    cache = ResponseCache(10_000)
+    for number in range(100):
+        cache.put(b"%d" % number, outputs(64))
+    assert cache.evictions == 100 - len(cache)
+    registry = Registry(ManualClock())
+    cache.add_to(registry)
+    told = render(registry).decode()
+    assert f"headrace_response_cache_entries {len(cache)}\n" in told
+    assert f"headrace_response_cache_evictions_total {cache.evictions}\n" in told
+    assert f"headrace_response_cache_used_bytes {cache.used_bytes}\n" in told
+
+
+def test_who_wants_a_fresh_answer_gets_one_and_it_is_kept() -> None:
+    async def main() -> None:
+        calls = count(1)
+
+        def compute(inputs: Any) -> Any:
+            return {"OUTPUT0": inputs["INPUT0"] * 0 + next(calls)}
+
+        async with serving_plane([(cached(), compute)], cache=ResponseCache(MIB)) as plane:
+
+            async def asked(fresh: bool) -> int:
+                told = Asked()
+                request = GuidedRequest("m", tensors_of(INPUT0=row(1)), fresh=fresh)
+                told.pending = plane.infer(request, told)
+                return int(array_of(await told.answer()).item())
+
+            assert [await asked(fresh) for fresh in (False, False, True, False, False)] == [1, 1, 2, 2, 2]
+            total = counted(plane, "m").total()
+            assert (total.hit, total.miss) == (3, 2)
 
     asyncio.run(main())

@@ -131,3 +131,16 @@ def path_parameters(path: str) -> list[Schema]:
 def anonymous(path: str) -> str:
     """A path without the names of its placeholders: what two writers of one path agree on."""
     return PLACEHOLDER.sub("{}", path)
+
+
+def named(path: str, names: list[str]) -> str:
+    """The path with names for its placeholders; those that run out are `p1`, `p2`, ..."""
+    given = iter(names)
+    number = 0
+
+    def name(_: re.Match[str]) -> str:
+        nonlocal number
+        number += 1
+        return f"{{{next(given, f'p{number}')}}}"
+
+    return PLACEHOLDER.sub(name, path)

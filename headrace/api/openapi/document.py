@@ -17,10 +17,10 @@ from headrace.api.openapi.describing import (
     anonymous,
     answer,
     json_of,
+    named,
     path_parameters,
     ref,
 )
-from headrace.api.openapi.inventory import named, registered
 from headrace.api.openapi.models import TAG as LOADED
 from headrace.api.openapi.schemas import shared_schemas
 from headrace.api.openapi.v1_routes import DOCUMENT, METRICS, V1, other_table, v1_table
@@ -62,7 +62,7 @@ def described_routes(tables: Iterable[Table] = ()) -> dict[tuple[str, str], tupl
 def undescribed(routes: Routes, tables: Iterable[Table] = ()) -> list[tuple[str, str]]:
     """Routes of a server that no table knows. For tests: there should be none."""
     known = described_routes(tables)
-    return [route for route in registered(routes) if route not in known]
+    return [route for route in routes.listed() if route not in known]
 
 
 def base_document(routes: Routes, tables: Iterable[Table] = (), title: str = "Headrace") -> dict[str, Any]:
@@ -70,7 +70,7 @@ def base_document(routes: Routes, tables: Iterable[Table] = (), title: str = "He
     known = described_routes(tables)
     paths: dict[str, Any] = {}
     used: set[str] = set()
-    for method, plain in registered(routes):
+    for method, plain in routes.listed():
         path, operation = known.get((method, plain)) or _unknown(plain)
         made = {**operation, "operationId": _operation_id(method, path)}
         parameters = [*path_parameters(path), *made.pop("parameters", ())]

@@ -213,6 +213,7 @@ def _repository() -> dict[str, Schema]:
 
 def _statistics() -> dict[str, Schema]:
     parts = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+    responses = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
     duration = ref("DurationStatistic")
     one = {
         "name": _TEXT,
@@ -221,7 +222,11 @@ def _statistics() -> dict[str, Schema]:
         "inference_count": _COUNT,
         "execution_count": _COUNT,
         "inference_stats": thing(dict.fromkeys(parts, duration)),
-        "response_stats": thing({}, additionalProperties=True),
+        "response_stats": thing(
+            {},
+            text="Of a decoupled model: by the place of a response among those to its request, from 0.",
+            additionalProperties=thing(dict.fromkeys(responses, duration)),
+        ),
         "batch_stats": list_of(thing({"batch_size": _COUNT, **dict.fromkeys(parts[3:6], duration)})),
         "memory_usage": list_of({"type": "object"}),
         "failures": thing({}, text="How often each kind of error was answered.", additionalProperties=_COUNT),

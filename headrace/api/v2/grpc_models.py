@@ -75,6 +75,8 @@ def _fill_statistics(target: Any, version: ServingVersion) -> None:
     for batch in stats["batch_stats"]:
         size = batch.pop("batch_size")
         _fill_durations(target.batch_stats.add(batch_size=size), batch)
+    for place, durations in stats["response_stats"].items():
+        _fill_durations(target.response_stats[place], durations)
 
 
 def _fill_durations(target: Any, durations: dict[str, dict[str, int]]) -> None:

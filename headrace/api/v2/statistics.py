@@ -13,6 +13,7 @@ from headrace.api.v2.documents import answer_json
 from headrace.api.v2.models import MODEL_PATHS, model_of
 from headrace.api.v2.shared import V2Shared
 from headrace.engine.dataplane import ServingVersion
+from headrace.engine.responses import ResponseStats, place_text
 from headrace.engine.scheduling.batches import BatchRecord
 from headrace.engine.scheduling.delay import AutoDelay
 from headrace.engine.statistics import BatchStats, VersionStatistics
@@ -58,7 +59,9 @@ def stats_json(version: ServingVersion) -> dict[str, Any]:
         "inference_count": statistics.inferences,
         "execution_count": statistics.executions,
         "inference_stats": _inference_stats(statistics),
-        "response_stats": {},
+        "response_stats": {
+            place_text(place): _response_stats(stats) for place, stats in sorted(statistics.responses.items())
+        },
         "batch_stats": [_batch_stats(rows, statistics.batches[rows]) for rows in sorted(statistics.batches)],
         "memory_usage": [],
         "failures": dict(statistics.failures),
@@ -87,6 +90,19 @@ def _batch_stats(rows: int, stats: BatchStats) -> dict[str, Any]:
         "compute_input": _duration(stats.count, stats.input_ns),
         "compute_infer": _duration(stats.count, stats.infer_ns),
         "compute_output": _duration(stats.count, stats.output_ns),
+    }
+
+
+def _response_stats(stats: ResponseStats) -> dict[str, dict[str, int]]:
+    """As Triton counts them: an empty response has no output, and a cancelled one neither that nor a computation."""
+    full = stats.success + stats.fail
+    return {
+        "compute_infer": _duration(full + stats.empty, stats.infer_ns),
+        "compute_output": _duration(full, stats.output_ns),
+        "success": _duration(stats.success, stats.success_ns),
+        "fail": _duration(stats.fail, stats.fail_ns),
+        "empty_response": _duration(stats.empty, stats.empty_ns),
+        "cancel": _duration(stats.cancel, stats.cancel_ns),
     }
 
 

@@ -34,6 +34,8 @@ class Joiner:
         self.all_names = self._all
         """What a model is asked for when the caller names no outputs."""
         self._plain = plain_output(config)
+        self._once = [spec.name for spec in config.inputs if spec.is_shape_tensor] if self._batched else ()
+        """Inputs that a batch has once: requests that share one have the same values there."""
         self._reshapes = {
             spec.name: (spec.dims or (), spec.reshape) for spec in config.inputs if spec.reshape is not None
         }
@@ -48,7 +50,8 @@ class Joiner:
         else:
             joined = {}
             for index, tensor in enumerate(batch[0].request.inputs):
-                joined[tensor.name] = np.concatenate(column(batch, index, tensor.name))
+                arrays = column(batch, index, tensor.name)
+                joined[tensor.name] = arrays[0] if tensor.name in self._once else np.concatenate(arrays)
         for name in self._reshapes:
             if name in joined:
                 joined[name] = self.reshaped(name, joined[name])

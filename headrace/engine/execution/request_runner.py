@@ -17,6 +17,7 @@ from headrace.core.messages import NO_PARAMETERS, InferRequest, Parameters, Step
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Joiner
 from headrace.engine.execution.runners import Free, RunnerBase, told
+from headrace.engine.responses import ResponseWatch
 from headrace.engine.scheduling.delay import Delay
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pending import Pending
@@ -112,13 +113,15 @@ class _RequestBatch:
 class _Work:
     """A request in the hands of an instance. See `contract.Work`."""
 
-    __slots__ = ("_ended", "_pending", "_silent", "_together")
+    __slots__ = ("_ended", "_pending", "_silent", "_together", "_watch")
 
     def __init__(self, pending: Pending, together: _RequestBatch) -> None:
         self._pending = pending
         self._together = together
-        self._silent = together.runner.statistics.first_answers is not None
+        statistics = together.runner.statistics
+        self._silent = statistics.first_answers is not None
         """Whether its first answer is to be timed, and is still to come."""
+        self._watch = ResponseWatch(statistics.responses, together.started_ns) if self._silent else None
         self._ended = False
 
     @property
@@ -139,6 +142,7 @@ class _Work:
         if self._ended:
             return
         pending = self._pending
+        given_ns = monotonic_ns() if self._watch is not None else 0
         answer: Sequence[Tensor] | HeadraceError | None = outputs
         if outputs is not None and not isinstance(outputs, HeadraceError):
             try:
@@ -149,6 +153,8 @@ class _Work:
         if self._silent and answer is not None and not failed:
             self._silent = False
             self._together.runner.statistics.first_answer(pending.arrived_ns)
+        if self._watch is not None and (final or answer is not None):
+            self._watch.given(answer, given_ns, cancelled=pending.cancelled)
         if final or failed:
             self._ended = True
             self._together.settle(pending, success=not failed)

@@ -129,6 +129,8 @@ class RepositoryControl:
 
     async def poll_once(self) -> bool:
         """Look at the folders and begin what has changed; whether something is not yet settled there."""
+        if self._settings.refresh is not None:
+            await self._shop.with_files(self._settings.refresh)
         snapshot = await self._shop.with_files(scan, self._repositories)
         changes = self._watch.compare(snapshot, self._shop.clock.wall())
         if self._shop.closing:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,3 +34,5 @@ class RepositorySettings:
     """Whether a configuration must say everything itself; otherwise the model's files are asked for what it leaves out."""
     gpus: int = 0
     """How many GPUs this machine has; configurations are completed with it."""
+    refresh: Callable[[], None] | None = None
+    """Called in a thread before each look at the folders, by whoever keeps one of them like something else."""

@@ -147,8 +147,8 @@ def _main(models: str, mode: str, memory: str) -> None:
     import uvloop
 
     from headrace.api.metrics.settings import MetricsSettings
-    from headrace.api.openapi.inventory import registered
     from headrace.api.openapi.service import OpenApi
+    from headrace.api.predict.settings import PredictSettings
     from headrace.api.v2.settings import V2Settings
     from headrace.apps.protocols import build_protocols
     from headrace.apps.server import ServerSettings
@@ -168,6 +168,7 @@ def _main(models: str, mode: str, memory: str) -> None:
         grpc=address,
         measuring=MetricsSettings(),
         v2=V2Settings(allow_client_shm=memory == "on"),
+        predict=PredictSettings(model="echo"),
         limits=Limits(body_bytes=BODY_BYTES),
         engine=EngineSettings(repositories=(models,), repository=repository, gpus=0),
     )
@@ -176,7 +177,7 @@ def _main(models: str, mode: str, memory: str) -> None:
         engine = open_engine(settings.engine)
         protocols = build_protocols(engine, settings, NO_TRACING, None)
         routes = protocols.site.routes
-        if ("GET", "/openapi.json") not in registered(routes):
+        if ("GET", "/openapi.json") not in routes.listed():
             OpenApi(protocols.plane, routes).add_to(routes)
         protocols.start()
         await engine.start()
@@ -188,7 +189,7 @@ def _main(models: str, mode: str, memory: str) -> None:
         await stopped.wait()
         await server.drain(0.0)
         await engine.close(1.0)
-        protocols.close()
+        await protocols.close()
 
     uvloop.run(serve())
 

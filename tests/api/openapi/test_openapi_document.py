@@ -19,11 +19,13 @@ from engines import config_of, plane_of
 from raw_asking import ask, routes_of
 from serving import Serving, serving
 
+from headrace.api.admin.describing import admin_table
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.api.openapi.describing import anonymous
 from headrace.api.openapi.document import base_document, described_routes, undescribed
-from headrace.api.openapi.inventory import registered
+from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.openapi.service import OpenApi, OpenApiSettings
+from headrace.api.predict.settings import PredictSettings
 from headrace.api.v2.http import V2Http
 from headrace.apps.protocols import build_protocols
 from headrace.apps.server import ServerSettings
@@ -49,22 +51,22 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 async def whole_server() -> Routes:
     """The routes of a server that has everything."""
-    settings = ServerSettings(http=ADDRESS, grpc=ADDRESS, measuring=MetricsSettings())
+    settings = ServerSettings(http=ADDRESS, grpc=ADDRESS, measuring=MetricsSettings(), predict=PredictSettings())
     engine = open_engine(EngineSettings())
     protocols = build_protocols(engine, settings, NO_TRACING, None)
     routes = protocols.site.routes
-    if ("GET", "/openapi.json") not in registered(routes):
+    if ("GET", "/openapi.json") not in routes.listed():
         OpenApi(protocols.plane, routes).add_to(routes)
     return routes
 
 
 @in_loop
 async def test_every_route_is_described_and_every_description_is_of_a_route() -> None:
-    routes = await whole_server()
-    assert undescribed(routes) == []
-    document = base_document(routes)
-    assert {(method, anonymous(path)) for method, path in routes_of(document)} == set(registered(routes))
-    assert set(described_routes()) == set(registered(routes))
+    routes, tables = await whole_server(), [predict_table(), admin_table()]
+    assert undescribed(routes, tables) == []
+    document = base_document(routes, tables)
+    assert {(method, anonymous(path)) for method, path in routes_of(document)} == set(routes.listed())
+    assert set(described_routes(tables)) == set(routes.listed())
 
 
 def test_a_route_that_nobody_described_is_noticed_and_listed() -> None:
