@@ -22,6 +22,7 @@ SETS = {
     ],
     "headrace/api/v1/_generated/nvidia.binpb": ["nvidia/inferenceserver.proto", "nvidia/inferenceserver_v0.proto"],
     "headrace/api/v2/_generated/inference.binpb": ["inference/grpc_service.proto"],
+    "headrace/api/predict/_generated/predict.binpb": ["predict/inference.proto"],
     "headrace/client/_generated/inference.binpb": ["inference/grpc_service.proto"],
     "headrace/modelconfig/_generated/model_config.binpb": ["inference/model_config.proto"],
     "headrace/backends/netdef/_generated/caffe2.binpb": ["caffe2/caffe2.proto"],

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Debian packages for the tests marked `platform`: load generators, a curl that speaks HTTP/2, and Prometheus.
+# Debian packages for the tests marked `platform`: load generators, a curl that speaks HTTP/2, Prometheus, Redis, proxies.
 set -euo pipefail
-packages=(wrk nghttp2-client curl netcat-openbsd prometheus)
+packages=(wrk nghttp2-client curl netcat-openbsd prometheus redis-server nginx-light haproxy)
 missing=()
 for package in "${packages[@]}"; do
   dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package")
@@ -14,8 +14,10 @@ if [ ${#missing[@]} -gt 0 ]; then
   fi
   apt-get update -qq
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
-  # The tests start one of their own; the package's service has no business here, unless it was here before.
-  if [[ " ${missing[*]} " == *" prometheus "* && -d /run/systemd/system ]]; then
-    systemctl disable --now prometheus >/dev/null 2>&1 || true
-  fi
+  # The tests start their own; a package's service has no business here, unless it was here before.
+  for service in prometheus redis-server nginx haproxy; do
+    if [[ " ${missing[*]} " == *" $service"* && -d /run/systemd/system ]]; then
+      systemctl disable --now "$service" >/dev/null 2>&1 || true
+    fi
+  done
 fi

@@ -70,7 +70,7 @@ class LoadEverywhere:
         await self._caught_up.wait()
         # Not by its name: with something behind it, that may be too long for a file.
         place = self._siblings.folder / sha256(wish["name"].encode()).hexdigest()
-        async with _only_one(place.with_suffix(".lock")):
+        async with only_one(place.with_suffix(".lock")):
             await self._do(wish)
             # Before the others are told: one that starts meanwhile finds it here.
             write_whole(place.with_suffix(".wish"), orjson.dumps(wish))
@@ -94,7 +94,7 @@ class LoadEverywhere:
 
 
 @asynccontextmanager
-async def _only_one(path: Path) -> AsyncIterator[None]:
+async def only_one(path: Path) -> AsyncIterator[None]:
     """Keep other workers out; the lock of one that dies is free."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

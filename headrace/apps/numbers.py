@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from headrace.engine.responses import ResponseStats
 from headrace.engine.statistics import BatchStats, RequestStats, VersionStatistics
 
 Numbers = dict[str, Any]
 
-_BY_SIZE: dict[str, type[RequestStats | BatchStats]] = {"by_rows": RequestStats, "batches": BatchStats}
+_BY_SIZE: dict[str, type[RequestStats | BatchStats | ResponseStats]] = {
+    "by_rows": RequestStats,
+    "batches": BatchStats,
+    "responses": ResponseStats,  # by place, which is a number too
+}
 
 
 def numbers_of(statistics: VersionStatistics) -> Numbers:

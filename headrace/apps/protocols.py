@@ -9,8 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from headrace.api.admin.describing import admin_table
+from headrace.api.admin.http import Admin
 from headrace.api.metrics.http import Metrics
+from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.openapi.service import OpenApi, OpenApiSettings
+from headrace.api.predict.grpc import PredictGrpc
+from headrace.api.predict.http import PredictHttp
+from headrace.api.predict.schema import predict_schema
 from headrace.api.v1.accounts import V1Accounts
 from headrace.api.v1.grpc import V1Grpc
 from headrace.api.v1.http import V1Http
@@ -19,6 +25,7 @@ from headrace.api.v2.grpc import V2Grpc
 from headrace.api.v2.http import V2Http
 from headrace.api.v2.schema import inference_schema
 from headrace.api.v2.shared import V2Shared
+from headrace.apps.guarded import Guard, guarded_routes, guarded_services, open_guard
 from headrace.apps.settings import ServerSettings
 from headrace.apps.worker import Worker
 from headrace.apps.workers import WorkersAccounts
@@ -27,6 +34,7 @@ from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine
 from headrace.telemetry.access import log_access
 from headrace.telemetry.tracing import NO_TRACING, Tracer
+from headrace.traffic.traffic import Traffic
 from headrace.wire.grpc.health import HealthService
 from headrace.wire.grpc.reflection import ReflectionService
 from headrace.wire.grpc.services import Services
@@ -40,12 +48,13 @@ class BuiltSite(NamedTuple):
 
     site: Site
     health: HealthService
-    v2_grpc: V2Grpc
+    streams: tuple[V2Grpc | PredictGrpc, ...]
 
     def drain(self) -> None:
         """New work is for other servers: be not healthy, and end the streams that nothing is due on."""
         self.health.shut_down()
-        self.v2_grpc.drain()
+        for streams in self.streams:
+            streams.drain()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,8 @@ class Protocols:
 
     plane: DataPlane
     built: BuiltSite
+    traffic: Traffic
+    guard: Guard | None
     metrics_site: Site | None
     metrics: Metrics | None
 
@@ -66,60 +77,103 @@ class Protocols:
         """Begin what runs beside requests."""
         if self.metrics is not None:
             self.metrics.start()
+        if self.guard is not None:
+            self.guard.start()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End it."""
         if self.metrics is not None:
             self.metrics.close()
+        if self.guard is not None:
+            await self.guard.close()
 
 
-def build_protocols(engine: Engine, settings: ServerSettings, tracer: Tracer, worker: Worker | None) -> Protocols:
-    """All protocols that the settings allow; with several workers, each tells of all."""
+def build_protocols(
+    engine: Engine, settings: ServerSettings, tracer: Tracer, worker: Worker | None, folder: str = ""
+) -> Protocols:
+    """All protocols that the settings allow; with several workers, which share a folder, each tells of all."""
     plane = engine.plane if worker is None else worker.plane
-    built = build_site(plane, settings, tracer, worker)
+    traffic = Traffic(engine.plane, engine.metrics, settings.traffic)
+    guard = open_guard(settings.access, engine.metrics, folder)
+    built = build_site(plane, settings, tracer, worker, traffic, guard)
     metrics: Metrics | None = None
     metrics_site: Site | None = None
     if settings.measuring is not None:
         make = Metrics if worker is None else worker.metrics
         metrics = make(engine.plane, engine.metrics, settings.measuring)
         metrics.add_to(built.site.routes)
-        metrics_site = Site(Routes(), limits=settings.limits)
+        metrics_site = Site(Routes() if guard is None else guarded_routes(guard), limits=settings.limits)
         metrics.add_to(metrics_site.routes)
-    return Protocols(plane, built, metrics_site, metrics)
+    return Protocols(plane, built, traffic, guard, metrics_site, metrics)
 
 
 def build_site(
-    plane: DataPlane, settings: ServerSettings, tracer: Tracer = NO_TRACING, worker: Worker | None = None
+    plane: DataPlane,
+    settings: ServerSettings,
+    tracer: Tracer = NO_TRACING,
+    worker: Worker | None = None,
+    traffic: Traffic | None = None,
+    guard: Guard | None = None,
 ) -> BuiltSite:
     """The protocols for models over one data plane."""
-    routes = Routes() if worker is None else WorkersRoutes(worker.gathering, worker.repeating)
-    services = Services() if worker is None else WorkersServices(worker.gathering, worker.repeating)
+    routes, services = _tables(worker, guard)
     v2 = V2Shared(plane, settings.v2, tracer)
     memory = v2.memory if settings.v2.allow_client_shm else None
     accounts = V1Accounts(settings.v1)
     if worker is not None:
         accounts = WorkersAccounts(settings.v1, worker.gathering, worker.started)
     V2Http(plane, tracer, v2).add_to(routes)
-    # The protocols of 2018 do the same under other names: where a part of v2 is restricted they would be a way around it.
+    key_of, sticky_fields = (traffic.key_of, traffic.sticky_fields) if traffic is not None else (None, ())
+    predict = PredictHttp(plane, settings.predict, key_of, more_fields=sticky_fields) if settings.predict else None
+    if predict is not None:
+        predict.health.add_to(routes)
+    # Others do the same under other names: where a part of v2 is restricted they would be a way around it.
     if not settings.v2.http_restrictions:
         V1Http(plane, accounts, memory).add_to(routes)
-    OpenApi(plane, routes, _described(settings)).add_to(routes)
+        if predict is not None:
+            predict.add_to(routes)
+        if traffic is not None:
+            _admin(traffic, worker, routes).add_to(routes)
+    OpenApi(plane, routes, _described(settings), [predict_table(), admin_table()]).add_to(routes)
     v2_grpc = V2Grpc(plane, tracer, v2)
     v2_grpc.add_to(services)
+    streams: tuple[V2Grpc | PredictGrpc, ...] = (v2_grpc,)
     if not settings.v2.grpc_restrictions:
         V1Grpc(plane, accounts, memory).add_to(services)
+        if settings.predict is not None:
+            predict_grpc = PredictGrpc(plane, settings.predict, key_of)
+            predict_grpc.add_to(services)
+            streams = (v2_grpc, predict_grpc)
     health = HealthService()
     health.add_to(services)
-    ReflectionService(services, [inference_schema(), nvidia_schema()]).add_to(services)
+    ReflectionService(services, [inference_schema(), nvidia_schema(), predict_schema()]).add_to(services)
     for name in services.names:
         health.set(name, True)
     site = Site(
         routes if settings.http is not None else None,
         services=services if settings.grpc is not None else None,
         limits=settings.limits,
-        access_log=log_access if settings.access_log else None,
+        access_log=None if not settings.access_log else log_access if guard is None else guard.access_log,
     )
-    return BuiltSite(site, health, v2_grpc)
+    return BuiltSite(site, health, streams)
+
+
+def _tables(worker: Worker | None, guard: Guard | None) -> tuple[Routes, Services]:
+    """What routes and services are added to: behind a guard, for several workers, both, or neither."""
+    if guard is not None:
+        return guarded_routes(guard, worker), guarded_services(guard, worker)
+    if worker is not None:
+        return WorkersRoutes(worker.gathering, worker.repeating), WorkersServices(worker.gathering, worker.repeating)
+    return Routes(), Services()
+
+
+def _admin(traffic: Traffic, worker: Worker | None, routes: Routes) -> Admin:
+    if worker is None or not isinstance(routes, WorkersRoutes):
+        return Admin(traffic)
+    gathering = worker.gathering
+    gathering.tell_also("traffic", traffic.numbers)
+    traffic.on_rollback = routes.rolled_back
+    return Admin(traffic, lambda: gathering.others("traffic"))
 
 
 def _described(settings: ServerSettings) -> OpenApiSettings:

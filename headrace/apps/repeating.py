@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that change what a server knows, repeated in every worker: log and trace settings, and shared memory.
+"""Requests that change what a server knows, repeated in every worker: log and trace settings, shared memory, traffic.
 
 A client speaks to one worker; its next connection may reach another, which has to know the same. So the worker that is
 asked has the others hear the request as it came, and then answers it itself. What was repeated is remembered, for a worker
@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
+from headrace.apps.loading import only_one
 from headrace.apps.siblings import Siblings
 from headrace.wire.grpc.call import GrpcCall
 from headrace.wire.grpc.services import UnaryHandler
@@ -55,8 +57,16 @@ class Repeating:
         """Whom to give a request of this name that another worker has received."""
         self._handlers[name] = handler
 
-    async def everywhere(self, name: str, head: RequestHead, body: bytes, params: tuple[str, ...] = ()) -> None:
-        """Have all other workers hear a request. One that is away hears it when it is back."""
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Keep other workers from doing the same: else two who are asked at once would do it in different orders."""
+        async with only_one(self._siblings.folder / "repeating.lock"):
+            yield
+
+    async def everywhere(
+        self, name: str, head: RequestHead, body: bytes, params: tuple[str, ...] = (), *, here: bool = False
+    ) -> None:
+        """Have all other workers hear a request, and this one too if it is to. One that is away hears it when it is back."""
         deed = {
             "name": name,
             "method": head.method.decode("latin-1"),
@@ -68,6 +78,8 @@ class Repeating:
         }
         self._remember(deed)
         await self._siblings.ask_all(_REPEAT, deed, seconds=_PATIENCE_SECONDS)
+        if here:
+            await self._repeat({**deed, "params": list(params)})
 
     async def _tell(self, _arguments: Any) -> list[Deed]:
         return list(self._so_far.values())
@@ -90,7 +102,9 @@ class Repeating:
 
     def _remember(self, deed: Deed) -> None:
         # To register and to unregister a region are about the same thing: only the last one counts.
-        about = deed["target"].rpartition("/")[0] if "region" in deed["target"] else deed["target"] + deed["body"]
+        about = f"{deed['method']} {deed['target']} {deed['body']}"
+        if "region" in deed["target"] and not deed["target"].startswith("/admin/"):
+            about = deed["target"].rpartition("/")[0]
         self._so_far.pop(about, None)
         self._so_far[about] = deed
         if len(self._so_far) > _REMEMBERED:

@@ -18,6 +18,7 @@ from headrace.apps.ports import Ports, held_ports, tell_who_can_connect
 from headrace.apps.protocols import Protocols, build_protocols, build_site
 from headrace.apps.settings import ListenSettings, ServerSettings
 from headrace.apps.siblings import worker_folder
+from headrace.apps.splits_file import SplitsFile
 from headrace.apps.supervisor import BAD_CONFIGURATION, run_processes
 from headrace.apps.worker import Worker
 from headrace.core.errors import HeadraceError
@@ -62,7 +63,8 @@ class _Serving:
         engine = open_engine(settings.engine, settings.progress if self._index == 0 else silent)
         worker = Worker(self._folder, self._index, settings.workers, engine.plane) if self._folder else None
         tracer = open_tracing(settings.trace_endpoint, "headrace") if settings.trace_endpoint else NO_TRACING
-        protocols = build_protocols(engine, settings, tracer, worker)
+        protocols = build_protocols(engine, settings, tracer, worker, self._folder)
+        following = SplitsFile(settings, protocols.traffic)
         protocols.start()
         memory = MemoryReturner()
         ports = Ports(settings, protocols.site, protocols.metrics_site)
@@ -71,8 +73,9 @@ class _Serving:
         late = worker is not None and await worker.start()
         if not late:
             await self._open(ports)
-        loading = asyncio.create_task(self._load(engine, worker, ports if late else None))
+        loading = asyncio.create_task(self._load(engine, protocols, worker, ports if late else None))
         memory.start()
+        following.start()
         stop = partial(self._stop_being_ready, engine, protocols)
         serving = asyncio.create_task(run_until_signal(ports.servers, settings.grace_seconds, on_signal=stop))
         try:
@@ -85,13 +88,15 @@ class _Serving:
             return await serving
         finally:
             memory.close()
+            following.close()
             loading.cancel()
             await asyncio.gather(loading, serving, return_exceptions=True)
             if worker is not None:
                 await worker.close()
+            protocols.traffic.close()
             # What the connections have left of the grace; there is one for all of it.
             await engine.close(self._grace_left())
-            protocols.close()
+            await protocols.close()
             tracer.close()
 
     async def _open(self, ports: Ports) -> None:
@@ -99,8 +104,9 @@ class _Serving:
         if self._index == 0:
             tell_who_can_connect([server.address for server in ports.servers])
 
-    async def _load(self, engine: Engine, worker: Worker | None, ports: Ports | None) -> None:
+    async def _load(self, engine: Engine, protocols: Protocols, worker: Worker | None, ports: Ports | None) -> None:
         await engine.start()
+        protocols.traffic.settled()
         if worker is not None:
             await worker.catch_up()
         if ports is not None:

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from headrace.access.settings import AccessSettings
 from headrace.api.metrics.settings import MetricsSettings
+from headrace.api.predict.settings import PredictSettings
 from headrace.api.v1.accounts import V1Settings
 from headrace.api.v2.settings import V2Settings
 from headrace.core.limits import Limits
 from headrace.engine.engine import EngineSettings
 from headrace.telemetry.progress import Progress, silent
+from headrace.traffic.settings import TrafficSettings
 from headrace.wire.sockets import Address
 from headrace.wire.tls import TlsFiles
 
@@ -66,6 +70,20 @@ class ServerSettings:
 
     v2: V2Settings = field(default_factory=V2Settings)
     """Today's protocol."""
+
+    predict: PredictSettings | None = None
+    """`/predict`; None for none."""
+
+    access: AccessSettings = field(default_factory=AccessSettings)
+    """Who may ask, and how much."""
+
+    traffic: TrafficSettings = field(default_factory=TrafficSettings)
+    """How versions share the traffic of their models, at the start."""
+
+    traffic_again: Callable[[], TrafficSettings] | None = None
+    """Reads that anew from the configuration file `traffic_file`; raises what is wrong with it. None without a file."""
+
+    traffic_file: str = ""
 
     measuring: MetricsSettings | None = None
     """What `/metrics` tells, here and on the metrics port; None for no metrics at all."""

@@ -9,16 +9,24 @@ without other workers, infer requests first of all.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+
+import orjson
 
 from headrace.apps.gathering import Gathering
 from headrace.apps.repeating import Repeating
 from headrace.wire.grpc.call import GrpcCall
 from headrace.wire.grpc.services import Services, UnaryHandler
 from headrace.wire.http.exchange import Buffer, Exchange, Handler
+from headrace.wire.http.heads import RequestHead
 from headrace.wire.http.routes import Routes
 
+log = logging.getLogger("headrace.apps")
+
+_TRAFFIC = "/admin/traffic/"
+_ROLLBACK = f"{_TRAFFIC}{{model}}/rollback"
 _SHARED_MEMORY = ("/v2/systemsharedmemory", "/v2/cudasharedmemory", "/api/sharedmemorycontrol")
 _NUMBERS = ("ModelStatistics", "Status")
 _CHANGES = (
@@ -46,12 +54,27 @@ class WorkersRoutes(Routes):
 
     def add(self, method: str, path: str, handler: Handler, *, streams_body: bool = False) -> None:
         """See `Routes.add`."""
-        if method == "GET" and (path.startswith("/api/status") or path.endswith("/stats")):
+        if method == "GET" and (path.startswith("/api/status") or path.endswith(("/stats", "/report"))):
             handler = self._with_numbers(handler)
+        elif method != "GET" and path.startswith(_TRAFFIC):
+            self._repeating.know(f"{method} {path}", handler)
+            handler = self._in_all_alike(f"{method} {path}", handler)
         elif method == "POST" and _changes(path):
             self._repeating.know(f"{method} {path}", handler)
             handler = self._in_all(f"{method} {path}", handler)
         super().add(method, path, handler, streams_body=streams_body)
+
+    def rolled_back(self, model: str, version: str, reason: str) -> None:
+        """This worker's share of the traffic was enough to roll a version back: the others need not find out too."""
+        body = orjson.dumps({"version": version, "reason": reason})
+        head = RequestHead(b"POST", f"{_TRAFFIC}{model}/rollback".encode(), (), version="1.1")
+
+        async def tell() -> None:
+            async with self._repeating.alone():
+                # Here too: meanwhile the split may have been set anew, and then all should see the same.
+                await self._repeating.everywhere(f"POST {_ROLLBACK}", head, body, (model,), here=True)
+
+        self._waiting.begin(tell(), lambda: None, lambda error: log.error("a rollback was not told", exc_info=error))
 
     def _with_numbers(self, handler: Handler) -> Handler:
         def begin(exchange: Exchange) -> None:
@@ -64,6 +87,19 @@ class WorkersRoutes(Routes):
         def begin(exchange: Exchange) -> None:
             heard = self._repeating.everywhere(name, exchange.head, bytes(exchange.body), exchange.params)
             self._waiting.begin(heard, partial(handler, exchange), exchange.fail)
+
+        return begin
+
+    def _in_all_alike(self, name: str, handler: Handler) -> Handler:
+        """The same for what must end up equal in all workers, also when several are asked at once."""
+
+        def begin(exchange: Exchange) -> None:
+            async def change() -> None:
+                async with self._repeating.alone():
+                    await self._repeating.everywhere(name, exchange.head, bytes(exchange.body), exchange.params)
+                    handler(exchange)
+
+            self._waiting.begin(change(), lambda: None, exchange.fail)
 
         return begin
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -19,6 +20,12 @@ _MOST_BYTES = 64 * 1024 * 1024
 _SECONDS = 30.0
 LOAD_SECONDS = 3600.0
 """Large models take their time to load."""
+
+
+def credentials() -> dict[str, str]:
+    """The header field for a server that asks for API keys; none without `HEADRACE_API_KEY`."""
+    key = os.environ.get("HEADRACE_API_KEY", "")
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 class Refused(FailedPrecondition):
@@ -57,7 +64,7 @@ class ServerClient:
     def _ask(self, method: str, path: str, body: bytes | None, seconds: float) -> Any:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
         try:
-            headers = {"content-type": "application/json"} if body else {}
+            headers = credentials() | ({"content-type": "application/json"} if body else {})
             connection.request(method, self._prefix + path, body, headers)
             answer = connection.getresponse()
             status, content = answer.status, answer.read(_MOST_BYTES + 1)

@@ -116,19 +116,28 @@ def _number(text: str, *, whole: bool) -> int | float | None:
 def _range_of(flag: Flag) -> str:
     noun = "a whole number" if flag.kind == "whole" else "a number"
     if math.isfinite(flag.most):
-        return f"{noun} from {flag.least:g} to {flag.most:g}"
-    return f"{noun} of {flag.least:g} or more" if math.isfinite(flag.least) else noun
+        return f"{noun} from {flag.least:.15g} to {flag.most:.15g}"
+    return f"{noun} of {flag.least:.15g} or more" if math.isfinite(flag.least) else noun
 
 
 class Given:
-    """The values of all options: what was given, otherwise the defaults."""
+    """The values of all options: what was given, otherwise what is `settled` elsewhere, otherwise the defaults."""
 
-    def __init__(self, flags: Mapping[str, Flag], texts: Mapping[str, str | list[str] | None]) -> None:
+    def __init__(
+        self,
+        flags: Mapping[str, Flag],
+        texts: Mapping[str, str | list[str] | None],
+        settled: Mapping[str, Any] | None = None,
+    ) -> None:
         self._values: dict[str, Any] = {}
         self._given = {name for name, text in texts.items() if text}
+        settled = {} if settled is None else settled
         for name, flag in flags.items():
             text = texts.get(name)
-            if isinstance(text, list) or flag.many:
+            if name in settled and name not in self._given:
+                self._values[name] = settled[name]
+                self._given.add(name)
+            elif isinstance(text, list) or flag.many:
                 self._values[name] = tuple(parse(flag, each) for each in text or ())
             else:
                 self._values[name] = flag.default if text is None else parse(flag, text)
@@ -136,6 +145,10 @@ class Given:
     def has(self, name: str) -> bool:
         """Whether it was given."""
         return name in self._given
+
+    def given(self) -> dict[str, Any]:
+        """Those that were given."""
+        return {name: value for name, value in self._values.items() if name in self._given}
 
     def text(self, name: str) -> str:
         """A text; "" for one that was not given and has no default."""

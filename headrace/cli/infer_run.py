@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.cli.client import credentials
 from headrace.cli.infer_inputs import Inputs, nearest
 from headrace.cli.infer_view import show_note, show_results
 from headrace.client import Client, Output, Result
@@ -101,7 +102,7 @@ def hinted(error: HeadraceError, hint: str) -> HeadraceError:
 
 
 def _client(wish: Wish) -> Client:
-    headers = {}
+    headers = credentials()
     for text in wish.headers:
         name, colon, value = text.partition(":")
         if not colon:

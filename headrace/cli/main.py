@@ -8,9 +8,15 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.ab import ab
+from headrace.cli.bench import bench
+from headrace.cli.config import config
 from headrace.cli.infer import infer
+from headrace.cli.keys import keys
 from headrace.cli.models import models
+from headrace.cli.router import router
 from headrace.cli.serve import ServeCommand, serve
+from headrace.cli.tune import tune
 from headrace.version import __version__
 
 app = typer.Typer(
@@ -22,7 +28,13 @@ app = typer.Typer(
 )
 app.command(cls=ServeCommand)(serve)
 app.command()(infer)
+app.command()(router)
+app.command()(bench)
+app.command()(tune)
 app.add_typer(models)
+app.add_typer(config)
+app.add_typer(keys)
+app.add_typer(ab)
 
 
 def main() -> None:

@@ -1,20 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of `headrace serve`, by topic: names, aliases, defaults, help. Read by `serve` and `serve_settings`.
 
-Names are Triton's where Triton has the option; aliases are those of its first releases.
+Names are Triton's where Triton has the option; aliases are those of its first releases. Options that are there for a key of
+the configuration are made from the table of keys; `keys` is that table with the other options added.
 """
 
 from __future__ import annotations
 
-from headrace.cli.flags import Flag
+from typing import cast
 
+from headrace.cli.flags import Flag, Kind
+from headrace.configuration.keys import Key
+from headrace.configuration.table import KEYS, OPTIONS, OWN_FLAGS
+
+CONFIGURATION, ONE_MODEL, SAFEGUARDS = "Configuration", "One model without a folder of models", "Safeguards"
 MODELS, LISTENING, PROTOCOLS = "Models", "Listening", "Protocols"
 METRICS, LIMITS, LOGS = "Metrics", "Workers and limits", "Logs and traces"
 
 _PORT = 65535
 _MIB = 1024 * 1024
 
-FLAGS: tuple[Flag, ...] = (
+CONFIG = "config"
+
+_CONFIGURATION = (
+    Flag(
+        CONFIG,
+        CONFIGURATION,
+        "Read this YAML file; the environment (INFERENCE_*) and options come before it.",
+        metavar="FILE",
+    ),
+)
+
+_OTHERS: tuple[Flag, ...] = (
     Flag("model-repository", MODELS, "The same as MODELS.", metavar="FOLDER", aliases=("model-store",), many=True),
     Flag(
         "model-control-mode",
@@ -207,4 +224,54 @@ FLAGS: tuple[Flag, ...] = (
     Flag("trace-log-frequency", LOGS, "The same as --trace-config triton,log-frequency=COUNT.", "whole", old=True),
 )
 
+_PANELS = {"model": ONE_MODEL, "performance": ONE_MODEL, "cache": ONE_MODEL, "predict": PROTOCOLS}
+
+
+def _flag_of(key: Key) -> Flag:
+    section = key.path.partition(".")[0]
+    return Flag(
+        key.flag,
+        _PANELS.get(section, SAFEGUARDS),
+        key.help,
+        cast("Kind", key.kind),  # rows and trees have no flag
+        key.default,
+        metavar=key.metavar,
+        many=key.many,
+        least=key.least,
+        most=key.most,
+        choices=key.choices,
+    )
+
+
+def _key_of(flag: Flag) -> Key:
+    return Key(
+        f"{OPTIONS}.{flag.name}",
+        flag.help,
+        flag.kind,
+        flag.default,
+        flag.name,
+        metavar=flag.metavar,
+        many=flag.many,
+        least=flag.least,
+        most=flag.most,
+        choices=flag.choices,
+        secret="restricted" in flag.name,
+    )
+
+
+def _all_flags() -> tuple[Flag, ...]:
+    """In the order of the help: by topic."""
+    flags = [*_CONFIGURATION, *_OTHERS, *(_flag_of(key) for key in KEYS if key.flag in OWN_FLAGS)]
+    panels = [CONFIGURATION, MODELS, ONE_MODEL, LISTENING, PROTOCOLS, SAFEGUARDS, METRICS, LIMITS, LOGS]
+    return tuple(sorted(flags, key=lambda flag: panels.index(flag.panel)))
+
+
+FLAGS = _all_flags()
+
 BY_NAME = {flag.name: flag for flag in FLAGS}
+
+
+def keys() -> tuple[Key, ...]:
+    """Every key of the configuration: those of the table, and each option that none of them stands for."""
+    taken = {key.flag for key in KEYS} | {CONFIG}
+    return (*KEYS, *(_key_of(flag) for flag in FLAGS if flag.name not in taken))

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from headrace.cli.flags import Given
+from headrace.configuration.staging import Staging
 from headrace.core.errors import InvalidArgument
 from headrace.engine.engine import EngineSettings
 from headrace.engine.repository.settings import Mode, RepositorySettings
@@ -14,10 +15,14 @@ from headrace.engine.repository.settings import Mode, RepositorySettings
 log = logging.getLogger("headrace.cli")
 
 
-def engine_settings(given: Given, folders: Sequence[str]) -> EngineSettings:
-    """The engine that the options ask for."""
+def engine_settings(given: Given, folders: Sequence[str], staging: Staging | None = None) -> EngineSettings:
+    """The engine that the options ask for. `staging`: a model that is served straight from its path."""
     mode = mode_of(given)
     folders = (*folders, *given.texts("model-repository"))
+    load = given.texts("load-model")
+    if staging is not None:
+        folders = (*folders, str(staging.repository))
+        load = (*load, staging.name) if mode == "explicit" else load
     if mode == "explicit" and not folders:
         raise InvalidArgument("--model-control-mode=explicit needs a folder of models: headrace serve MODELS ...")
     if given.has("load-model") and mode != "explicit":
@@ -33,14 +38,16 @@ def engine_settings(given: Given, folders: Sequence[str]) -> EngineSettings:
         repositories=folders,
         repository=RepositorySettings(
             mode=mode,
-            load_models=given.texts("load-model"),
+            load_models=load,
             poll_seconds=seconds or RepositorySettings().poll_seconds,
             exit_on_error=given.truth("exit-on-error"),
             model_load_thread_count=given.whole("model-load-thread-count"),
             strict_model_config=given.truth("strict-model-config"),
+            refresh=None if staging is None else staging.refresh,
         ),
         strict_readiness=given.truth("strict-readiness"),
         cache_bytes=cache_bytes_of(given),
+        cache_ttl_seconds=given.number("cache-ttl-s"),
         rate_limit_resources=dict(resource_of(text) for text in given.texts("rate-limit-resource")),
     )
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +36,10 @@ Examples:
     headrace serve models --workers 2 --access-log
 
     headrace serve --tls-certificate server.pem --tls-key server.key
+
+    headrace serve --config config/inference.yaml
+
+    headrace serve --model-path models/production --model-version v1.2.0 --device cpu
 """
 
 _WARNINGS = "headrace.warnings"
@@ -57,22 +62,24 @@ def serve(ctx: typer.Context, models: list[str] | None = None, **texts: Any) -> 
     """Serve models. The help is `EXAMPLES`."""
     from headrace.apps.server import run_server
     from headrace.cli.checks import or_exit
-    from headrace.cli.flags import Given
     from headrace.cli.progress import logging_beside_bars
+    from headrace.cli.serve_configuration import configure
     from headrace.cli.serve_logs import log_settings, open_log, warn
-    from headrace.cli.serve_settings import server_settings
+    from headrace.cli.serve_settings import open_settings
 
     with or_exit():
-        given = Given(BY_NAME, {name: texts.get(name.replace("-", "_")) for name in BY_NAME})
-        logs = log_settings(given)
+        options = {name: texts.get(name.replace("-", "_")) for name in BY_NAME}
+        configured = configure(options, models or (), os.environ)
+        logs = log_settings(configured.given)
         # Several processes would paint over each other's bars.
-        bars = given.whole("workers") == 1 and not logs.file
+        bars = configured.given.whole("workers") == 1 and not logs.file
         with (
             open_log(logs.file) as stream,
             logging_beside_bars(logs.level, logs.format, bars=bars, stream=stream) as progress,
         ):
-            warn(ctx.meta.get(_WARNINGS, ()))
-            code = run_server(server_settings(given, models or (), progress))
+            warn((*ctx.meta.get(_WARNINGS, ()), *configured.configuration.warnings))
+            with open_settings(configured, progress) as settings:
+                code = run_server(settings)
     raise typer.Exit(code)
 
 

@@ -1,29 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the values of all options to the settings of a server."""
+"""From the values of all options and of the configuration to the settings of a server."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from headrace.api.metrics.settings import MetricsSettings, metrics_settings
+from headrace.api.predict.settings import PredictSettings
 from headrace.api.v1.accounts import V1Settings
 from headrace.api.v2.restrictions import Restriction
 from headrace.api.v2.settings import TraceDefaults, V2Settings
 from headrace.apps.settings import ServerSettings
 from headrace.cli.flags import Given
 from headrace.cli.repositories import engine_settings
+from headrace.cli.serve_configuration import Configured
 from headrace.cli.serve_logs import trace_settings
 from headrace.cli.serve_ports import ports_of
+from headrace.configuration.merging import Configuration
+from headrace.configuration.serving import access_settings, predict_settings, traffic_settings
+from headrace.configuration.single_model import single_model
+from headrace.configuration.staging import Staging, staged
 from headrace.core.limits import Limits
 from headrace.telemetry.progress import Progress
+from headrace.traffic.settings import Split, TrafficSettings
 from headrace.version import __version__
 
 
-def server_settings(given: Given, folders: Sequence[str], progress: Progress) -> ServerSettings:
-    """The server that the options ask for."""
-    ports, engine, measuring = ports_of(given), engine_settings(given, folders), _measuring(given)
+def server_settings(configured: Configured, progress: Progress, staging: Staging | None = None) -> ServerSettings:
+    """The server that the options and the configuration ask for. `staging`: a model served straight from its path."""
+    given, configuration = configured.given, configured.configuration
+    ports, engine = ports_of(given), engine_settings(given, configured.folders, staging)
+    measuring = _measuring(given)
     endpoint, trace = trace_settings(given)
     return ServerSettings(
         http=ports.http,
@@ -36,11 +46,39 @@ def server_settings(given: Given, folders: Sequence[str], progress: Progress) ->
         trace_endpoint=endpoint,
         v1=_v1(given),
         v2=_v2(given, trace),
+        predict=_predict(configuration, staging),
+        access=access_settings(configuration),
+        traffic=_traffic(configuration, staging),
+        traffic_again=(lambda: _traffic(configured.again(), staging)) if configuration.file else None,
+        traffic_file=configuration.file,
         measuring=measuring,
         limits=_limits(given),
         engine=replace(engine, summary_quantiles=measuring.engine_quantiles if measuring else ()),
         progress=progress,
     )
+
+
+@contextmanager
+def open_settings(configured: Configured, progress: Progress) -> Iterator[ServerSettings]:
+    """The same with the folder of a model that is served straight from its path, which is there as long as this is open."""
+    single = single_model(configured.configuration, traffic_settings(configured.configuration).splits)
+    with ExitStack() as opened:
+        staging = None if single is None else opened.enter_context(staged(single))
+        yield server_settings(configured, progress, staging)
+
+
+def _predict(configuration: Configuration, staging: Staging | None) -> PredictSettings | None:
+    settings = predict_settings(configuration)
+    if settings is None or settings.model or staging is None:
+        return settings
+    return replace(settings, model=staging.name)
+
+
+def _traffic(configuration: Configuration, staging: Staging | None) -> TrafficSettings:
+    settings = traffic_settings(configuration)
+    if staging is None or staging.name in settings.splits or not staging.preferred:
+        return settings
+    return TrafficSettings({**settings.splits, staging.name: Split({staging.preferred: 1.0})})
 
 
 def _measuring(given: Given) -> MetricsSettings | None:

@@ -38,6 +38,10 @@ class InferRequest:
     """Whether it was made inside the engine, for a step of an ensemble: then its tensors may lie on a device."""
     stays_on_device = False
     """Whether its answer may lie there too."""
+    sticky_key = ""
+    """Whom it is for, where versions of a model share its traffic: one key, one version. "" for nobody in particular."""
+    fresh = False
+    """Whether an answer that was kept will not do."""
 
     def __init__(
         self,
@@ -54,6 +58,25 @@ class InferRequest:
         self.inputs = inputs
         self.outputs = outputs
         self.parameters = parameters
+
+
+class GuidedRequest(InferRequest):
+    """A request that says more than what to compute: see `sticky_key` and `fresh`."""
+
+    __slots__ = ("fresh", "sticky_key")
+
+    def __init__(
+        self,
+        model_name: str,
+        inputs: Sequence[Tensor],
+        model_version: str = "",
+        *,
+        sticky_key: str = "",
+        fresh: bool = False,
+    ) -> None:
+        super().__init__(model_name, inputs, model_version)
+        self.sticky_key = sticky_key
+        self.fresh = fresh
 
 
 class StepRequest(InferRequest):

@@ -29,20 +29,23 @@ class Head(Protocol):
         """The HTTP version: "1.1" or "2"."""
 
 
-def log_access(peer: str, head: Head, status: int) -> None:
-    """Write one line for a request that was answered; the log format escapes what the client chose."""
+def log_access(peer: str, head: Head, status: int, key_name: str = "") -> None:
+    """Write one line for a request that was answered; the log format escapes what the client chose.
+
+    `key_name` is the name of the API key it came with, never the key.
+    """
     if not _log.isEnabledFor(logging.INFO):
         return
-    _log.info(
-        "answered",
-        extra={
-            "peer": peer,
-            "method": _text(head.method),
-            "path": _text(head.path),
-            "protocol": f"HTTP/{head.version}",
-            "status": status,
-        },
-    )
+    details = {
+        "peer": peer,
+        "method": _text(head.method),
+        "path": _text(head.path),
+        "protocol": f"HTTP/{head.version}",
+        "status": status,
+    }
+    if key_name:
+        details["key_name"] = key_name
+    _log.info("answered", extra=details)
 
 
 def _text(sent: bytes) -> str:

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from headrace.apps.numbers import added_up, ended, numbers_of, together
 from headrace.core.errors import Internal, Unavailable
+from headrace.engine.responses import ResponseWatch
 from headrace.engine.scheduling.batches import BatchRecord
 from headrace.engine.statistics import VersionStatistics
 
@@ -24,6 +25,9 @@ def counted(times: int) -> VersionStatistics:
         stats.success += 1
         stats.success_ns += 10
         stats.hit += 1
+        ResponseWatch(statistics.responses, 0).given([], 3, cancelled=False)
+    for response in statistics.responses.values():
+        response.output_ns = response.success_ns = 5 * times  # by the clock; the same for all here
     return statistics
 
 
@@ -66,7 +70,7 @@ def test_the_numbers_of_predecessors_are_one() -> None:
 
 def test_nothing_new_is_counted_unnoticed() -> None:
     """A field that statistics or status come to show must be added in `numbers_of` too. Metrics go another way."""
-    shown = {"received", "settled", "_last_ns", "by_rows", "batches", "failures", "log"}
+    shown = {"received", "settled", "_last_ns", "by_rows", "batches", "responses", "failures", "log"}
     metrics_only = {"computed", "quick_ns", "slow_requests", "slow_queues", "slow_computes", "loads", "excess"}
     metrics_only |= {"first_answers", "summaries"}
     taken_in_first = {"quick"}

@@ -26,7 +26,7 @@ from ports import free_port
 
 COMMAND_SECONDS = 30.0
 WAIT_SECONDS = 15.0
-_PORT = re.compile(r"(localhost:|127\.0\.0\.1:|--http-port |--grpc-port |--metrics-port )(\d{4,5})\b")
+_PORT = re.compile(r"(localhost:|127\.0\.0\.1:|--http-port |--grpc-port |--metrics-port |--port )(\d{4,5})\b")
 
 
 class Mismatch(AssertionError):

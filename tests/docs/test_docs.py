@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote
@@ -126,40 +126,75 @@ def test_files_named_in_the_text_exist(document: Path) -> None:
             assert any((root / span).exists() for root in roots), f"`{span}` does not exist"
 
 
-@pytest.fixture(scope="module")
-def serve_options() -> set[str]:
+VERBS = (
+    "serve",
+    "router",
+    "bench",
+    "tune",
+    "infer",
+    "keys create",
+    "ab set",
+    "ab report",
+    "config show",
+    "models load",
+)
+
+
+def options_of(verb: str) -> set[str]:
     shown = subprocess.run(
-        [HEADRACE, "serve", "--help"],
+        [HEADRACE, *verb.split(), "--help"],
         env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
         capture_output=True,
         text=True,
         check=True,
     )
-    options = set(re.findall(r"--[a-z][a-z-]+", shown.stdout))
+    return set(re.findall(r"--[a-z][a-z-]+", shown.stdout))
+
+
+@pytest.fixture(scope="module")
+def serve_options() -> set[str]:
+    options = options_of("serve")
     assert "--http-port" in options
     return options
 
 
-def options_named_in(text: str) -> set[str]:
-    """Options in commands with `headrace serve`, and those that stand alone `--like-this` in the prose."""
+@pytest.fixture(scope="module")
+def all_options(serve_options: set[str]) -> set[str]:
+    return serve_options.union(*map(options_of, VERBS[1:]))
+
+
+def alone_in(text: str) -> set[str]:
+    """Options that stand alone `--like-this` in the prose."""
     text = text.replace(table_in(text), "")  # the table of limits names an option of another server
-    commands = [span for span in code_spans_of(text) if span.startswith(("headrace serve", "--"))]
+    return options_in(span for span in code_spans_of(text) if span.startswith("--"))
+
+
+def options_in(commands: Iterable[str]) -> set[str]:
+    return {option for command in commands for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", command)}
+
+
+def options_to_serve_in(text: str) -> set[str]:
+    """Options in commands with `headrace serve`."""
+    commands = [span for span in code_spans_of(text) if span.startswith("headrace serve")]
     for block in blocks_of(text):
         if block.language in ("console", "sh"):
             lines = block.text.replace("\\\n", " ").splitlines()
             # `|| true` shows how something is refused.
             commands += [line for line in lines if "headrace serve" in line and not line.endswith("|| true")]
-    return {option for command in commands for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", command)}
+    return options_in(commands)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_options_exist(document: Path, serve_options: set[str]) -> None:
+def test_options_exist(document: Path, serve_options: set[str], all_options: set[str]) -> None:
+    text = document.read_text()
     taken = {f"--{option.name}" for option in IGNORED}
-    assert options_named_in(document.read_text()) <= serve_options | taken
+    assert options_to_serve_in(text) <= serve_options | taken
+    assert alone_in(text) <= all_options | taken
 
 
 def test_every_option_is_explained_somewhere(serve_options: set[str]) -> None:
-    named = {option for document in DOCUMENTS for option in options_named_in(document.read_text())}
+    texts = [document.read_text() for document in DOCUMENTS]
+    named = {option for text in texts for option in alone_in(text) | options_to_serve_in(text)}
     assert serve_options - {"--help"} <= named
 
 
@@ -246,7 +281,7 @@ def test_options_are_found_in_commands_and_prose() -> None:
         "see `--one` and `curl --two`\n```console\n$ headrace serve --three \\\n  --four 4\n$ curl --five\n"
         "$ headrace serve --six || true\n```\n"
     )
-    assert options_named_in(text) == {"--one", "--three", "--four"}
+    assert alone_in(text) | options_to_serve_in(text) == {"--one", "--three", "--four"}
 
 
 def test_links_and_headings_are_found() -> None:

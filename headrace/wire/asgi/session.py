@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One WebSocket through an application: `receive` and `send` on top of a `WebSocketConnection`. Made by `app`."""
+"""One WebSocket through an application: `receive` and `send` on top of a `WebSocket`. Made by `app`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.wire.websocket.accept import accept, any_origin
 
 if TYPE_CHECKING:
     from headrace.wire.http.exchange import Exchange
-    from headrace.wire.websocket.connection import WebSocketConnection
+    from headrace.wire.websocket.contract import WebSocket
 
 _WAITING_MESSAGES = 16
 _WAITING_BYTES = 256 * 1024
@@ -28,7 +28,7 @@ class WebSocketSession:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._connection: WebSocketConnection | None = None
+        self._connection: WebSocket | None = None
         self._messages: deque[Message] = deque([{"type": "websocket.connect"}])
         self._waiting_bytes = 0
         self._incoming = asyncio.Event()
@@ -99,7 +99,7 @@ class WebSocketSession:
         else:
             raise RuntimeError(f"{kind!r} is not expected before websocket.accept")
 
-    async def _send_open(self, connection: WebSocketConnection, kind: str, message: Message) -> None:
+    async def _send_open(self, connection: WebSocket, kind: str, message: Message) -> None:
         if kind == "websocket.send":
             data = message.get("text")
             if data is None:
@@ -128,7 +128,7 @@ class WebSocketSession:
             # Refused because the server drains, or the client left while the application was thinking.
             self._on_close(closing.ABNORMAL, "")
 
-    def _opened(self, connection: WebSocketConnection) -> None:
+    def _opened(self, connection: WebSocket) -> None:
         self._connection = connection
         connection.on_message = self._on_message
         connection.on_close = self._on_close

@@ -58,6 +58,9 @@ class GrpcCall(Stream):
     deadline passes, or a callback raises. Set it to stop work."""
     on_writable: Callable[[], None] | None = None
     """Called when `send` may be called again after it returned False."""
+    on_over: Callable[[], None] | None = None
+    """Called once when the call is over, however it came to that. For who counts calls, not for handlers; must not
+    raise."""
     _message: Buffer | None = None
     _assembler: MessageAssembler | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -116,6 +119,8 @@ class GrpcCall(Stream):
         if self._timer is not None:
             self._stop_timer()
         self._phase = _OVER
+        if self.on_over is not None:
+            self.on_over()
         if self.connection.site.access_log is not None:
             self._log(Status.OK)
         trailers = OK_BLOCK + self._trailing if self._trailing else OK_BLOCK
@@ -149,6 +154,8 @@ class GrpcCall(Stream):
         phase, self._phase = self._phase, _OVER
         if phase == _OVER:
             return
+        if self.on_over is not None:
+            self.on_over()
         self._stop_timer()
         self._log(status)
         block = status_block(status, message) + self._trailing
@@ -224,6 +231,8 @@ class GrpcCall(Stream):
         """See `Stream.on_reset`."""
         phase, self._phase = self._phase, _OVER
         if phase != _OVER:
+            if self.on_over is not None:
+                self.on_over()
             self._stop_timer()
             self._log(Status.CANCELLED)
             self._cancelled()

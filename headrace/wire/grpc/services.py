@@ -18,6 +18,7 @@ from headrace.wire.http.heads import RequestHead
 
 if TYPE_CHECKING:
     from headrace.wire.http2.connection import Http2Connection
+    from headrace.wire.http2.stream import Stream
 
 UnaryHandler = Callable[[GrpcCall, Buffer], None]
 """Answers a unary call: gets the call and its message."""
@@ -101,18 +102,22 @@ class Services:
         """Every method as `/service/method`."""
         return (path.decode() for path in self._methods)
 
-    def open(self, connection: Http2Connection, stream_id: int, head: RequestHead) -> GrpcCall | None:
-        """Begin a call on a new stream; None if the request is not gRPC's. The head remembers how it is served."""
+    def open(self, connection: Http2Connection, stream_id: int, head: RequestHead) -> Stream | None:
+        """Begin a call on a new stream; None if the request is not gRPC's. The head remembers how it is served.
+
+        A room that takes calls whatever their method (the router) overrides this and opens streams of its own.
+        """
         plan = head.memo
         if plan is None:
-            is_grpc = _is_grpc(head.get(b"content-type") or b"")
-            plan = head.memo = CallPlan(head, self._methods, connection.site.limits) if is_grpc else False
+            grpc = is_grpc(head.get(b"content-type") or b"")
+            plan = head.memo = CallPlan(head, self._methods, connection.site.limits) if grpc else False
         if plan is False:
             return None
         return GrpcCall(connection, stream_id, head, plan)  # type: ignore[arg-type]
 
 
-def _is_grpc(content_type: bytes) -> bool:
+def is_grpc(content_type: bytes) -> bool:
+    """Whether a request with this content type is a gRPC call."""
     return content_type == b"application/grpc" or content_type.startswith((b"application/grpc+", b"application/grpc;"))
 
 

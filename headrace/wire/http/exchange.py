@@ -46,6 +46,12 @@ class Exchange:
     """For a route that streams its body: called once after the last piece."""
     on_writable: Callable[[], None] | None
     """Called when `send` may be called again after it returned False."""
+    on_over: Callable[[], None] | None = None
+    """Called once when the exchange is over: answered in full, cut, taken over, or its client gone. For who counts
+    requests, not for handlers; must not raise."""
+    more_lines = b""
+    """Fields of the response beside the handler's, whatever it answers: `name: value` and CR LF, each. Not checked: for
+    fields that are ours."""
 
     @property
     def peer(self) -> str:
@@ -127,6 +133,8 @@ def listed(body: Body) -> list[Buffer]:
 
 def encoded(accept: bytes, head: ResponseHead, buffers: list[Buffer], extra: Fields) -> tuple[list[Buffer], Fields]:
     """Compress a body if the client accepts it, it is worth it, and the handler has not done so already."""
+    if head.raw:
+        return buffers, extra
     size = sum(map(len, buffers))
     coding = choose_coding(accept) if _COMPRESS_BYTES[0] <= size <= _COMPRESS_BYTES[1] else None
     if coding is None or any(name == b"content-encoding" for name, _ in (*head.fields, *extra)):

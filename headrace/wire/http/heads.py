@@ -68,10 +68,12 @@ class RequestHead:
 class ResponseHead:
     """Status and fixed fields of a response. Never put content-length, connection or transfer-encoding here."""
 
-    __slots__ = ("fields", "http1", "http2", "status")
+    __slots__ = ("fields", "http1", "http2", "raw", "status")
 
-    def __init__(self, status: int, fields: Iterable[Field] = ()) -> None:
+    def __init__(self, status: int, fields: Iterable[Field] = (), *, raw: bool = False) -> None:
         self.status = status
+        self.raw = raw
+        """Whether bodies go out as they are: those of a proxy are not ours to compress."""
         self.fields = tuple(fields)
         for name, value in self.fields:
             check_field(name, value)

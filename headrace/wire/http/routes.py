@@ -20,6 +20,8 @@ _REMEMBERED_PATH_BYTES = 512
 """Longer ones are looked up each time: 4096 paths of 64 KiB would be a quarter of a gigabyte."""
 _REMEMBERED_HEADS = 1024
 _PLACEHOLDER = re.compile(r"\\\{[a-z0-9_]+\\\}")
+_SEGMENT = "([^/]+)"
+_ESCAPED = re.compile(r"\\(.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,11 @@ class Route:
     handler: Handler
     streams_body: bool = False
     """Call the handler as soon as the head is there; the body comes through `on_body`."""
+    raw: bool = False
+    """Give the body as it came, not inflated."""
+    whole_bytes: int = 0
+    longer: Route | None = None
+    """Takes requests whose body is longer than `whole_bytes`, or whose length is not told before."""
 
 
 Match = tuple[Route, tuple[str, ...]]
@@ -69,12 +76,39 @@ class Routes:
         self._mounts.sort(key=lambda mount: -len(mount[0]))
         self._forget()
 
+    def fallback(self, handler: Handler, streaming: Handler, *, whole_bytes: int) -> None:
+        """Give every request that no other route answers to `handler`, or to `streaming` if its body is long.
+
+        For proxies: a body up to `whole_bytes` comes whole and any other streamed, and neither is inflated.
+        """
+        longer = Route(streaming, streams_body=True)
+        self._mounts.append((b"", Route(handler, raw=True, whole_bytes=whole_bytes, longer=longer)))
+        self._mounts.sort(key=lambda mount: -len(mount[0]))
+        self._forget()
+
     def find(self, method: bytes, path: bytes) -> Match:
         """The route for a request; for an unknown path or method, one that answers 404 or 405."""
         match = self._remembered.get((method, path))
         if match is None:
             match = self._search(method, path)
         return match
+
+    def listed(self) -> list[tuple[str, str]]:
+        """Every method and path, in the order of paths; placeholders are `{}`, since their names are not kept.
+
+        HEAD is left out where GET answers it; mounted prefixes, the fallback and `OPTIONS *` are no routes of their own.
+        """
+        paths = [(path.decode(), methods) for path, methods in self._exact.items() if path.startswith(b"/")]
+        for pattern, methods in self._patterns:
+            text = pattern.pattern.decode().replace(_SEGMENT, "{}")
+            paths.append((_ESCAPED.sub(r"\1", text), methods))
+        found = [
+            (path, method.decode())
+            for path, methods in paths
+            for method, route in methods.items()
+            if method != b"HEAD" or methods.get(b"GET") is not route
+        ]
+        return [(method, path) for path, method in sorted(found)]
 
     def known_heads(self, scheme: bytes) -> dict[bytes, KnownHead]:
         """HTTP/1.1 heads seen before, by their bytes. For `http1.reader`."""
@@ -95,7 +129,7 @@ class Routes:
     def _methods_of(self, path: str) -> dict[bytes, Route]:
         if "{" not in path:
             return self._exact.setdefault(path.encode(), {})
-        text = _PLACEHOLDER.sub("([^/]+)", re.escape(path))
+        text = _PLACEHOLDER.sub(_SEGMENT, re.escape(path))
         if r"\{" in text or r"\}" in text:
             raise ValueError(f"{path!r}: a placeholder is {{name}}, in lower-case letters, digits and underscores")
         pattern = re.compile(text.encode())

@@ -121,6 +121,8 @@ class Http1Exchange(Exchange):
             _lines(extra) if extra else b"",
             ending,
         )
+        if self.more_lines:
+            text = b"%b%b\r\n" % (text[:-2], self.more_lines)
         if length <= _JOIN_BYTES:
             data = b"".join([text, *buffers])
             # Only now: what fails above, a bad field or a body that is no bytes, can still be answered by an error.
@@ -130,6 +132,9 @@ class Http1Exchange(Exchange):
             self.stage = Stage.STREAMING
             connection.write_many([text, *buffers])
             self.stage = Stage.DONE
+        if self.on_over is not None:
+            # Once: nothing gets here, or to the other ends below, after another of them.
+            self.on_over()
         connection.finished(self, status, close)
 
     def start(self, head: ResponseHead, extra: Fields = ()) -> None:
@@ -137,7 +142,7 @@ class Http1Exchange(Exchange):
         if self.stage:
             return
         connection = self._connection
-        text = head.http1 + connection.site.date_line + _lines(extra)
+        text = head.http1 + connection.site.date_line + _lines(extra) + self.more_lines
         self.stage = Stage.STREAMING
         self._silent = self.head.method == b"HEAD" or head.status in _BODILESS
         if self.head.version == "1.1":
@@ -172,12 +177,16 @@ class Http1Exchange(Exchange):
         connection = self._connection
         if self._chunked:
             connection.write(b"0\r\n\r\n")
+        if self.on_over is not None:
+            self.on_over()
         connection.finished(self, 0, connection.closes_after(self))
 
     def abort(self) -> None:
         """See `Exchange.abort`."""
         if self.stage != Stage.DONE:
             self.stage = Stage.DONE
+            if self.on_over is not None:
+                self.on_over()
             self._connection.abort()
 
     def pause_body(self) -> None:
@@ -194,6 +203,8 @@ class Http1Exchange(Exchange):
         """Detach the connection from HTTP: its transport, and what was received after the request's head."""
         self.stage = Stage.DONE
         self.taken_over = True
+        if self.on_over is not None:
+            self.on_over()
         return self._connection.detach(), self.leftover
 
     # Called by `reader` and `protocol`.
@@ -232,6 +243,8 @@ class Http1Exchange(Exchange):
         """The client has gone."""
         if self.stage != Stage.DONE:
             self.stage = Stage.DONE
+            if self.on_over is not None:
+                self.on_over()
             if self.on_disconnect is not None:
                 self._connection.guard(self, self.on_disconnect)
 

@@ -21,7 +21,7 @@ from headrace.wire.http1.direct import BodyReceiver
 from headrace.wire.http1.exchange import Http1Exchange, Pause, Stage
 from headrace.wire.http1.reader import Phase, Refusal, RequestReader
 from headrace.wire.peers import peer_name
-from headrace.wire.unread import UnreadWatch
+from headrace.wire.unread import LINGER_SECONDS, UnreadWatch, sweep_closing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.wire")
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-_LINGER_SECONDS = 2.0
-"""How long a closing connection still reads, so that a reset does not eat the response on its way."""
 
 
 class Http1Protocol(asyncio.Protocol):
@@ -159,10 +156,11 @@ class Http1Protocol(asyncio.Protocol):
         """See `site.Connection`."""
         limits = self.site.limits
         if self._closing_at is not None:
-            self._sweep_closing(now)
+            if self._transport is not None:
+                self._closing_at = sweep_closing(self, self._transport, self._closing_at, now)
             return
         if self.write_paused:
-            self._sweep_unread(now)
+            self.sweep_unread(now)
             return
         reader = self._reader
         waited = now - reader.since
@@ -325,7 +323,7 @@ class Http1Protocol(asyncio.Protocol):
         self._stop_reading()
         self._unread.begin(self.site.now)
         if transport.can_write_eof() and not self._at_eof:
-            self._closing_at = self.site.now + _LINGER_SECONDS
+            self._closing_at = self.site.now + LINGER_SECONDS
             if self._paused_by:
                 self._paused_by = 0
                 transport.resume_reading()
@@ -334,7 +332,7 @@ class Http1Protocol(asyncio.Protocol):
             # TLS says goodbye both ways: a client that was idle anyway has the linger to answer, one that may still be
             # reading a response has as long as any reader. The transport does not tell what it has left to send.
             idle = self._current is None and self._idle_since < self.site.now
-            self._closing_at = self.site.now + (_LINGER_SECONDS if idle else self.site.limits.write_idle_seconds)
+            self._closing_at = self.site.now + (LINGER_SECONDS if idle else self.site.limits.write_idle_seconds)
             transport.close()
 
     # Inside.
@@ -345,7 +343,7 @@ class Http1Protocol(asyncio.Protocol):
         try:
             if not route.streams_body:
                 encoding = exchange.head.by_name.get(b"content-encoding")
-                if encoding is not None:
+                if encoding is not None and not route.raw:
                     exchange.body = inflate(encoding, exchange.body, self.site.limits.body_bytes)
             route.handler(exchange)
         except Exception as error:
@@ -417,18 +415,8 @@ class Http1Protocol(asyncio.Protocol):
         if exchange is not None and exchange is self._reader.exchange:
             self.write(_CONTINUE)
 
-    def _sweep_closing(self, now: float) -> None:
-        transport = self._transport
-        if transport is None or self._closing_at is None:
-            return
-        if transport.get_write_buffer_size():
-            # The answer is still on its way: it has the time that every answer has, and the linger begins after it.
-            self._closing_at = now + _LINGER_SECONDS
-            self._sweep_unread(now)
-        elif now >= self._closing_at:
-            self.abort()
-
-    def _sweep_unread(self, now: float) -> None:
+    def sweep_unread(self, now: float) -> None:
+        """See `unread.Swept`."""
         transport = self._transport
         if transport is not None and self._unread.gave_up(transport, now, self.site.limits.write_idle_seconds):
             log.info("a client stopped reading", extra={"peer": self.peer})

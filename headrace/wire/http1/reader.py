@@ -309,6 +309,9 @@ class RequestReader:
         elif want == 0:
             exchange.ends_early = True
             return
+        route = exchange.route
+        if route.longer is not None and (coding is not None or want > route.whole_bytes):
+            exchange.route = route.longer
         self.phase = Phase.BODY
         self.since = self._site.now
         expect = get(b"expect") if exchange.head.version == "1.1" else None

@@ -20,13 +20,13 @@ from headrace.wire.http2.headers import HeaderReader
 from headrace.wire.http2.reader import OWN_FRAME_BYTES, FrameReader
 from headrace.wire.http2.sending import SendingSide
 from headrace.wire.http2.stream import Stream, grant_frame
+from headrace.wire.unread import LINGER_SECONDS, sweep_closing
 
 if TYPE_CHECKING:
     from headrace.wire.site import Site
 
 log = logging.getLogger("headrace.wire")
 
-_LINGER_SECONDS = 2.0
 _DRAIN_PING = b"headrace"
 _DRAIN_SECONDS = 1.0
 """How long the last word waits for the answer to our PING."""
@@ -133,7 +133,8 @@ class Http2Connection(SendingSide, asyncio.BufferedProtocol):
         """See `site.Connection`."""
         limits = self.site.limits
         if self._closing_at is not None:
-            self._sweep_closing(now)
+            if self._transport is not None:
+                self._closing_at = sweep_closing(self, self._transport, self._closing_at, now)
         elif self.write_paused:
             self.sweep_unread(now)
         elif (self._reader.in_head and now - self._head_since > limits.header_seconds) or (
@@ -194,7 +195,7 @@ class Http2Connection(SendingSide, asyncio.BufferedProtocol):
         self._out = None
         now = self.site.now
         self._unread.begin(now)
-        self._closing_at = now + _LINGER_SECONDS
+        self._closing_at = now + LINGER_SECONDS
         if transport.can_write_eof():
             transport.write_eof()
         else:
@@ -375,17 +376,6 @@ class Http2Connection(SendingSide, asyncio.BufferedProtocol):
         for stream in streams:
             stream.forget()
             _told(stream, stream.on_reset, code)
-
-    def _sweep_closing(self, now: float) -> None:
-        transport = self._transport
-        if transport is None or self._closing_at is None:
-            return
-        if transport.get_write_buffer_size():
-            # Answers are still on their way: they have the time that every answer has, and the linger begins after it.
-            self._closing_at = now + _LINGER_SECONDS
-            self.sweep_unread(now)
-        elif now >= self._closing_at:
-            self.abort()
 
     def _sweep_streams(self, now: float) -> None:
         """Give up streams that the client lets stand still, and with the last of them the connection."""

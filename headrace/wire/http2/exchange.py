@@ -10,7 +10,7 @@ from headrace.core.buffers import uninitialised
 from headrace.core.errors import TooLarge, Unavailable
 from headrace.wire.http.coding import inflate
 from headrace.wire.http.exchange import Body, Buffer, Exchange, encoded, listed
-from headrace.wire.http.heads import CONTENT_TYPE, JSON, Fields, RequestHead, ResponseHead
+from headrace.wire.http.heads import CONTENT_TYPE, JSON, Field, Fields, RequestHead, ResponseHead
 from headrace.wire.http2.frames import ErrorCode, StreamFault
 from headrace.wire.http2.headers import encode_fields, response_block
 from headrace.wire.http2.stream import Stream
@@ -40,6 +40,9 @@ class Http2Exchange(Stream, Exchange):
 
     def on_open(self, ends: bool) -> None:
         """See `Stream.on_open`."""
+        route, length = self._route, self.head.content_length
+        if route.longer is not None and not ends and (length is None or length > route.whole_bytes):
+            self._route = route.longer
         if self._route.streams_body:
             self._dispatch()
             self._continue(ends)
@@ -96,6 +99,8 @@ class Http2Exchange(Stream, Exchange):
 
     def on_reset(self, code: int) -> None:
         """See `Stream.on_reset`."""
+        if self.on_over is not None:
+            self._tell_over()
         if self.on_disconnect is not None:
             callback, self.on_disconnect = self.on_disconnect, None
             self._guarded(callback)
@@ -157,6 +162,8 @@ class Http2Exchange(Stream, Exchange):
         size = sum(map(len, buffers))
         status = head.status
         block = response_block(head) + self.connection.site.date_block
+        if self.more_lines:
+            extra = (*extra, *_fields_of(self.more_lines))
         if status not in _BODILESS:
             extra = (*extra, (b"content-length", b"%d" % size))
         block += encode_fields(extra)
@@ -165,13 +172,16 @@ class Http2Exchange(Stream, Exchange):
             self.send_headers(block, end=True)
         else:
             self.send_whole(block, buffers, size, None)
+        if self.on_over is not None:
+            self._tell_over()
 
     def start(self, head: ResponseHead, extra: Fields = ()) -> None:
         """See `Exchange.start`."""
         if not self._started:
             self._started = True
             self._log(head.status)
-            block = response_block(head) + self.connection.site.date_block + encode_fields(extra)
+            block = response_block(head) + self.connection.site.date_block
+            block += encode_fields((*extra, *_fields_of(self.more_lines)))
             self.send_headers(block)
 
     def send(self, data: Buffer) -> bool:
@@ -183,10 +193,14 @@ class Http2Exchange(Stream, Exchange):
     def finish(self) -> None:
         """See `Exchange.finish`."""
         self.send_data([], end=True)
+        if self.on_over is not None:
+            self._tell_over()
 
     def abort(self) -> None:
         """See `Exchange.abort`."""
         self.reset(ErrorCode.INTERNAL_ERROR)
+        if self.on_over is not None:
+            self._tell_over()
 
     def pause_body(self) -> None:
         """See `Exchange.pause_body`."""
@@ -213,16 +227,27 @@ class Http2Exchange(Stream, Exchange):
     def _dispatch(self) -> None:
         try:
             encoding = self.head.get(b"content-encoding")
-            if encoding is not None and not self._route.streams_body:
+            if encoding is not None and not self._route.streams_body and not self._route.raw:
                 self.body = inflate(encoding, self.body, self.connection.site.limits.body_bytes)
             self._route.handler(self)
         except Exception as error:
             self.fail(error)
 
+    def _tell_over(self) -> None:
+        # A stream that was answered may still be reset, while its client does not read.
+        callback, self.on_over = self.on_over, None
+        if callback is not None:
+            callback()
+
     def _log(self, status: int) -> None:
         access_log = self.connection.site.access_log
         if access_log is not None:
             access_log(self.connection.peer, self.head, status)
+
+
+def _fields_of(lines: bytes) -> list[Field]:
+    parts = [line.partition(b": ") for line in lines.split(b"\r\n")[:-1]]
+    return [(name, value) for name, _, value in parts]
 
 
 def _too_large(limit: int) -> TooLarge:

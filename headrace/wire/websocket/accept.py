@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import orjson
 
@@ -13,13 +13,29 @@ from headrace.core.errors import PermissionDenied, Unavailable
 from headrace.wire.http.heads import CONTENT_TYPE, JSON, Fields, RequestHead, ResponseHead, check_field
 from headrace.wire.http1.exchange import Http1Exchange
 from headrace.wire.websocket.connection import WebSocketConnection
+from headrace.wire.websocket.contract import WebSocket
 from headrace.wire.websocket.handshake import HandshakeRefused, negotiate
 
 if TYPE_CHECKING:
     from headrace.wire.http.exchange import Exchange
     from headrace.wire.site import Site
 
-OnOpen = Callable[[WebSocketConnection], None]
+OnOpen = Callable[[WebSocket], None]
+
+
+@runtime_checkable
+class OpensWebSockets(Protocol):
+    """An exchange whose connection is another server's: that one speaks the protocol."""
+
+    head: RequestHead
+
+    def fail(self, error: BaseException) -> None:
+        """See `Exchange.fail`."""
+
+    def open_websocket(self, on_open: OnOpen, subprotocols: Sequence[str], extra: Fields) -> WebSocket | None:
+        """Accept it; None if the client has gone."""
+
+
 OriginCheck = Callable[[RequestHead], bool]
 
 _REFUSALS = {status: ResponseHead(status, [(CONTENT_TYPE, JSON)]) for status in (400, 405, 426)}
@@ -44,12 +60,17 @@ def accept(
     check_origin: OriginCheck | None = None,
     compression: bool = True,
     extra: Fields = (),
-) -> WebSocketConnection | None:
+) -> WebSocket | None:
     """Answer 101 and call `on_open`, which sets the connection's callbacks; or answer an error and return None.
 
     Without `check_origin`, browsers may connect only from pages of the same host (`same_origin`): they ask no one
     before they open a WebSocket anywhere, with the user's cookies.
     """
+    if isinstance(exchange, OpensWebSockets):
+        if not (check_origin or same_origin)(exchange.head):
+            exchange.fail(PermissionDenied("pages of this Origin may not open this WebSocket"))
+            return None
+        return exchange.open_websocket(on_open, subprotocols, extra)
     if not isinstance(exchange, Http1Exchange):
         refuse(exchange, HandshakeRefused(400, "a WebSocket needs HTTP/1.1 here: connect without HTTP/2"))
         return None

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from websockets.protocol import State
 
-from headrace.core.errors import HeadraceError
-from headrace.core.ids import REQUEST_ID_FIELD, request_id
 from headrace.wire.websocket import closing
+from headrace.wire.websocket.contract import WebSocket
 from headrace.wire.websocket.inbox import Inbox
 
 if TYPE_CHECKING:
@@ -39,23 +37,14 @@ common proxies cut a silent connection."""
 _PONG_BYTE = 0x8A
 
 
-class WebSocketConnection(asyncio.Protocol):
-    """See the module. After the end, every method does nothing. Use it from the loop's thread only."""
+class WebSocketConnection(WebSocket, asyncio.Protocol):
+    """See the module, and `WebSocket`."""
 
     def __init__(self, site: Site, frames: ServerProtocol, head: RequestHead, peer: str) -> None:
         self.site = site
         self.head = head
-        """The request that opened the WebSocket."""
         self.peer = peer
-        """The client's address, for logs."""
-        self.subprotocol: str | None = frames.subprotocol
-        """What was agreed on, if anything."""
-        self.on_message: Callable[[str | bytes], object] | None = None
-        """Called with each message: `str` for text, `bytes` for binary. What it raises closes the connection."""
-        self.on_close: Callable[[int, str], None] | None = None
-        """Called once, with the client's code and reason, ours if we had to fail it, or 1006 if it just broke off."""
-        self.on_writable: Callable[[], None] | None = None
-        """Called when `send` may be called again after it returned False."""
+        self.subprotocol = frames.subprotocol
         self._frames = frames
         self._transport: asyncio.Transport | None = None
         # Reading.
@@ -77,11 +66,11 @@ class WebSocketConnection(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be sent any more: closing has begun, or the client has gone."""
+        """See `WebSocket.closed`."""
         return self._ended or self._transport is None or self._frames.state is not State.OPEN
 
     def send(self, message: str | Buffer) -> bool:
-        """Send a text (`str`) or binary message. False asks the caller to wait for `on_writable` (or `on_close`)."""
+        """See `WebSocket.send`."""
         if self.closed:
             return False
         if isinstance(message, str):
@@ -92,7 +81,7 @@ class WebSocketConnection(asyncio.Protocol):
         return not self._write_paused
 
     def close(self, code: int = closing.NORMAL, reason: str = "") -> None:
-        """Begin to close; the client's answer ends it. No message is delivered after this call."""
+        """See `WebSocket.close`."""
         if not closing.may_be_sent(code):
             raise ValueError(f"{code} may not be sent in a close frame: use 1000 to 1014 or 3000 to 4999")
         if self.closed:
@@ -104,41 +93,21 @@ class WebSocketConnection(asyncio.Protocol):
         self._deaf = True
         self.resume_messages()
 
-    def fail(self, error: BaseException) -> None:
-        """Close with the code for an error (`closing.CLOSE_CODE`).
-
-        An exception that is not ours goes to the log, and only the id to find it there goes to the client.
-        """
-        if isinstance(error, HeadraceError):
-            self.close(closing.CLOSE_CODE[error.code], error.message)
-            return
-        found_by = request_id(self.head.get(REQUEST_ID_FIELD.encode()))
-        details = {"request_id": found_by, "path": self.head.path.decode("latin-1"), "peer": self.peer}
-        log.error("a WebSocket handler failed", exc_info=error, extra=details)
-        self.close(closing.INTERNAL, f"internal error; the server's log has the details under {found_by}")
-
     def pause_messages(self) -> None:
-        """Ask for no more `on_message` calls: the client is held back. Pongs and a close are not seen either."""
+        """See `WebSocket.pause_messages`."""
         if not self._paused and not self._deaf:
             self._paused = True
             if self._transport is not None:
                 self._transport.pause_reading()
 
     def resume_messages(self) -> None:
-        """Undo `pause_messages`; messages that had come already are delivered before this returns."""
+        """See `WebSocket.resume_messages`."""
         if self._paused:
             self._paused = False
             self._heard_at = self.site.now
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
         self._pump()
-
-    def guard(self, callback: Callable[..., object], *arguments: object) -> None:
-        """Call the owner; what it raises closes the connection."""
-        try:
-            callback(*arguments)
-        except Exception as error:
-            self.fail(error)
 
     # Called by the server.
 
@@ -288,10 +257,4 @@ class WebSocketConnection(asyncio.Protocol):
         self._ended = True
         frames = self._frames
         close = frames.close_rcvd or (frames.close_sent if frames.eof_sent else None)
-        on_close, self.on_close = self.on_close, None
-        self.on_message = self.on_writable = None
-        if on_close is not None:
-            try:
-                on_close(*((closing.ABNORMAL, "") if close is None else (int(close.code), close.reason)))
-            except Exception:
-                log.exception("a WebSocket handler failed", extra={"path": self.head.path.decode("latin-1")})
+        self.told_closed(*((closing.ABNORMAL, "") if close is None else (int(close.code), close.reason)))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router as a program: puts the proxies of `headrace.router` on a port, serves until a signal, and drains.
+
+Called by `headrace router`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import uvloop
+
+from headrace.apps.supervisor import BAD_CONFIGURATION
+from headrace.core.errors import HeadraceError
+from headrace.core.limits import Limits
+from headrace.router.h2.proxy import GrpcProxy
+from headrace.router.proxy import RouterProxy
+from headrace.router.settings import RouterSettings
+from headrace.telemetry.access import log_access
+from headrace.wire.http.routes import Routes
+from headrace.wire.negotiation import NegotiatingProtocol
+from headrace.wire.server import WireServer, run_until_signal
+from headrace.wire.site import Site
+from headrace.wire.sockets import Address
+from headrace.wire.tls import TlsFiles
+
+log = logging.getLogger("headrace.apps")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAppSettings:
+    """What `headrace router` can be told."""
+
+    router: RouterSettings
+    address: Address
+    tls: TlsFiles | None = None
+    limits: Limits = field(default_factory=Limits)
+    grace_seconds: float = 30.0
+    """How long a request in flight may take after SIGTERM."""
+    access_log: bool = False
+
+
+OnReady = Callable[[RouterProxy, Address], None]
+
+
+def run_router(settings: RouterAppSettings, on_ready: OnReady | None = None) -> int:
+    """Route until a signal; returns the exit code. `on_ready` is called once the port is open."""
+    try:
+        return uvloop.run(_run(settings, on_ready))
+    except HeadraceError as error:
+        log.error("%s", error.message)
+        return BAD_CONFIGURATION
+
+
+async def _run(settings: RouterAppSettings, on_ready: OnReady | None) -> int:
+    proxy = RouterProxy(settings.router)
+    grpc = GrpcProxy(proxy.backends, settings.router, budget=proxy.budget)
+    site = build_router_site(proxy, grpc, settings)
+    server = WireServer(site, settings.address, partial(NegotiatingProtocol, site), tls=settings.tls)
+    try:
+        # Who is up is known before the first request comes.
+        await proxy.start()
+        grpc.start()
+        await server.start()
+        # What exists now lives as long as the process: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        if on_ready is not None:
+            on_ready(proxy, server.address)
+        return await run_until_signal([server], settings.grace_seconds, on_signal=proxy.stop_being_ready)
+    finally:
+        await grpc.close()
+        await proxy.close()
+
+
+def build_router_site(proxy: RouterProxy, grpc: GrpcProxy | None, settings: RouterAppSettings) -> Site:
+    """Both proxies on one site: any port of it speaks HTTP/1.1, HTTP/2 and gRPC."""
+    routes = Routes()
+    proxy.add_to(routes)
+    return Site(
+        routes,
+        services=grpc.services if grpc is not None else None,
+        limits=settings.limits,
+        access_log=log_access if settings.access_log else None,
+    )

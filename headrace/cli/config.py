@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace config`: what a server would be told, and by whom; and whether a configuration file is right.
+
+`main` adds `config` to the program. Options of `headrace serve` may follow those of `show`, and count as they would there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from headrace.cli.serve_configuration import Configured
+
+config = typer.Typer(name="config", help="Look at the configuration of a server.", no_args_is_help=True)
+
+FAILED = 1
+_MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+_KINDS = {"flag": "green", "env": "cyan", "file": "magenta", "default": "dim"}
+
+
+@config.command(context_settings=_MORE)
+def show(
+    ctx: typer.Context,
+    file: Annotated[str, typer.Option("--config", metavar="FILE", help="The YAML file; or INFERENCE_CONFIG.")] = "",
+    origin: Annotated[bool, typer.Option("--origin", help="Also where each value came from.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also options that nobody has set.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show every value that a server would be started with. Options of `headrace serve` may follow.
+
+    Examples:
+
+        headrace config show --config config/inference.yaml --origin
+
+        INFERENCE_PORT=9000 headrace config show --origin --http-port 9001
+    """
+    from headrace.cli.checks import or_exit
+    from headrace.configuration.showing import as_json as json_of
+
+    with or_exit():
+        configured = _configured(ctx.args, file)
+    settings = configured.configuration.settings
+    wanted = [path for path in settings if everything or _is_shown(configured, path)]
+    if as_json:
+        told = json_of(configured.configuration)
+        typer.echo(json.dumps({path: told[path] for path in wanted}, indent=2, ensure_ascii=False))
+    else:
+        _show_table(configured, wanted, origin=origin)
+    for warning in configured.configuration.warnings:
+        typer.secho(f"headrace: {warning}", fg="yellow", err=True)
+
+
+@config.command()
+def check(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The YAML file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Look for mistakes in a configuration file, all of them at once. The environment is not looked at.
+
+    Example:
+
+        headrace config check config/inference.yaml
+    """
+    from headrace.cli.serve_configuration import configure
+    from headrace.configuration.problems import SettingsError
+
+    problems: tuple[str, ...] = ()
+    try:
+        configure({"config": file}, (), {})
+    except SettingsError as error:
+        problems = tuple(str(problem) for problem in error.problems)
+    if as_json:
+        typer.echo(json.dumps({"file": file, "problems": list(problems)}, indent=2, ensure_ascii=False))
+    elif problems:
+        for problem in problems:
+            typer.echo(problem)
+    else:
+        typer.echo(f"{file}: no mistakes")
+    if problems:
+        raise typer.Exit(FAILED)
+
+
+def _configured(arguments: list[str], file: str) -> Configured:
+    from headrace.cli.options import BY_NAME
+    from headrace.cli.serve_arguments import normalise
+    from headrace.cli.serve_configuration import configure
+
+    given, _ = normalise(arguments)
+    texts: dict[str, str | list[str] | None] = {"config": file or None}
+    folders: list[str] = []
+    while given and given[0] != "--":
+        name, _, text = given.pop(0).removeprefix("--").partition("=")
+        if name in BY_NAME and BY_NAME[name].many:
+            before = texts.get(name)
+            texts[name] = [*(before if isinstance(before, list) else []), text]
+        elif name in BY_NAME:
+            texts[name] = text
+    folders += given[1:]
+    return configure(texts, folders, os.environ)
+
+
+def _is_shown(configured: Configured, path: str) -> bool:
+    from headrace.configuration.table import OPTIONS
+
+    return not path.startswith(f"{OPTIONS}.") or configured.configuration.given(path)
+
+
+def _show_table(configured: Configured, paths: list[str], *, origin: bool) -> None:
+    from rich.text import Text
+
+    from headrace.cli.tables import open_console, table
+    from headrace.configuration.showing import shown_value, value_text
+
+    rows = []
+    for path in paths:
+        setting = configured.configuration.settings[path]
+        row: list[object] = [path, value_text(shown_value(setting))]
+        if origin:
+            row.append(Text(str(setting.origin), _KINDS[setting.origin.kind]))
+        rows.append(row)
+    open_console().print(table(["key", "value", *(["origin"] if origin else [])], rows))

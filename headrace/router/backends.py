@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers behind a router: what each is doing, how it fared, and which one gets the next request.
+
+Both proxies (`flows` for HTTP/1.1, `h2` for gRPC) ask `Backends.pick`, tell `begin` when they give a request to the
+backend, and `end` once with how it went. Timers call `tick`, checks call `checked`. Pure: it has no sockets, and time is
+passed in.
+
+    backend = backends.pick(exclude=tried)        # None: nobody is left
+    backends.begin(backend)
+    ...
+    backends.end(backend, Outcome.OK, now)        # exactly once for each begin
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from headrace.core.errors import Unavailable
+from headrace.router.health import Health
+from headrace.router.policies import Policy, make_policy
+
+if TYPE_CHECKING:
+    from headrace.router.settings import BackendAddress, RouterSettings
+
+log = logging.getLogger("headrace.router")
+
+_SMALLEST_RAMP = 0.1
+"""Where a slow start begins: less would leave a backend idle, and an idle backend proves nothing."""
+
+
+class Outcome:
+    """How a request went, as far as the backend is to blame. Plain numbers: they are told for every request."""
+
+    OK = 0
+    """It answered, with whatever status but those below."""
+    REFUSED = 1
+    """502, 503 or 504 (gRPC: UNAVAILABLE): it answered that it cannot."""
+    FAILED = 2
+    """It could not be reached, closed too early, sent garbage, or took too long."""
+    CANCELLED = 3
+    """The client went away, or the router stops: says nothing of the backend."""
+
+
+class Stats:
+    """Counts of one backend, for the status and the metrics."""
+
+    __slots__ = ("cancelled", "failed", "ok", "refused", "requests", "retries")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.ok = 0
+        self.refused = 0
+        self.failed = 0
+        self.cancelled = 0
+        self.retries = 0
+        """Requests given to it that another backend, or a connection of its own, had failed before."""
+
+
+class Backend:
+    """One server."""
+
+    __slots__ = ("address", "health", "live", "name", "outstanding", "ramp", "share", "stats", "weight")
+
+    def __init__(self, address: BackendAddress, health: Health) -> None:
+        self.address = address
+        self.name = address.url
+        self.weight = address.weight
+        self.outstanding = 0
+        """Requests it has and has not answered."""
+        self.live = True
+        """Whether it gets requests: up by its checks and not ejected. Kept by `Backends`."""
+        self.ramp = 1.0
+        """Share of its normal work during a slow start."""
+        self.share = address.weight
+        """`weight * ramp`."""
+        self.health = health
+        self.stats = Stats()
+
+    def __repr__(self) -> str:
+        return f"Backend({self.name})"
+
+    @property
+    def state(self) -> str:
+        """One word for people: `up`, `down`, `ejected` or `starting`."""
+        if not self.health.up:
+            return "down"
+        if self.health.ejected:
+            return "ejected"
+        return "starting" if self.ramp < 1.0 else "up"
+
+
+class Backends:
+    """All servers of a router. Used from the loop's thread only."""
+
+    def __init__(self, settings: RouterSettings, policy: Policy | None = None) -> None:
+        self._outliers = settings.outliers
+        self._slow_start = settings.slow_start_seconds
+        self._choose = (policy or make_policy(settings.policy)).pick
+        self.all: tuple[Backend, ...] = tuple(
+            Backend(address, Health(settings.health, settings.outliers)) for address in settings.backends
+        )
+        self.live: list[Backend] = list(self.all)
+        self.on_change: Callable[[Backend], None] | None = None
+        """Called when a backend starts or stops getting requests."""
+
+    def pick(self, exclude: Collection[Backend] = ()) -> Backend | None:
+        """The backend for the next request, not among `exclude`; None when there is none."""
+        live: Sequence[Backend] = self.live
+        if exclude:
+            live = [backend for backend in live if backend not in exclude]
+        if not live:
+            return None
+        return self._choose(live) if len(live) > 1 else live[0]
+
+    def begin(self, backend: Backend, *, retry: bool = False) -> None:
+        """A request is given to the backend."""
+        backend.outstanding += 1
+        backend.stats.requests += 1
+        if retry:
+            backend.stats.retries += 1
+
+    def end(self, backend: Backend, outcome: int, now: float) -> None:
+        """That request is over. Call once for each `begin`."""
+        backend.outstanding -= 1
+        stats = backend.stats
+        if outcome == Outcome.OK:
+            stats.ok += 1
+            backend.health.succeeded()
+            return
+        if outcome == Outcome.CANCELLED:
+            stats.cancelled += 1
+            return
+        if outcome == Outcome.REFUSED:
+            stats.refused += 1
+        else:
+            stats.failed += 1
+        why = "it refused requests" if outcome == Outcome.REFUSED else "requests to it failed"
+        self._failed(backend, now, why)
+
+    def checked(self, backend: Backend, healthy: bool, now: float, why: str = "") -> None:
+        """An active check has its answer; `why` it is bad, for people."""
+        if backend.health.checked(healthy, now, why):
+            self._renew(backend, now)
+
+    def tick(self, now: float) -> None:
+        """Let time pass: ejections end, windows close, slow starts go on. Call about once a second or more often."""
+        for backend in self.all:
+            if backend.health.tick(now):
+                self._renew(backend, now)
+            if backend.ramp < 1.0:
+                self._set_ramp(backend, now)
+
+    def unavailable(self) -> Unavailable:
+        """What a client is told when nobody can take its request: which backends there are, and why not."""
+        told = "; ".join(f"{backend.name} is {backend.state}{_because(backend)}" for backend in self.all)
+        return Unavailable(f"no backend can take the request: {told}", retry_after_seconds=self.retry_after())
+
+    def retry_after(self) -> float:
+        """When it may be worth asking again."""
+        return max(1.0, self.all[0].health.recovery_seconds if self.all else 1.0)
+
+    def _failed(self, backend: Backend, now: float, why: str) -> None:
+        if not backend.health.failed(now):
+            return
+        ejected = sum(each.health.ejected for each in self.all)
+        if (ejected + 1) * 2 > len(self.all):
+            # Half of them have to do: an error that all share is not cured by having nobody.
+            backend.health.spare(now)
+            return
+        backend.health.eject(now, why)
+        self._renew(backend, now)
+
+    def _renew(self, backend: Backend, now: float) -> None:
+        live = backend.health.up and not backend.health.ejected
+        if live == backend.live:
+            return
+        backend.live = live
+        # A new list: one who is going through the old one is not disturbed.
+        self.live = [each for each in self.all if each.live]
+        if live:
+            self._set_ramp(backend, now)
+            log.info("%s is up", backend.name)
+        else:
+            log.warning("%s is %s: %s", backend.name, backend.state, backend.health.reason)
+        if self.on_change is not None:
+            self.on_change(backend)
+
+    def _set_ramp(self, backend: Backend, now: float) -> None:
+        if self._slow_start > 0:
+            backend.ramp = min(1.0, max(_SMALLEST_RAMP, (now - backend.health.since) / self._slow_start))
+        else:
+            backend.ramp = 1.0
+        backend.share = backend.weight * backend.ramp
+
+
+def _because(backend: Backend) -> str:
+    return f" ({backend.health.reason})" if backend.health.reason else ""

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a client's exchange to a flow: the handlers for everything that is not the router's own.
+
+`proxy.RouterProxy` registers `Forwarder.whole` and `Forwarder.streamed`. What a request goes through is in `flows`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from headrace.router.backends import Backend, Backends
+from headrace.router.flows import Flow, StreamedFlow, wrong_length
+from headrace.router.requests import RequestPlan, plan_of
+
+if TYPE_CHECKING:
+    from headrace.router.pools import CoarseClock, Pool
+    from headrace.router.retries import RetryBudget
+    from headrace.router.settings import RouterSettings
+    from headrace.telemetry.metrics import Histogram
+    from headrace.wire.http.exchange import Exchange
+    from headrace.wire.http.heads import RequestHead
+
+_REMEMBERED_PEERS = 4096
+
+
+class Forwarder:
+    """What all flows share."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        backends: Backends,
+        pools: dict[Backend, Pool],
+        budget: RetryBudget,
+        clock: CoarseClock,
+        seconds: dict[Backend, Histogram],
+    ) -> None:
+        self.settings = settings
+        self.backends = backends
+        self.pools = pools
+        self.budget = budget
+        self.clock = clock
+        self.observe = {backend: histogram.observe for backend, histogram in seconds.items()}
+        """How long backends take to answer, from the choice of one to the end of its answer."""
+        self.addresses: dict[str, bytes] = {}
+        """Of clients seen before, by the names that exchanges have for them."""
+
+    def whole(self, exchange: Exchange) -> None:
+        """A handler: the request's body is there."""
+        plan: Any = exchange.head.memo
+        if plan is None:
+            plan = self._plan(exchange.head)
+        if len(exchange.body) != plan.whole_length:
+            # A promise of the wire's; a request with the wrong length would swallow the next one.
+            raise wrong_length()
+        Flow(self, exchange, plan).start()
+
+    def streamed(self, exchange: Exchange) -> None:
+        """A handler: the request's body follows."""
+        plan = cast("RequestPlan | None", exchange.head.memo) or self._plan(exchange.head)
+        StreamedFlow(self, exchange, plan).start()
+
+    def name(self, peer: str) -> bytes:
+        """The client's address for X-Forwarded-For, which is then among `addresses`."""
+        address = (peer.rpartition(":")[0].strip("[]") or "unknown").encode()
+        if len(self.addresses) >= _REMEMBERED_PEERS:
+            self.addresses.clear()
+        self.addresses[peer] = address
+        return address
+
+    def _plan(self, head: RequestHead) -> RequestPlan:
+        plan = plan_of(head, self.settings)
+        head.memo = plan
+        return plan

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The admin API of several workers: what one is told all do, and what one tells is of all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "traffic"))
+
+from split_planes import World, failing, in_a_loop, same
+
+from headrace.api.admin.http import Admin
+from headrace.apps.gathering import Gathering
+from headrace.apps.repeating import Repeating
+from headrace.apps.siblings import Siblings
+from headrace.apps.workers_routes import WorkersRoutes
+from headrace.core.errors import HeadraceError
+from headrace.wire.http.exchange import Exchange
+from headrace.wire.http.heads import RequestHead, ResponseHead
+
+
+class Heard(Exchange):
+    """A request and the answer to it, without a wire."""
+
+    on_disconnect = None
+    peer = "test"
+    started = False
+
+    def __init__(self, method: str, path: str, document: Any) -> None:
+        self.head = RequestHead(method.encode(), path.encode(), (), version="1.1")
+        self.body = b"" if document is None else json.dumps(document).encode()
+        self.answer: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
+
+    def respond(self, head: ResponseHead, body: Any = b"", extra: Any = ()) -> None:
+        self.answer.set_result((head.status, json.loads(body)))
+
+
+class Party:
+    """A worker in this very process."""
+
+    def __init__(self, folder: Path, index: int) -> None:
+        self.siblings = Siblings(folder, index, 2)
+        self.world = World(seed=index)
+
+    async def start(self, candidate: Any) -> None:
+        await self.world.load(1)
+        await self.world.load(2, candidate)
+        gathering = Gathering(self.siblings, self.world.plane)
+        self.repeating = Repeating(self.siblings)
+        self.routes = WorkersRoutes(gathering, self.repeating)
+        traffic = self.world.traffic
+        gathering.tell_also("traffic", traffic.numbers)
+        traffic.on_rollback = self.routes.rolled_back
+        Admin(traffic, lambda: gathering.others("traffic")).add_to(self.routes)
+        gathering.start()
+        self.repeating.start()
+        await self.siblings.start()
+
+    async def ask(self, method: str, path: str, document: Any = None) -> tuple[int, Any]:
+        exchange = Heard(method, path, document)
+        route, exchange.params = self.routes.find(method.encode(), path.encode())
+        try:
+            route.handler(exchange)
+        except HeadraceError as error:
+            exchange.fail(error)
+        return await asyncio.wait_for(exchange.answer, 10)
+
+    async def close(self) -> None:
+        await self.siblings.close()
+        await self.world.close()
+
+
+async def parties(folder: Path, candidate: Any = same) -> tuple[Party, Party]:
+    first, second = Party(folder, 0), Party(folder, 1)
+    await first.start(candidate)
+    await second.start(candidate)
+    return first, second
+
+
+@in_a_loop
+async def test_what_one_is_told_all_do(tmp_path: Path) -> None:
+    first, second = await parties(tmp_path)
+    assert (await first.ask("PUT", "/admin/traffic/m", {"weights": {"1": 0, "2": 1}}))[0] == 200
+    assert (await second.ask("GET", "/admin/traffic/m"))[1]["split"]["weights"] == {"1": 0, "2": 1}
+    assert (await second.ask("PUT", "/admin/traffic/m", {"weights": {"1": 3, "2": 1}}))[0] == 400
+    assert (await second.ask("DELETE", "/admin/traffic/m"))[0] == 200
+    assert (await first.ask("GET", "/admin/traffic/m"))[0] == 404
+    # Asked at once, they agree afterwards.
+    for _ in range(5):
+        weights = [{"weights": {"1": share, "2": 100 - share}} for share in (10, 20, 30, 40)]
+        await asyncio.gather(
+            *((first, second)[place % 2].ask("PUT", "/admin/traffic/m", each) for place, each in enumerate(weights))
+        )
+        assert first.world.traffic.splits() == second.world.traffic.splits()
+    # One that starts later does what the others were asked to, the wrong requests among them.
+    wanted = {"1": 0.25, "2": 0.75}
+    await first.ask("PUT", "/admin/traffic/m", {"weights": wanted})
+    await first.ask("POST", "/admin/traffic/m/rollback", {"version": "1", "reason": "test"})
+    await first.ask("PUT", "/admin/traffic/m", {"weights": {"7": 1}})
+    await second.close()
+    successor = Party(tmp_path, 1)
+    await successor.start(same)
+    await successor.repeating.catch_up()
+    state = (await successor.ask("GET", "/admin/traffic/m"))[1]
+    assert state["split"]["weights"] == wanted and state["versions"][0]["state"] == "rolled_back"
+    await first.close()
+    await successor.close()
+
+
+@in_a_loop
+async def test_a_report_is_of_all(tmp_path: Path) -> None:
+    first, second = await parties(tmp_path)
+    split = {"weights": {"1": 0.5, "2": 0.5}, "shadows": {}}
+    await first.ask("PUT", "/admin/traffic/m", split)
+    for _ in range(30):
+        await first.world.ask()
+    for _ in range(20):
+        await second.world.ask()
+    for party in (first, second, first):
+        versions = (await party.ask("GET", "/admin/traffic/m/report"))[1]["versions"]
+        assert sum(version["answered"] for version in versions) == 50
+        assert sum(count for version in versions for _, count in version["histogram"]) == 50
+    # A split of other weights begins at nothing, in all of them.
+    await second.ask("PUT", "/admin/traffic/m", {"weights": {"1": 0.6, "2": 0.4}})
+    versions = (await first.ask("GET", "/admin/traffic/m/report"))[1]["versions"]
+    assert [version["requests"] for version in versions] == [0, 0]
+    await first.close()
+    await second.close()
+
+
+@in_a_loop
+async def test_what_one_finds_bad_all_roll_back(tmp_path: Path) -> None:
+    first, second = await parties(tmp_path, failing)
+    rollback = {"error_rate": 0.1, "least_requests": 5}
+    await first.ask("PUT", "/admin/traffic/m", {"weights": {"1": 0.5, "2": 0.5}, "rollback": rollback})
+    failed = 0
+    for _ in range(100):
+        try:
+            await second.world.ask()
+        except HeadraceError:
+            failed += 1
+    assert failed == 5
+    async with asyncio.timeout(10):
+        while first.world.of("2")["state"] != "rolled_back":
+            await asyncio.sleep(0.001)
+    assert first.world.of("2")["reason"] == second.world.of("2")["reason"]
+    assert {await first.world.ask() for _ in range(50)} == {"1"}
+    # Counted where it was found, once.
+    metric = "headrace_traffic_rollbacks_total"
+    assert [party.world.metric(metric, version="2") for party in (first, second)] == [0, 1]
+    await first.close()
+    await second.close()

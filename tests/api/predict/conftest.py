@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seed's model, TorchScript of four floats to two, as v1.0.0, behind `/predict`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from predicting import torch_served
+from serving import Serving
+
+
+@pytest.fixture(scope="session")
+def production(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with torch_served(tmp_path_factory.mktemp("models"), {1: 1.0}) as server:
+        yield server

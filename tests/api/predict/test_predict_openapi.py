@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAPI document knows every route of `/predict`, and none that is not there."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from headrace.api.openapi.describing import anonymous
+from headrace.api.openapi.document import base_document, undescribed
+from headrace.api.openapi.predict_routes import predict_table
+from headrace.api.predict.http import PredictHttp
+from headrace.wire.http.routes import Routes
+
+
+def routes() -> Routes:
+    made = Routes()
+    predict = PredictHttp(cast("Any", None))
+    predict.add_to(made)
+    predict.health.add_to(made)
+    return made
+
+
+def test_every_route_is_described() -> None:
+    table = predict_table()
+    assert undescribed(routes(), [table]) == []
+    assert {(method, anonymous(path)) for method, path in table} == set(routes().listed())
+
+
+def test_the_document_can_be_made() -> None:
+    document = base_document(routes(), [predict_table()])
+    assert document["paths"]["/predict/{model}"]["post"]["operationId"] == "post.predict.by-model"
+    assert {"name": "Predict"} in document["tags"]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guarded servers that share their limits through Redis: a real one, or a fake one that takes its time."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from redis_servers import FakeRedis, redis_process
+from serving import Serving, serving
+
+from headrace.access import redis_rates
+from headrace.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits
+from headrace.apps.guarded import Guard, guarded_routes, open_guard
+from headrace.core.clock import SystemClock
+from headrace.telemetry.registry import Registry
+from headrace.wire.http.exchange import Exchange
+from headrace.wire.http.heads import OK_JSON
+from headrace.wire.site import Site
+
+PATH = "/v2/models/m/infer"
+
+
+@contextmanager
+def guarded(url: str, limit: RateLimit, called: list[Exchange] | None = None) -> Iterator[tuple[Serving, Guard]]:
+    settings = AccessSettings(rates=RateLimits((limit,), redis_url=url), concurrency=Concurrency(100))
+    guard = open_guard(settings, Registry(SystemClock()))
+    assert guard is not None
+
+    def infer(exchange: Exchange) -> None:
+        if called is not None:
+            called.append(exchange)
+        exchange.respond(OK_JSON, exchange.body)
+
+    async def build() -> Site:
+        routes = guarded_routes(guard)
+        routes.add("POST", PATH, infer)
+        guard.start()
+        assert guard._redis is not None
+        async with asyncio.timeout(20):
+            while guard._redis._wire is None:
+                await asyncio.sleep(0.01)
+        return Site(routes)
+
+    with serving(build) as server:
+        yield server, guard
+        server.call(guard.close)
+
+
+def ask(port: int) -> tuple[int, bytes, str | None]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("POST", PATH, b'{"whole": true}')
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, body, answer.getheader("ratelimit-remaining")
+
+
+@pytest.mark.platform
+def test_two_servers_share_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 5.0)
+    limit = RateLimit(60, 3600.0)
+    with (
+        redis_process(tmp_path) as redis,
+        guarded(redis.url, limit) as (one, one_guard),
+        guarded(redis.url, limit) as (two, two_guard),
+        ThreadPoolExecutor(8) as threads,
+    ):
+        answers = list(threads.map(ask, [one.port, two.port] * 60))
+        assert sorted(status for status, _, _ in answers) == [200] * 60 + [429] * 60
+        passed = [(body, int(left or "")) for status, body, left in answers if status == 200]
+        assert {body for body, _ in passed} == {b'{"whole": true}'}
+        assert sorted(left for _, left in passed) == list(range(60))
+        assert (one_guard.in_flight, two_guard.in_flight) == (0, 0)
+
+
+@pytest.fixture
+def hanging() -> Iterator[str]:
+    """The URL of a fake Redis that never says what it is asked."""
+    holder: dict[str, str] = {}
+    started, stop = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        async with FakeRedis(lambda _words: None) as fake:
+            holder["url"] = fake.url
+            started.set()
+            await asyncio.to_thread(stop.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert started.wait(20)
+    yield holder["url"]
+    stop.set()
+    thread.join()
+
+
+def test_a_redis_that_hangs_holds_no_request(hanging: str) -> None:
+    with guarded(hanging, RateLimit(2, 3600.0)) as (server, guard):
+        assert [ask(server.port)[0] for _ in range(3)] == [200, 200, 429]
+        assert guard.in_flight == 0
+
+
+def test_a_client_that_goes_while_redis_is_asked(hanging: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 0.3)
+    called: list[Exchange] = []
+    with guarded(hanging, RateLimit(100, 3600.0), called) as (server, guard):
+        client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        client.sendall(b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}" % PATH.encode())
+        while not server.call(lambda: guard.in_flight):
+            pass
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # by a reset
+        client.close()
+        while server.call(lambda: guard.in_flight):
+            pass
+        assert called == []
+        assert ask(server.port)[0] == 200

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace bench` against a real server: every protocol, both loops, a sweep, pictures, JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from cli_programs import CONFIG, LISTENING, Server, make_models, serve
+from ports import free_port
+from typer.testing import CliRunner
+
+from headrace.cli.bench import bench
+
+OPEN = """backend: "python"
+input { name: "ids" data_type: TYPE_INT32 dims: [ -1, 2 ] }
+input { name: "text" data_type: TYPE_STRING dims: [ 1 ] optional: true }
+output { name: "sizes" data_type: TYPE_INT64 dims: [ 2 ] }
+"""
+OPEN_PY = """
+import numpy as np
+import triton_python_backend_utils as pb
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        arrays = [pb.get_input_tensor_by_name(request, "ids").as_numpy() for request in requests]
+        return [pb.InferenceResponse([pb.Tensor("sizes", np.array(array.shape))]) for array in arrays]
+"""
+PAIR = """backend: "identity"
+max_batch_size: 4
+input { name: "a" data_type: TYPE_STRING dims: [ 2 ] }
+input { name: "b" data_type: TYPE_BF16 dims: [ 3 ] }
+output { name: "same_a" data_type: TYPE_STRING dims: [ 2 ] }
+output { name: "same_b" data_type: TYPE_BF16 dims: [ 3 ] }
+"""
+BAD_PY = """
+class TritonPythonModel:
+    def execute(self, requests):
+        raise RuntimeError("not today")
+"""
+BAD = """backend: "python"
+input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
+"""
+QUICK = ("--duration", "0.2", "--warm-up", "0.05", "--concurrency", "4")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("bench")
+    models = make_models(folder / "models", echo=CONFIG, open=OPEN, pair=PAIR, bad=BAD)
+    (models / "bad" / "1" / "model.py").write_text(BAD_PY)
+    (models / "open" / "1" / "model.py").write_text(OPEN_PY)
+    with serve(folder / "log", models) as running:
+        yield running
+
+
+def grpc_url(server: Server) -> str:
+    return f"grpc://127.0.0.1:{LISTENING.findall(server.log)[1]}"
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    app = typer.Typer()
+    app.command()(bench)
+    done = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb"}).invoke(app, [str(each) for each in arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+
+def runs_of(*arguments: str | Path) -> list[dict[str, Any]]:
+    done = run(*arguments, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    runs: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
+    return runs
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc", "predict"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_protocol_reaches_the_model(server: Server, protocol: str, rows: int) -> None:
+    url = grpc_url(server) if protocol == "grpc" else server.url
+    (found,) = runs_of("echo", "--url", url, "--protocol", protocol, "--rows", str(rows), *QUICK)
+    assert found["errors"] == {}
+    assert found["requests"] > 10
+    # Each connection may have one request that began before the end and was answered after it.
+    assert found["requests_per_second"] * 0.2 == pytest.approx(found["requests"], abs=4.1)
+    times = found["latency_ms"]
+    assert 0 < times["p50"] <= times["p90"] <= times["p95"] <= times["p99"] <= times["p99.9"] <= times["max"]
+    assert found["server"]["rows"] == rows * found["server"]["requests"]
+    assert sum(int(size) * count for size, count in found["server"]["batches"].items()) == found["server"]["rows"]
+    assert 0 < found["client_cpu"]["thread"] <= 1.1
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc", "predict"])
+def test_texts_small_floats_and_several_inputs_are_made(server: Server, protocol: str) -> None:
+    url = grpc_url(server) if protocol == "grpc" else server.url
+    (found,) = runs_of("pair", "--url", url, "--protocol", protocol, "--rows", "2", *QUICK)
+    assert found["errors"] == {}
+    assert found["requests"] > 10
+
+
+def test_a_table_bars_and_the_servers_view_are_shown(server: Server) -> None:
+    done = run("echo", "--url", server.url, *QUICK)
+    assert done.returncode == 0
+    assert "closed loop of 4 connections, 1 row a request, 0.2 s" in done.stdout
+    assert "  P50" in done.stdout and "P99.9" in done.stdout
+    assert "server: queue " in done.stdout and "batches: " in done.stdout
+    assert "client: " in done.stdout
+    assert "█" in done.stdout and "p99 " in done.stdout
+
+
+def test_an_open_loop_sends_at_its_rate_and_says_how_late(server: Server) -> None:
+    (found,) = runs_of(
+        "echo", "--url", server.url, "--rate", "200", "--uniform", "--duration", "0.5", "--warm-up", "0.1"
+    )
+    assert found["mode"] == "open"
+    assert found["requests"] == pytest.approx(100, abs=1)
+    assert found["late_ms"]["p50"] < 50
+    done = run("echo", "--url", server.url, "--rate", "100", "--duration", "0.3", "--warm-up", "0")
+    assert "sent after it was due: p50" in done.stdout
+
+
+def test_a_sweep_has_a_row_for_each_number_and_a_picture(server: Server, tmp_path: Path) -> None:
+    picture, numbers = tmp_path / "sweep.png", tmp_path / "numbers.json"
+    done = run(
+        "echo", "--url", server.url, "--concurrency", "1,2,4", "--duration", "0.2", "--warm-up", "0",
+        "--plot", picture, "--json", numbers,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [each["concurrency"] for each in json.loads(numbers.read_text())["runs"]] == [1, 2, 4]
+    assert "Throughput and latency" in done.stdout
+    assert "CONNECTIONS" in done.stdout
+
+
+def test_errors_of_the_model_are_told_before_the_load(server: Server) -> None:
+    done = run("bad", "--url", server.url, *QUICK)
+    assert done.returncode == 1
+    assert "not today" in done.stderr
+    assert "requests/s" not in done.stdout
+
+
+def test_open_sizes_have_to_be_said(server: Server) -> None:
+    done = run("open", "--url", server.url, *QUICK)
+    assert done.returncode == 2
+    assert "--shape ids:16,2" in done.stderr
+    for given in (["--shape", "ids:5,2"], ["--input", "ids=5,2"]):
+        (found,) = runs_of("open", "--url", server.url, *given, *QUICK)
+        assert found["errors"] == {}
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.json"])
+def test_inputs_come_from_files(server: Server, tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    if name == "x.npy":
+        np.save(file, values)
+    else:
+        file.write_text(json.dumps(values.tolist()))
+    (found,) = runs_of("echo", "--url", server.url, "--input", f"INPUT0={file}", *QUICK)
+    assert found["rows"] == 2
+    assert found["errors"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("echo", "--rows", "9"), "at most 8"),
+        (("open", "--rows", "2", "--shape", "ids:1,2"), "one request at a time"),
+        (("echo", "--concurrency", "0"), "above 0"),
+        (("echo", "--concurrency", "1.5"), "whole numbers"),
+        (("echo", "--rate", "x"), "--rate 'x'"),
+        (("echo", "--uniform"), "--rate"),
+        (("echo", "--duration", "0"), "above 0"),
+        (("echo", "--shape", "INPUT1:4"), "did you mean 'INPUT0'"),
+        (("echo", "--shape", "INPUT0"), "NAME:SIZES"),
+        (("echo", "--shape", "INPUT0:5"), "does not fit"),
+        (("echo", "--protocol", "grpc"), "grpc://"),
+        (("echo", "--protocol", "soap"), "http, grpc or predict"),
+        (("echo", "--plot", "x.jpg"), ".png"),
+        (("echo", "--plot", "/nowhere/x.png"), "no such folder"),
+        (("echo", "--json", "/nowhere/x.json"), "no such folder"),
+        (("echo", "--header", "x"), "NAME:VALUE"),
+        (("echo", "--key", "x"), "--cert"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(server: Server, arguments: tuple[str, ...], said: str) -> None:
+    done = run(*arguments, "--url", server.url)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_model_or_a_server_that_is_not_there_is_told(server: Server) -> None:
+    assert run("nothing", "--url", server.url).returncode == 1
+    done = run("echo", "--url", f"http://127.0.0.1:{free_port()}")
+    assert done.returncode == 2
+    assert "no server answers" in done.stderr
+
+
+def test_without_matplotlib_it_says_how_to_get_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = run("echo", "--url", server.url, "--plot", "x.png")
+    assert done.returncode == 2
+    assert "headrace[plot]" in done.stderr
+
+
+def test_help_has_examples() -> None:
+    assert "headrace bench resnet50 --rate 500" in run("--help").stdout

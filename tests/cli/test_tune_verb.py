@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace tune` on real servers: finds a setting that keeps the target, writes it, and leaves a server as it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+from cli_programs import make_models, serve
+from typer.testing import CliRunner
+
+from headrace.cli.tune import tune
+from headrace.client import Client
+from headrace.modelconfig.drafts import read_draft
+
+SLOW = """# the handler waits as a database would
+backend: "python"
+max_batch_size: 8  # what it was written for
+input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }
+"""
+SLOW_PY = """
+import time
+import triton_python_backend_utils as pb
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        time.sleep(0.01)
+        return [
+            pb.InferenceResponse([pb.Tensor("y", pb.get_input_tensor_by_name(each, "x").as_numpy())])
+            for each in requests
+        ]
+"""
+QUICK = ("--duration", "0.15", "--warm-up", "0.05", "--max-instances", "1", "--max-concurrency", "8")
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    app = typer.Typer()
+    app.command()(tune)
+    done = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb"}).invoke(app, [str(each) for each in arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    models = make_models(tmp_path / "models", slow=SLOW)
+    (models / "slow" / "1" / "model.py").write_text(SLOW_PY)
+    return models
+
+
+def test_it_finds_a_setting_writes_it_and_the_model_loads_with_it(models: Path, tmp_path: Path) -> None:
+    numbers, picture = tmp_path / "trials.json", tmp_path / "trials.png"
+    done = run(
+        "slow", "--repository", models, "--latency-target-ms", "200", *QUICK, "--write", "--json", numbers,
+        "--plot", picture,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(numbers.read_text())
+    # One at a time is 100 requests/s; 8 clients whose requests are joined get several times that.
+    assert found["best"]["max_queue_delay_microseconds"] is not None
+    assert found["best"]["mean_requests_per_second"] > 200
+    assert found["best"]["measured"]["latency_ms"]["p99"] <= 200
+    assert len(found["trials"]) >= 4
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "Trials of slow" in done.stdout
+    assert "best: batches of" in done.stdout
+    assert "█" in done.stdout
+    text = (models / "slow" / "config.pbtxt").read_text()
+    assert text.startswith(SLOW[: SLOW.index("max_batch_size")])
+    assert "# what it was written for" in text
+    assert read_draft(models / "slow").message.HasField("dynamic_batching")
+    with serve(tmp_path / "log", models) as server, Client(server.url) as client:
+        assert client.ready("slow")
+        batching = client.config("slow")["dynamic_batching"]
+        assert batching["max_queue_delay_microseconds"] == found["best"]["max_queue_delay_microseconds"]
+
+
+def test_a_running_server_has_its_own_configuration_afterwards(models: Path, tmp_path: Path) -> None:
+    with serve(tmp_path / "log", models, "--model-control-mode", "explicit", "--load-model", "slow") as server:
+        with Client(server.url) as client:
+            before = client.config("slow")
+            done = run("slow", "--url", server.url, "--latency-target-ms", "200", *QUICK)
+            assert done.returncode == 0, done.stderr
+            assert "for the model's config.pbtxt:" in done.stdout
+            assert "dynamic_batching { max_queue_delay_microseconds:" in done.stdout
+            assert client.config("slow") == before
+    assert (models / "slow" / "config.pbtxt").read_text() == SLOW
+
+
+def test_a_target_that_cannot_be_kept_is_told(models: Path) -> None:
+    done = run("slow", "--repository", models, "--latency-target-ms", "1", *QUICK, "--write")
+    assert done.returncode == 1
+    assert "no setting keeps p99 within 1 ms: the lowest p99 was" in done.stdout
+    assert (models / "slow" / "config.pbtxt").read_text() == SLOW
+
+
+def test_a_server_without_explicit_control_is_left_alone(models: Path, tmp_path: Path) -> None:
+    with serve(tmp_path / "log", models, "--model-control-mode", "none") as server:
+        done = run("slow", "--url", server.url, "--latency-target-ms", "200", *QUICK)
+    assert done.returncode == 1
+    assert "explicit" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("slow",), "--repository DIR"),
+        (("slow", "--url", "http://127.0.0.1:1", "--write"), "--write needs --repository"),
+        (("other", "--repository", "models"), "is --repository right?"),
+        (("slow", "--repository", "models", "--plot", "x.jpg"), ".png"),
+        (("slow", "--repository", "models", "--duration", "0"), "above 0"),
+        (("slow", "--repository", "models", "--rows", "9"), "at most 8"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    models: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(models.parent)
+    done = run(*arguments, "--latency-target-ms", "20")
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_help_has_examples() -> None:
+    assert "headrace tune resnet50 --repository models --latency-target-ms 20" in run("--help").stdout
