@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.checks import told
+
 if TYPE_CHECKING:
     from headrace.cli.ab_client import AdminClient
 
@@ -22,7 +24,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
 
 _URL = "http://127.0.0.1:8000"
-FAILED = 1
 
 
 @ab.command("list")
@@ -35,7 +36,7 @@ def list_splits(url: Url = _URL, as_json: Json = False) -> None:
     """
     from headrace.cli.ab_view import show_splits
 
-    with _told(url) as server:
+    with _server(url) as server:
         splits = server.get("/admin/traffic")["splits"]
     if as_json:
         _print_json(splits)
@@ -112,7 +113,7 @@ def set_split(
         "baseline": baseline,
         "rollback": {name: value for name, value in rollback.items() if value is not None},
     }
-    with _told(url) as server:
+    with _server(url) as server:
         state = server.post(
             _path(model), {key: value for key, value in document.items() if value not in ({}, "", None)}
         )
@@ -130,7 +131,7 @@ def clear(model: Model, url: Url = _URL, as_json: Json = False) -> None:
 
         headrace ab clear resnet50
     """
-    with _told(url) as server:
+    with _server(url) as server:
         done = server.delete(_path(model))
     if as_json:
         _print_json(done)
@@ -154,7 +155,7 @@ def rollback(
     """
     from headrace.cli.ab_view import show_state
 
-    with _told(url) as server:
+    with _server(url) as server:
         state = server.post(f"{_path(model)}/rollback", {"version": version, "reason": reason})
     if as_json:
         _print_json(state)
@@ -180,7 +181,7 @@ def report(
     from headrace.cli.ab_plot import draw
     from headrace.cli.ab_view import show_report
 
-    with _told(url) as server:
+    with _server(url) as server:
         seen = server.get(f"{_path(model)}/report")
         if plot:
             draw(seen, plot)
@@ -215,19 +216,12 @@ def _path(model: str) -> str:
 
 
 @contextmanager
-def _told(url: str) -> Iterator[AdminClient]:
-    """A server to ask. Turns an error into its text: exit code 1 for what it refuses, 2 when nothing could be asked."""
+def _server(url: str) -> Iterator[AdminClient]:
+    """A server to ask, and its errors in words."""
     from headrace.cli.ab_client import AdminClient
-    from headrace.cli.checks import BAD_USE
-    from headrace.cli.client import Refused
-    from headrace.core.errors import HeadraceError
-    from headrace.telemetry.logs import one_line
 
-    try:
+    with told():
         yield AdminClient(url)
-    except HeadraceError as error:
-        typer.secho(f"headrace: {one_line(error.message)}", fg="red", err=True)
-        raise typer.Exit(FAILED if isinstance(error, Refused) else BAD_USE) from None
 
 
 def _print_json(value: Any) -> None:

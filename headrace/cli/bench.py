@@ -75,7 +75,8 @@ def bench(
 
         headrace bench production --protocol predict --rows 8 --header x-api-key:secret
     """
-    from headrace.cli.bench_run import BenchWish, run_bench, told
+    from headrace.cli.bench_run import BenchWish, run_bench
+    from headrace.cli.checks import told
 
     with told():
         run_bench(

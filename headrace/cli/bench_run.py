@@ -16,22 +16,18 @@ import uvloop
 
 from headrace.cli.bench_inputs import Prepared, prepare
 from headrace.cli.bench_view import show_run, show_sweep
-from headrace.cli.checks import BAD_USE
+from headrace.cli.checks import FAILED
 from headrace.cli.infer_view import show_note
 from headrace.cli.progress import LoadingBars
 from headrace.client import Client
 from headrace.client.addresses import Address
-from headrace.client.failures import was_answered
-from headrace.core.errors import HeadraceError, InvalidArgument
+from headrace.core.errors import InvalidArgument
 from headrace.core.names import check_name
 from headrace.loadtest.measured import Measured
 from headrace.loadtest.pictures import check_picture, draw_runs
 from headrace.loadtest.running import Access, LoadTest, Plan
 from headrace.loadtest.targets import protocol_of
-from headrace.telemetry.logs import one_line
 from headrace.telemetry.progress import Progress, silent
-
-FAILED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +180,3 @@ def bars() -> Iterator[Progress]:
         yield shown
     finally:
         shown.close()
-
-
-@contextmanager
-def told() -> Iterator[None]:
-    """Turn an error into one line: exit code 1 for what a server refuses, 2 when nothing could be asked."""
-    try:
-        yield
-    except HeadraceError as error:
-        typer.secho(f"headrace: {one_line(error.message)}", fg="red", err=True)
-        raise typer.Exit(FAILED if was_answered(error) else BAD_USE) from None

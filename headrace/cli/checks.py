@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from headrace.wire.sockets import Address
     from headrace.wire.tls import TlsFiles
 
+FAILED = 1
 BAD_USE = 2
 
 
@@ -26,6 +27,18 @@ def or_exit() -> Iterator[None]:
     except (HeadraceError, ValueError) as error:
         typer.secho(f"headrace: {error}", fg="red", err=True)
         raise typer.Exit(BAD_USE) from None
+
+
+@contextmanager
+def told(otherwise: int = BAD_USE) -> Iterator[None]:
+    """Turn an error into one line: exit code 1 for what a server refused, `otherwise` when nothing could be asked."""
+    from headrace.telemetry.logs import one_line
+
+    try:
+        yield
+    except HeadraceError as error:
+        typer.secho(f"headrace: {one_line(error.message)}", fg="red", err=True)
+        raise typer.Exit(otherwise if error.status is None else FAILED) from None
 
 
 def address_of(host: str, port: int, unix_socket: str) -> Address:

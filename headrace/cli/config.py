@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.checks import FAILED
+
 if TYPE_CHECKING:
     from headrace.cli.serve_configuration import Configured
 
 config = typer.Typer(name="config", help="Look at the configuration of a server.", no_args_is_help=True)
 
-FAILED = 1
 _MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 _KINDS = {"flag": "green", "env": "cyan", "file": "magenta", "default": "dim"}

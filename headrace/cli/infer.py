@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from headrace.cli.checks import told
 
 if TYPE_CHECKING:
     from headrace.cli.infer_run import Wish
 
 _URL = "http://127.0.0.1:8000"
-FAILED = 1
 
 
 def infer(
@@ -68,7 +67,7 @@ def infer(
 
         headrace infer story --input "text=Once upon a time" --stream
     """
-    with _told():
+    with told():
         from headrace.cli.infer_run import Wish, run_wish
 
         wish: Wish = Wish(
@@ -89,18 +88,3 @@ def infer(
             as_json=as_json,
         )
         run_wish(wish)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Turn an error into one line: exit code 1 for what a server refuses, 2 when nothing could be asked."""
-    from headrace.cli.checks import BAD_USE
-    from headrace.client.failures import was_answered
-    from headrace.core.errors import HeadraceError
-    from headrace.telemetry.logs import one_line
-
-    try:
-        yield
-    except HeadraceError as error:
-        typer.secho(f"headrace: {one_line(error.message)}", fg="red", err=True)
-        raise typer.Exit(FAILED if was_answered(error) else BAD_USE) from None

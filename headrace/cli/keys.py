@@ -6,15 +6,14 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.models import FAILED, Json
+from headrace.cli.checks import FAILED, told
+from headrace.cli.models import Json
 
 if TYPE_CHECKING:
     from headrace.access.keys import ApiKey
@@ -57,7 +56,7 @@ def create(
     """
     from headrace.access.keys_file import create_key, time_text
 
-    with _told():
+    with told(FAILED):
         now = time.time()
         ends = _when(expires, now) if expires else None
         key = create_key(file, name, _checked(scopes or ["infer"]), created=now, expires=ends)
@@ -82,7 +81,7 @@ def list_keys(file: File = _FILE, as_json: Json = False) -> None:
     from headrace.access.keys_file import read_keys
     from headrace.cli.tables import open_console, table
 
-    with _told():
+    with told(FAILED):
         found = read_keys(file)
     rows = [_row(key, time.time()) for key in found]
     if as_json:
@@ -105,22 +104,9 @@ def revoke(name: Name, file: File = _FILE) -> None:
     """
     from headrace.access.keys_file import revoke_key
 
-    with _told():
+    with told(FAILED):
         revoke_key(file, name)
     typer.echo(f"{name}: revoked")
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Turn an error into its text."""
-    from headrace.core.errors import HeadraceError
-    from headrace.telemetry.logs import one_line
-
-    try:
-        yield
-    except HeadraceError as error:
-        typer.secho(f"headrace: {one_line(error.message)}", fg="red", err=True)
-        raise typer.Exit(FAILED) from None
 
 
 def _row(key: ApiKey, now: float) -> dict[str, Any]:

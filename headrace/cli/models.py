@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+
+from headrace.cli.checks import FAILED, told
 
 models = typer.Typer(
     name="models", help="Look at models, load and unload them, make and check their folders.", no_args_is_help=True
@@ -19,7 +19,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
 
 _URL = "http://127.0.0.1:8000"
-FAILED = 1
 
 
 @models.command("list")
@@ -35,7 +34,7 @@ def list_models(url: Url = _URL, as_json: Json = False) -> None:
     from headrace.cli.client import ServerClient
     from headrace.cli.model_list import list_rows, show_list
 
-    with _told():
+    with told():
         server = ServerClient(url)
         rows = list_rows(server.post("/v2/repository/index", {}), server.get("/v2/models/stats"))
     if as_json:
@@ -62,7 +61,7 @@ def show(
     from headrace.cli.client import ServerClient
     from headrace.cli.model_view import ask_model, show_model
 
-    with _told():
+    with told():
         seen = ask_model(ServerClient(url), model, version)
     if as_json:
         _print_json(seen)
@@ -118,7 +117,7 @@ def check(
     from headrace.cli.check_view import report_json, show_report
     from headrace.engine.repository.check import check_repository
 
-    with _told():
+    with told():
         report = check_repository(*paths, gpus=gpus)
     if as_json:
         _print_json(report_json(report))
@@ -155,7 +154,7 @@ def init(
     from headrace.cli.init import init_model
     from headrace.cli.init_view import made_json, show_made
 
-    with _told():
+    with told():
         made = init_model(Path(path), Path(repository), name, version, move=move)
     if as_json:
         _print_json(made_json(made))
@@ -190,7 +189,7 @@ def convert(
 
     from headrace.cli.convert import convert_netdef
 
-    with _told():
+    with told():
         made = convert_netdef(
             Path(source), Path(target), inputs=inputs or (), outputs=outputs or (), overwrite=overwrite
         )
@@ -203,28 +202,13 @@ def _control(model: str, verb: str, document: dict[str, Any], url: str, as_json:
 
     from headrace.cli.client import LOAD_SECONDS, ServerClient
 
-    with _told():
+    with told():
         server = ServerClient(url)
         server.post(f"/v2/repository/models/{quote(model, safe='')}/{verb}", document, seconds=LOAD_SECONDS)
     if as_json:
         _print_json({"name": model, "done": verb})
     else:
         typer.echo(f"{model}: {verb}ed")
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Turn an error into its text: exit code 1 for what a server refuses, 2 when nothing could be asked."""
-    from headrace.cli.checks import BAD_USE
-    from headrace.cli.client import Refused
-    from headrace.core.errors import HeadraceError
-    from headrace.telemetry.logs import one_line
-
-    try:
-        yield
-    except HeadraceError as error:
-        typer.secho(f"headrace: {one_line(error.message)}", fg="red", err=True)
-        raise typer.Exit(FAILED if isinstance(error, Refused) else BAD_USE) from None
 
 
 def _print_json(value: Any) -> None:

@@ -63,7 +63,7 @@ def tune(
 
         headrace tune bert --shape ids:128 --url http://localhost:8000 --latency-target-ms 50 --plot trials.png
     """
-    from headrace.cli.bench_run import told
+    from headrace.cli.checks import told
     from headrace.cli.tune_run import TuneWish, run_tune
 
     with told():

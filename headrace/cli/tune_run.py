@@ -17,7 +17,8 @@ import typer
 import uvloop
 
 from headrace.cli.bench_inputs import Prepared, prepare
-from headrace.cli.bench_run import FAILED, access_of, bars, check_writable, write_json
+from headrace.cli.bench_run import access_of, bars, check_writable, write_json
+from headrace.cli.checks import FAILED
 from headrace.cli.infer_view import show_note
 from headrace.cli.tune_config import Change, change_of, write_change
 from headrace.cli.tune_view import found_document, show_found, trial_line

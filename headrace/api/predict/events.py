@@ -13,7 +13,7 @@ import orjson
 from headrace.api.predict.asking import Deadlines
 from headrace.api.predict.reading import Question
 from headrace.api.predict.writing import answer_json
-from headrace.core.errors import INTERNAL_TEXT, HeadraceError, InvalidArgument, ResourceExhausted
+from headrace.core.errors import INTERNAL_TEXT, HeadraceError, InvalidArgument
 from headrace.core.messages import InferResponse
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.scheduling.pending import Pending
@@ -36,8 +36,6 @@ class AnswerEvents:
         self._deadlines = deadlines
         self._pending: Pending | None = None
         self._events: EventStream | None = None
-        self._blocked = False
-        self._unread = 0
 
     def begin(self, plane: DataPlane) -> None:
         """Ask."""
@@ -60,7 +58,7 @@ class AnswerEvents:
         try:
             if result is not None:
                 extra = b',"final":true' if final else b',"final":false'
-                self._send(answer_json(self._question, (result,), self._started, extra))
+                self._open().send_within(MOST_UNREAD, answer_json(self._question, (result,), self._started, extra))
             if final and not self._exchange.closed:
                 self._open().finish()
         except Exception as error:
@@ -79,24 +77,10 @@ class AnswerEvents:
         self._events.send(orjson.dumps({"error": text.encode(errors="replace").decode(), "final": True}))
         self._events.finish()
 
-    def _send(self, text: bytes) -> None:
-        events = self._open()
-        if self._blocked:
-            self._unread += len(text)
-            if self._unread > MOST_UNREAD:
-                events.abort()
-                raise ResourceExhausted(f"the client left {self._unread} bytes of its stream unread")
-        self._blocked = not events.send(text)
-
     def _open(self) -> EventStream:
         if self._events is None:
             self._events = EventStream(self._exchange)
-            self._events.on_writable = self._writable
         return self._events
-
-    def _writable(self) -> None:
-        self._blocked = False
-        self._unread = 0
 
     def _give_up(self) -> None:
         if self._pending is not None:

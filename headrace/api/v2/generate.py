@@ -19,7 +19,7 @@ from headrace.api.v2.json_codec import json_data
 from headrace.api.v2.models import MODEL_PATHS, model_of
 from headrace.api.v2.parameters import HeaderForwarding, checked
 from headrace.api.v2.shared import V2Shared
-from headrace.core.errors import INTERNAL_TEXT, HeadraceError, InvalidArgument, ResourceExhausted
+from headrace.core.errors import INTERNAL_TEXT, HeadraceError, InvalidArgument
 from headrace.core.messages import NO_PARAMETERS, InferRequest, InferResponse, Parameters
 from headrace.core.tensors import Tensor, tensor_from_values
 from headrace.engine.scheduling.pending import Answered, Pending
@@ -120,8 +120,6 @@ class _Answers:
     def __init__(self, exchange: Exchange, unread_bytes: int) -> None:
         self._exchange = exchange
         self._most = unread_bytes
-        self._unread = 0
-        self._blocked = False
         self._events: EventStream | None = None
 
     def answered(self, result: InferResponse | BaseException | None, final: bool) -> None:
@@ -133,7 +131,8 @@ class _Answers:
             return
         if result is not None:
             try:
-                self._send(response_json(result))
+                # A model cannot be held back; a client that does not read must not fill the server's memory.
+                self._open().send_within(self._most, response_json(result))
             except Exception as error:
                 self._failed(error)
                 self.pending.cancel()
@@ -153,25 +152,10 @@ class _Answers:
         self._events.send(orjson.dumps({"error": text}))
         self._events.finish()
 
-    def _send(self, text: bytes) -> None:
-        events = self._open()
-        if self._blocked:
-            # A model cannot be held back; a client that does not read must not fill the server's memory.
-            self._unread += len(text)
-            if self._unread > self._most:
-                events.abort()
-                raise ResourceExhausted(f"the client left {self._unread} bytes of its stream unread")
-        self._blocked = not events.send(text)
-
     def _open(self) -> EventStream:
         if self._events is None:
             self._events = EventStream(self._exchange)
-            self._events.on_writable = self._writable
         return self._events
-
-    def _writable(self) -> None:
-        self._blocked = False
-        self._unread = 0
 
 
 def decode_request(name: str, version: str, document: Mapping[str, Any], config: ModelConfig) -> InferRequest:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from headrace.core.errors import ResourceExhausted
 from headrace.wire.http.heads import CONTENT_TYPE, Fields, ResponseHead
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class EventStream:
         """Called once if the client goes away before `finish`."""
         self._exchange = exchange
         self._blocked = False
+        self._unread = 0
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         exchange.on_writable = self._writable
@@ -54,6 +56,15 @@ class EventStream:
     def send(self, data: str | bytes, event: str | None = None, id: str | None = None) -> bool:
         """Send one event. False asks the caller to wait for `on_writable`."""
         return self._write(encode_event(data, event, id))
+
+    def send_within(self, most_unread_bytes: int, data: str | bytes) -> None:
+        """Send one event of a sender that cannot wait; a client that leaves more unread than this is cut off."""
+        if self._blocked:
+            self._unread += len(data)
+            if self._unread > most_unread_bytes:
+                self.abort()
+                raise ResourceExhausted(f"the client left {self._unread} bytes of its stream unread")
+        self.send(data)
 
     async def send_wait(self, data: str | bytes, event: str | None = None, id: str | None = None) -> bool:
         """Send one event and wait until another may be sent. False: the client has gone, stop."""
@@ -86,6 +97,7 @@ class EventStream:
 
     def _writable(self) -> None:
         self._blocked = False
+        self._unread = 0
         self._wake()
         if self.on_writable is not None:
             self.on_writable()
