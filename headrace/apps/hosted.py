@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 from headrace.apps.protocols import Protocols, build_protocols
 from headrace.apps.settings import ServerSettings
+from headrace.core.errors import HeadraceError
 from headrace.engine.engine import Engine, open_engine
 from headrace.telemetry.tracing import NO_TRACING, open_tracing
 from headrace.wire.hosted.app import HostedRoutes, Receive, Scope, Send
@@ -78,6 +79,10 @@ class HostedServer:
         await receive()  # lifespan.startup
         try:
             await self.start()
+        except HeadraceError as error:
+            # The host prints it; a wrong setting needs no traceback.
+            await send({"type": "lifespan.startup.failed", "message": error.message})
+            return
         except Exception as error:
             log.exception("the server cannot start")
             await send({"type": "lifespan.startup.failed", "message": str(error)})

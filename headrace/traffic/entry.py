@@ -89,6 +89,8 @@ class SplitEntry:
         self._has_sequences = False
         self._versions: dict[str, LoadedVersion] = {}
         self._told_missing: set[str] = set()
+        self._when_refused: dict[str, tuple[int, int]] = {}
+        """What the baseline had answered and refused when a version began to refuse everything."""
 
     def apply(self, served: ServedModel) -> object | None:
         """These versions are there now. Returns what requests without a version go to."""
@@ -178,13 +180,38 @@ class SplitEntry:
 
     def _lane(self, name: str, share: float, *, judged: bool) -> Lane:
         rules = self.split.rollback if judged else None
-        return Lane(self.model, name, share, rules=rules, clock=self._clock, metrics=self._metrics, on_bad=self._bad)
+        return Lane(
+            self.model,
+            name,
+            share,
+            rules=rules,
+            clock=self._clock,
+            metrics=self._metrics,
+            on_bad=self._bad,
+            on_refused=self._refused,
+        )
 
     def _bad(self, lane: Lane, reason: str) -> None:
         # Without a baseline there is nothing better to give its share to.
         if not self.baseline.out and self.roll_back(lane.name, reason):
             self._metrics.rollbacks(self.model, lane.name).value += 1
             self._tell_rolled_back(self.model, lane.name, reason)
+
+    def _refused(self, lane: Lane) -> None:
+        """A wrong request says nothing about a version; that it answers none of those that the baseline does, all."""
+        rules, account = self.split.rollback, self.baseline.account
+        if rules is None or not rules.error_rate:
+            return
+        if lane.refused_in_a_row == 1:
+            self._when_refused[lane.name] = account.answered, account.refused
+        answered, refused = self._when_refused[lane.name]
+        answered, refused = account.answered - answered, account.refused - refused
+        if lane.refused_in_a_row >= rules.least_requests and answered > refused:
+            self._bad(
+                lane,
+                f"it refused {lane.refused_in_a_row} requests in a row, while the baseline answered {answered} and "
+                f"refused {refused}",
+            )
 
     def _all(self) -> list[Lane | Shadow]:
         return [*self.lanes, *self.shadows]

@@ -44,6 +44,7 @@ class Lane:
         clock: Clock,
         metrics: TrafficMetrics,
         on_bad: Callable[[Lane, str], None],
+        on_refused: Callable[[Lane], None],
     ) -> None:
         self.model = model
         self.name = name
@@ -55,10 +56,13 @@ class Lane:
         self.rolled_back = ""
         """Why it has lost its traffic."""
         self.account = Account()
+        self.refused_in_a_row = 0
+        """Requests since the last that it answered; for judged versions only."""
         self._now = clock.monotonic
         self._metrics = metrics
         self._window = Window(rules, clock) if rules is not None else None
         self._on_bad = on_bad
+        self._on_refused = on_refused
         self._counts: Counter | None = None
         self._errors: Counter | None = None
 
@@ -153,14 +157,19 @@ class Lane:
         seconds = self._now() - began
         self.account.succeeded(seconds)
         if self._window is not None:
+            self.refused_in_a_row = 0
             self._judge(self._window.add(seconds, error=False))
 
     def _failed(self, error: BaseException, began: float) -> None:
+        refused = self.account.refused
         if self.account.failed(error):
             if self._errors is not None:
                 self._errors.value += 1
             if self._window is not None:
                 self._judge(self._window.add(self._now() - began, error=True))
+        elif self._window is not None and self.account.refused > refused and not self.rolled_back:
+            self.refused_in_a_row += 1
+            self._on_refused(self)
 
     def _judge(self, reason: str) -> None:
         if reason and not self.rolled_back:

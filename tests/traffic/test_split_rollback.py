@@ -87,6 +87,46 @@ async def test_what_the_caller_did_wrong_is_not_the_versions_error() -> None:
 
 
 @in_a_loop
+async def test_a_candidate_that_refuses_what_the_baseline_answers_is_rolled_back() -> None:
+    def refusing(inputs: Any) -> Any:
+        raise InvalidArgument("made for other inputs")
+
+    world = await world_of(same, refusing)
+    world.split("1=0.5 2=0.5", rollback=Rollback(error_rate=0.05, least_requests=20))
+    seen: Counter[str] = Counter()
+    for _ in range(300):
+        try:
+            seen[await world.ask()] += 1
+        except InvalidArgument:
+            seen["refused"] += 1
+    assert seen == {"1": 280, "refused": 20}
+    candidate = world.of("2")
+    assert candidate["state"] == "rolled_back" and candidate["errors"] == 0 and candidate["refused"] == 20
+    assert "it refused 20 requests in a row, while the baseline answered" in candidate["reason"]
+    await world.close()
+
+
+@in_a_loop
+@pytest.mark.parametrize("wrong", [1.0, 0.9])
+async def test_a_candidate_that_refuses_what_the_baseline_refuses_stays(wrong: float) -> None:
+    def strict(inputs: Any) -> Any:
+        if inputs["INPUT0"][0, 0] < 0:
+            raise InvalidArgument("no negative numbers")
+        return same(inputs)
+
+    world = await world_of(strict, strict)
+    world.split("1=0.5 2=0.5", rollback=Rollback(error_rate=0.05, least_requests=5))
+    for number in range(300):
+        try:
+            await world.ask(array=np.full((1, 4), -1 if number % 10 < 10 * wrong else 1, np.float32))
+        except InvalidArgument:
+            pass
+    assert world.of("2")["state"] == "serving"
+    assert world.of("2")["refused"] > 100
+    await world.close()
+
+
+@in_a_loop
 async def test_a_candidate_that_is_slow_is_rolled_back() -> None:
     def slow(inputs: Any) -> Any:
         time.sleep(0.003)

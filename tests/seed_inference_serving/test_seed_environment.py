@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seed's settings class: `INFERENCE_*` and nothing else, from the start of a server to its end under SIGTERM.
+
+The tests are in the order of the server's life: it is asked before its model is loaded, and stopped by the last one.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from seed_models import expected
+from seed_programs import ROW, Answer, Program, run, serve, together
+
+ENVIRONMENT = {
+    "INFERENCE_HOST": "0.0.0.0",
+    "INFERENCE_PORT": "8080",
+    "INFERENCE_WORKERS": "1",
+    "INFERENCE_MODEL_PATH": "models/production",
+    "INFERENCE_MODEL_VERSION": "latest",
+    "INFERENCE_MAX_BATCH_SIZE": "8",
+    "INFERENCE_TIMEOUT_SECONDS": "30.0",
+    "INFERENCE_MAX_REQUEST_SIZE_MB": "1",
+    "INFERENCE_RATE_LIMIT_PER_MINUTE": "1000",
+    "INFERENCE_PERFORMANCE_BATCH_TIMEOUT_MS": "1000",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, seed_models: Path) -> Path:
+    made = tmp_path_factory.mktemp("environment")
+    (made / "models").symlink_to(seed_models / "versions")
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Program]:
+    """As soon as it listens, which is before PyTorch is there."""
+    with serve(folder / "log", folder=folder, env=ENVIRONMENT, until="listening on") as running:
+        yield running
+
+
+def test_before_the_model_is_loaded(server: Program) -> None:
+    for path, body in (("/healthz", None), ("/ready", None), ("/predict", {"inputs": ROW})):
+        answer = server.ask(path, body)
+        assert answer.status == 503, answer.content
+    assert server.ask("/healthz").error.startswith("Model not loaded")
+    assert server.ask("/livez").status == 200
+
+
+def test_after_it_is_loaded(server: Program) -> None:
+    server.wait_for("ready: ")
+    assert server.ask("/healthz").document == {"status": "healthy", "model_version": "v1.2.0"}
+    assert server.ask("/ready").document == {"status": "ready"}
+
+
+def test_latest_is_the_newest_version(server: Program) -> None:
+    answer = server.ask(body={"inputs": ROW})
+    assert answer.document["predictions"] == pytest.approx(expected(ROW, "v1.2.0"))
+    assert answer.headers["ratelimit-limit"] == "1000"
+
+
+def test_the_settings_are_those_of_the_environment(folder: Path) -> None:
+    code, shown = run("config", "show", "--origin", folder=folder, env=ENVIRONMENT)
+    assert code == 0, shown
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    for line in (
+        "server.host 0.0.0.0 env INFERENCE_HOST",
+        "server.port 8080 env INFERENCE_PORT",
+        "server.workers 1 env INFERENCE_WORKERS",
+        "model.path models/production env INFERENCE_MODEL_PATH",
+        "model.version latest env INFERENCE_MODEL_VERSION",
+        "performance.max_batch_size 8 env INFERENCE_MAX_BATCH_SIZE",
+        "performance.inference_timeout_s 30 env INFERENCE_TIMEOUT_SECONDS",
+        "safeguards.max_request_size_mb 1 env INFERENCE_MAX_REQUEST_SIZE_MB",
+        "safeguards.rate_limit.requests_per_minute 1000 env INFERENCE_RATE_LIMIT_PER_MINUTE",
+    ):
+        assert line in lines, shown
+
+
+def test_an_ill_typed_variable_is_named(folder: Path) -> None:
+    code, told = run("serve", folder=folder, env={"INFERENCE_WORKERS": "four"})
+    assert code == 2
+    assert "INFERENCE_WORKERS: takes a whole number from 1 to 256, not 'four'" in told
+
+
+def test_a_path_that_is_not_there_is_refused(folder: Path) -> None:
+    code, told = run("serve", folder=folder, env={"INFERENCE_MODEL_PATH": "models/nowhere"})
+    assert code == 2
+    assert "models/nowhere" in told and "does not exist" in told
+
+
+def test_a_larger_body_is_refused(server: Program) -> None:
+    answer = server.ask(body=b'{"inputs": [' + b"1.0, " * 250_000 + b"1.0]}")
+    assert answer.status == 413
+
+
+def test_a_full_batch_does_not_wait(server: Program) -> None:
+    before = server.counted("production")
+    answers = together([lambda: server.ask(body={"inputs": ROW})] * 8)
+    assert [answer.status for answer in answers] == [200] * 8
+    after = server.counted("production")
+    assert after["batches"] - before["batches"] == 1
+    assert after["largest"] == 8
+    assert max(answer.document["latency_ms"] for answer in answers) < 900
+
+
+def test_sigterm_drains(server: Program) -> None:
+    """Three predictions wait for others to be computed with: they are answered, and the server ends well."""
+    answers: list[Answer] = []
+    threads = [threading.Thread(target=lambda: answers.append(server.ask(body={"inputs": ROW}))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while server.metric("nv_inference_pending_request_count", model="production") < 3:
+        assert any(thread.is_alive() for thread in threads), "they were answered too soon"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 0
+    for thread in threads:
+        thread.join(20)
+    assert [answer.status for answer in answers] == [200] * 3
+    for answer in answers:
+        assert answer.document["predictions"] == pytest.approx(expected(ROW, "v1.2.0"))
+    assert "SIGTERM: draining" in server.log

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real servers that share one limit through a real Redis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from redis_servers import redis_process
+from seed_programs import serve
+
+BODY = {"inputs": [1.0]}
+LIMIT = 60
+
+
+@pytest.mark.platform
+def test_a_limit_holds_across_two_servers(tmp_path: Path) -> None:
+    with redis_process(tmp_path) as redis:
+        options = ("--rate-limit-per-minute", str(LIMIT), "--rate-limit-redis-url", redis.url)
+        with (
+            serve(tmp_path / "one", *options, until="Redis") as one,
+            serve(tmp_path / "two", *options, until="Redis") as two,
+            one.client() as first,
+            two.client() as second,
+        ):
+            statuses = [
+                client.ask("/predict/identity", BODY).status for _ in range(LIMIT) for client in (first, second)
+            ]
+            # One a second is added.
+            assert set(statuses) == {200, 429}
+            assert LIMIT <= statuses.count(200) <= LIMIT + 5
+            assert statuses[:20] == [200] * 20

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seed's safeguards that need a slow model: rate limit, timeout, and what is refused when there is too much to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from seed_programs import Answer, Program, serve
+
+SLOW = """
+import os
+import time
+
+import numpy as np
+
+
+def predict(x: np.ndarray) -> np.ndarray:
+    with open(os.environ["SEEN"], "a") as seen:
+        seen.write(f"{x[0, 0]:g}\\n")
+    time.sleep(float(x[0, 0]))
+    return x
+"""
+CONFIG_PBTXT = """
+backend: "python" max_batch_size: 1
+input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
+"""
+CONFIG = """
+predict: {model: slow}
+performance: {inference_timeout_s: 0.6}
+safeguards:
+  rate_limit: {requests_per_minute: 100}
+  concurrency: {max_in_flight: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("safeguards")
+    (made / "models/slow/1").mkdir(parents=True)
+    (made / "models/slow/1/model.py").write_text(SLOW)
+    (made / "models/slow/config.pbtxt").write_text(CONFIG_PBTXT)
+    (made / "inference.yaml").write_text(CONFIG)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Program]:
+    environment = {"SEEN": str(folder / "seen")}
+    with serve(folder / "log", "models", "--config", "inference.yaml", folder=folder, env=environment) as running:
+        yield running
+
+
+class Asked:
+    """A request under way, from an address of its own."""
+
+    def __init__(self, server: Program, seconds: float, source: str) -> None:
+        self._thread = threading.Thread(target=self._ask, args=(server, seconds, source))
+        self._answer: list[Answer] = []
+        self._thread.start()
+
+    def _ask(self, server: Program, seconds: float, source: str) -> None:
+        self._answer.append(server.ask(body={"inputs": [seconds]}, source=source))
+
+    def answer(self) -> Answer:
+        self._thread.join(30)
+        return self._answer[0]
+
+
+def wait_until_computed(folder: Path, seconds: float) -> None:
+    while not (folder / "seen").exists() or f"{seconds:g}" not in (folder / "seen").read_text().split():
+        time.sleep(0.005)
+
+
+def test_a_hundred_a_minute(server: Program) -> None:
+    with server.client("127.0.0.21") as client:
+        answers = [client.ask(body={"inputs": [0.0]}) for _ in range(110)]
+        statuses = [answer.status for answer in answers]
+        # 1.7 a second are added while these are sent.
+        assert set(statuses[:100]) == {200}
+        assert 429 in statuses[100:]
+        first, refused = answers[0], answers[statuses.index(429)]
+        assert first.headers["ratelimit-limit"] == first.headers["x-ratelimit-limit"] == "100"
+        assert first.headers["ratelimit-remaining"] == "99"
+        assert refused.headers["ratelimit-remaining"] == "0"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "this address may send 100 requests in 60 seconds" in refused.error
+        assert client.ask("/healthz").status == 200
+    assert server.ask(body={"inputs": [0.0]}, source="127.0.0.22").status == 200
+    assert server.metric("headrace_rate_limited_total", by="address") >= 1
+
+
+def test_timeout_frees_the_queue_slot(server: Program, folder: Path) -> None:
+    """The one that computes cannot be stopped, but is not waited for; those behind it leave the queue."""
+    computing = Asked(server, 1.5, "127.0.0.31")
+    wait_until_computed(folder, 1.5)
+    waiting = [Asked(server, seconds, "127.0.0.31") for seconds in (0.011, 0.012)]
+    for asked in (computing, *waiting):
+        answer = asked.answer()
+        assert answer.status == 504, answer.content
+        assert 0.55 <= answer.seconds < 1.4
+    # Their places among the three are free: one more is taken on, though the model may still be busy, and not refused.
+    late = server.ask(body={"inputs": [0.013]}, source="127.0.0.31")
+    assert late.status in (200, 504)
+    while (answer := server.ask(body={"inputs": [0.014]}, source="127.0.0.31")).status == 504:
+        pass
+    assert answer.status == 200
+    seen = (folder / "seen").read_text().split()
+    assert "0.014" in seen
+    assert "0.011" not in seen and "0.012" not in seen
+
+
+def test_too_many_at_once_are_refused_at_once(server: Program, folder: Path) -> None:
+    first = Asked(server, 0.4, "127.0.0.41")
+    wait_until_computed(folder, 0.4)
+    others = [Asked(server, 0.0, "127.0.0.41") for _ in range(2)]
+    while server.metric("nv_inference_pending_request_count", model="slow") < 2:
+        time.sleep(0.005)
+    refused = server.ask(body={"inputs": [0.0]}, source="127.0.0.41")
+    assert refused.status == 429
+    assert refused.seconds < 0.2
+    assert int(refused.headers["retry-after"]) >= 1
+    assert server.ask("/healthz").status == 200
+    assert [asked.answer().status for asked in (first, *others)] == [200] * 3
+    assert server.metric("headrace_shed_total") >= 1
+
+
+def test_workers_count_together(tmp_path: Path) -> None:
+    with serve(tmp_path / "log", "--workers", "2", "--rate-limit-per-minute", "50") as server:
+        server.wait_for('"worker":1}')
+        # A connection each, which either worker may get.
+        statuses = Counter(server.ask("/predict/identity", {"inputs": [1.0]}).status for _ in range(100))
+    assert set(statuses) == {200, 429}
+    assert 50 <= statuses[200] <= 55
