@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 
 from headrace.apps.protocols import Protocols, build_protocols
 from headrace.apps.settings import ServerSettings
@@ -52,7 +53,9 @@ class HostedServer:
         if self._routes is not None:
             return
         self._opened = ExitStack()
-        settings = self._settings = self._opened.enter_context(self._open_settings())
+        settings = self._opened.enter_context(self._open_settings())
+        # Whom the host lets in is not known here.
+        settings = self._settings = replace(settings, allow_admin=settings.access.keys_file is not None)
         engine = self._engine = open_engine(settings.engine)
         tracer = open_tracing(settings.trace_endpoint, "headrace") if settings.trace_endpoint else NO_TRACING
         self._opened.callback(tracer.close)

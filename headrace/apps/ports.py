@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,6 +107,11 @@ def tell_who_can_connect(addresses: Sequence[Address | None]) -> None:
     hosts = [address.host for address in addresses if address is not None and address.host]
     if hosts and all(_is_loopback(host) for host in hosts):
         log.info("only this machine can connect: --http-address 0.0.0.0 and --grpc-address 0.0.0.0 let others in")
+
+
+def only_this_machine(addresses: Iterable[Address | None]) -> bool:
+    """Whether nobody else can connect to any of these."""
+    return all(address is None or address.path or _is_loopback(address.host) for address in addresses)
 
 
 def _is_loopback(host: str) -> bool:

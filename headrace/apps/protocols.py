@@ -132,7 +132,7 @@ def build_site(
         V1Http(plane, accounts, memory).add_to(routes)
         if predict is not None:
             predict.add_to(routes)
-        if traffic is not None:
+        if traffic is not None and settings.allow_admin:
             _admin(traffic, worker, routes).add_to(routes)
     OpenApi(plane, routes, _described(settings), [predict_table(), admin_table()]).add_to(routes)
     v2_grpc = V2Grpc(plane, tracer, v2)

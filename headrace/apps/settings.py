@@ -85,6 +85,9 @@ class ServerSettings:
 
     traffic_file: str = ""
 
+    allow_admin: bool = True
+    """Whether `/admin` is served: not to strangers who need no API key."""
+
     measuring: MetricsSettings | None = None
     """What `/metrics` tells, here and on the metrics port; None for no metrics at all."""
 

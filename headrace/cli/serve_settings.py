@@ -13,6 +13,7 @@ from headrace.api.predict.settings import PredictSettings
 from headrace.api.v1.accounts import V1Settings
 from headrace.api.v2.restrictions import Restriction
 from headrace.api.v2.settings import TraceDefaults, V2Settings
+from headrace.apps.ports import only_this_machine
 from headrace.apps.settings import ServerSettings
 from headrace.cli.flags import Given
 from headrace.cli.repositories import engine_settings
@@ -35,6 +36,7 @@ def server_settings(configured: Configured, progress: Progress, staging: Staging
     ports, engine = ports_of(given), engine_settings(given, configured.folders, staging)
     measuring = _measuring(given)
     endpoint, trace = trace_settings(given)
+    access = access_settings(configuration)
     return ServerSettings(
         http=ports.http,
         grpc=ports.grpc,
@@ -47,7 +49,8 @@ def server_settings(configured: Configured, progress: Progress, staging: Staging
         v1=_v1(given),
         v2=_v2(given, trace),
         predict=_predict(configuration, staging),
-        access=access_settings(configuration),
+        access=access,
+        allow_admin=access.keys_file is not None or only_this_machine((ports.http, ports.grpc)),
         traffic=_traffic(configuration, staging),
         traffic_again=(lambda: _traffic(configured.again(), staging)) if configuration.file else None,
         traffic_file=configuration.file,

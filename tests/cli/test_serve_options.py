@@ -150,6 +150,16 @@ def test_where_it_listens(seen: list[ServerSettings]) -> None:
     ]
 
 
+def test_strangers_without_keys_have_no_admin(seen: list[ServerSettings], tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: []\n")
+    assert serve(seen).allow_admin
+    assert serve(seen, "--http-socket", str(tmp_path / "socket"), "--allow-grpc=false").allow_admin
+    assert not serve(seen, "--http-address", "0.0.0.0").allow_admin
+    assert not serve(seen, "--grpc-address", "10.0.0.1").allow_admin
+    assert serve(seen, "--host", "0.0.0.0", "--api-keys-file", str(keys)).allow_admin
+
+
 def test_ports_that_stay_closed(seen: list[ServerSettings]) -> None:
     assert serve(seen, "--allow-http=false").http is None
     assert serve(seen, "--allow-grpc", "false").grpc is None
