@@ -129,8 +129,8 @@ class Reader:
 
     def guide(self, name: str, head: RequestHead, fields: Mapping[str, object]) -> Guide | None:
         """Whom a request is for, and whether an answer that was kept will not do; None for nobody and any answer."""
-        control = (head.by_name.get(self._cache_control) or b"").lower()
-        fresh = any(word in control for word in _FRESH)
+        control = head.by_name.get(self._cache_control)
+        fresh = control is not None and any(word in control.lower() for word in _FRESH)
         key = self._key_of(name, head, fields) if self._key_of is not None else ""
         return (key, fresh) if key or fresh else None
 
