@@ -147,9 +147,23 @@ def test_what_needs_no_guard_is_not_wrapped(tmp_path: Path) -> None:
     assert keyed.http("read", handler) is not handler
 
 
+@contextmanager
+def heard(caplog: pytest.LogCaptureFixture, name: str) -> Iterator[None]:
+    """A logger's records, whatever other tests have made of the loggers above it."""
+    logger = logging.getLogger(name)
+    logger.addHandler(caplog.handler)
+    before, logger.propagate = logger.propagate, False
+    try:
+        with caplog.at_level(logging.INFO, name):
+            yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(caplog.handler)
+
+
 def test_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, keys = keys_in(tmp_path)
-    with guarded(AccessSettings(keys_file=path)) as site, caplog.at_level(logging.INFO):
+    with guarded(AccessSettings(keys_file=path)) as site, heard(caplog, "headrace.access"):
         status, fields, body = site.ask("POST", INFER)
         assert (status, fields["www-authenticate"]) == (401, "Bearer")
         assert "needs an API key" in body["error"]

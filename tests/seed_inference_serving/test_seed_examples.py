@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +13,9 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_tools import protoc
 from seed_models import SECRET, expected
 from seed_programs import ROW, Program, serve
+from seed_stubs import seed_stubs
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -25,22 +23,6 @@ CONFIG = """
 predict: {model: production}
 stream: {idle_timeout_s: 1, messages_per_second: 50}
 cache: {ttl_s: 1}
-"""
-SEEDS_PROTO = """
-syntax = "proto3";
-service InferenceService {
-rpc Predict (PredictRequest) returns (PredictResponse);
-rpc PredictStream (stream PredictRequest) returns (stream PredictResponse);
-}
-message PredictRequest {
-repeated float inputs = 1;
-string model_version = 2;
-}
-message PredictResponse {
-repeated float predictions = 1;
-string model_version = 2;
-float latency_ms = 3;
-}
 """
 
 
@@ -117,17 +99,8 @@ def test_internal_errors_do_not_leak(server: Program) -> None:
 
 
 @pytest.fixture(scope="module")
-def stubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    """Generated from the seed's proto, under a name that no other test has."""
-    folder = tmp_path_factory.mktemp("proto")
-    (folder / "seed_inference.proto").write_text(SEEDS_PROTO)
-    arguments = ["protoc", f"-I{folder}", f"--python_out={folder}", f"--grpc_python_out={folder}"]
-    assert protoc.main([*arguments, "seed_inference.proto"]) == 0
-    sys.path.insert(0, str(folder))
-    try:
-        yield importlib.import_module("seed_inference_pb2"), importlib.import_module("seed_inference_pb2_grpc")
-    finally:
-        sys.path.remove(str(folder))
+def stubs() -> tuple[Any, Any]:
+    return seed_stubs()
 
 
 def test_grpc_inference(server: Program, stubs: tuple[Any, Any]) -> None:

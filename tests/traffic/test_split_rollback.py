@@ -189,7 +189,7 @@ async def test_a_version_that_leaves_is_stood_in_for_and_told_once(caplog: pytes
         await world.unload(3)
         assert {await world.ask() for _ in range(200)} == {"1", "2"}
         await world.load(2)  # a change that has nothing to do with it
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
         assert "version '3'" in caplog.text and "baseline" in caplog.text
         assert (world.of("3")["state"], world.of("3")["effective_weight"]) == ("missing", 0)
         assert world.of("1")["effective_weight"] == pytest.approx(0.5)

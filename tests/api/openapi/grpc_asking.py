@@ -65,6 +65,8 @@ def framed(server: DescribedServer, path: str, body: bytes) -> str:
                     told = dict(event.headers).get("grpc-status", told)
                 if isinstance(event, DataReceived):
                     connection.acknowledge_received_data(event.flow_controlled_length, 1)
+                    if path.endswith("/Watch"):
+                        return told  # which goes on for as long as the server is there
                 if isinstance(event, StreamEnded | StreamReset):
                     return told
             sock.sendall(connection.data_to_send())

@@ -173,7 +173,7 @@ def test_what_is_written_protobuf_reads(count: int) -> None:
 
 
 def test_the_schema_is_the_seeds(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from test_predict_seed import SEEDS_PROTO  # the one text of it
+    from seed_stubs import SEEDS_PROTO  # the one text of it
 
     folder = tmp_path_factory.mktemp("seed")
     (folder / "seed.proto").write_text(SEEDS_PROTO)

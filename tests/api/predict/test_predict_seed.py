@@ -6,10 +6,8 @@ Each test is named after its example.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,30 +15,13 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_tools import protoc
 from predicting import ask, expected, predict_served, torch_served
+from seed_stubs import seed_stubs
 from serving import Serving
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from headrace.api.predict.settings import PredictSettings, StreamSettings
-
-SEEDS_PROTO = """
-syntax = "proto3";
-service InferenceService {
-rpc Predict (PredictRequest) returns (PredictResponse);
-rpc PredictStream (stream PredictRequest) returns (stream PredictResponse);
-}
-message PredictRequest {
-repeated float inputs = 1;
-string model_version = 2;
-}
-message PredictResponse {
-repeated float predictions = 1;
-string model_version = 2;
-float latency_ms = 3;
-}
-"""
 
 
 def test_fastapi_inference_server_predict(production: Serving) -> None:
@@ -137,17 +118,9 @@ def test_one_answer_is_of_one_version(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def generated(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def generated() -> Any:
     """`inference_pb2` and `inference_pb2_grpc`, made of the seed's proto as its reader would."""
-    folder = tmp_path_factory.mktemp("proto")
-    (folder / "inference.proto").write_text(SEEDS_PROTO)
-    arguments = ["protoc", f"-I{folder}", f"--python_out={folder}", f"--grpc_python_out={folder}", "inference.proto"]
-    assert protoc.main(arguments) == 0
-    sys.path.insert(0, str(folder))
-    try:
-        yield importlib.import_module("inference_pb2"), importlib.import_module("inference_pb2_grpc")
-    finally:
-        sys.path.remove(str(folder))
+    return seed_stubs()
 
 
 def test_example_3_grpc_inference(production: Serving, generated: Any) -> None:
