@@ -16,7 +16,7 @@ help:
 	@echo "make test            lint, types, import rules, and every test that needs no system package"
 	@echo "make check           lint, types, import rules, forbidden calls, generated files"
 	@echo "make test-platforms  tests that need Debian packages (installs them)"
-	@echo "make bench           measure Headrace beside its peers (installs them), about twenty minutes"
+	@echo "make bench           measure Headrace beside its peers (installs them), about forty minutes"
 	@echo "make protos          compile proto/ again"
 
 # Anew whenever the dependencies change. virtualenv steps in where Debian's python3-venv is not installed.
