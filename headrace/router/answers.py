@@ -42,7 +42,7 @@ class BadAnswer(Exception):
 class AnswerHead:
     """The head of an answer, ready to go out. Shared by all answers with the same bytes, so it is never changed."""
 
-    __slots__ = ("head", "keeps", "length", "lines", "outcome", "status", "told")
+    __slots__ = ("head", "keeps", "length", "lines", "outcome", "status", "told", "written")
 
     def __init__(self, head: ResponseHead, length: int, told: bytes | None, keeps: bool, lines: bytes) -> None:
         self.head = head
@@ -56,6 +56,10 @@ class AnswerHead:
         """Whether the connection can be used again."""
         self.lines = lines
         """For 101: the fields as they came, but for those of the connection."""
+        self.written = b""
+        """All of it with the body's length, as HTTP/1.1 has it, but for the date; empty where it may not be sent so."""
+        if length >= 0 and head.status >= 200 and head.status not in _BODILESS:
+            self.written = b"%bcontent-length: %d\r\n" % (head.http1, length)
 
 
 class Answers:

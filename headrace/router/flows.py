@@ -56,9 +56,11 @@ class Flow:
     def start(self) -> None:
         """Take the request to a backend."""
         router = self._router
-        backend = router.backends.pick()
+        backends = router.backends
+        live = backends.live
+        backend = live[0] if len(live) == 1 else backends.pick()
         if backend is None:
-            self._exchange.fail(router.backends.unavailable())
+            self._exchange.fail(backends.unavailable())
             return
         router.budget.earn()
         self._exchange.on_disconnect = self._cancelled
@@ -83,13 +85,23 @@ class Flow:
 
     def answered(self, head: AnswerHead, body: Buffer) -> None:
         """See `customers.Customer`."""
-        self._settle(head.outcome)
-        exchange = self._exchange
+        backend, exchange = self._backend, self._exchange
+        if head.outcome == Outcome.OK and backend is not None:
+            # As `_settle` does it, in one piece: every good answer comes by.
+            self._connection = self._backend = None
+            backend.outstanding -= 1
+            backend.stats.ok += 1
+            backend.health.succeeded()
+            self._router.observe[backend](monotonic() - self._began)
+        else:
+            self._settle(head.outcome)
         exchange.on_disconnect = None
         if self.silent or head.status == 304:
             fields: Fields = () if head.told is None else ((b"content-length", head.told),)
             exchange.start(head.head, fields)
             exchange.finish()
+        elif head.written and head.length == len(body) and type(exchange) is Http1Exchange:
+            exchange.respond_written(head.head, head.written, body)
         else:
             exchange.respond(head.head, body)
 
@@ -152,7 +164,8 @@ class Flow:
         self._backend = backend
         self._tries += 1
         self._began = monotonic()
-        router.backends.begin(backend)
+        backend.outstanding += 1
+        backend.stats.requests += 1
         if self._tries > 1:
             backend.stats.retries += 1
         pool = router.pools[backend]
@@ -166,16 +179,12 @@ class Flow:
         self._connection = connection
         exchange, plan, router = self._exchange, self._plan, self._router
         peer = exchange.peer
-        pieces = (
-            plan.whole,
-            router.addresses.get(peer) or router.name(peer),
-            connection.hostless_tail if plan.hostless else connection.tail,
-            exchange.body,
-        )
+        address = router.addresses.get(peer) or router.name(peer)
+        tail = connection.hostless_tail if plan.hostless else connection.tail
         if plan.whole_length <= _JOIN_BYTES:
-            connection.begin(self, b"".join(pieces))
+            connection.begin(self, b"".join((plan.whole, address, tail, exchange.body)))
         else:
-            connection.begin(self, b"".join(pieces[:-1]))
+            connection.begin(self, b"".join((plan.whole, address, tail)))
             connection.write(exchange.body)
 
     def _settle(self, outcome: int) -> None:

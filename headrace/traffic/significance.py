@@ -42,7 +42,7 @@ def compare_errors(base: tuple[int, int], candidate: tuple[int, int]) -> Verdict
     """Errors and requests of two versions."""
     (errors, count), (their_errors, their_count) = base, candidate
     if not count or not their_count:
-        return Verdict("", None, None, "nothing to compare yet: one of the two had no requests")
+        return Verdict("", None, None, "nothing to compare yet: one of the two has answered no request")
     rate, their_rate = errors / count, their_errors / their_count
     whole, failed = count + their_count, errors + their_errors
     least = min(count, their_count) * min(failed, whole - failed) / whole

@@ -17,7 +17,7 @@ import orjson
 
 from headrace.api.predict.checks import Checker
 from headrace.api.predict.labels import PARAMETER, parse_labels
-from headrace.api.predict.values import Dims, guessed_dtype, shape_of, tensor_of
+from headrace.api.predict.values import Dims, guessed_dtype, is_ragged, shape_of, tensor_of
 from headrace.core.dtypes import FP32, FP64
 from headrace.core.errors import InvalidArgument
 from headrace.core.tensors import Tensor
@@ -82,7 +82,12 @@ class KnownInput:
         return tensor, False
 
     def _tensor(self, label: str, values: Any) -> tuple[Tensor, bool]:
-        row, added = self.row_shape(label, shape_of(values))
+        try:
+            row, added = self.row_shape(label, shape_of(values))
+        except InvalidArgument:
+            if is_ragged(values):
+                raise InvalidArgument(f"{label} is ragged: all its rows must have the same length") from None
+            raise
         dtype = self.dtype or guessed_dtype(values)
         tensor = tensor_of(label, self.name, dtype, (1, *row) if self.batched else row, values)
         if self._checker.bounds:

@@ -32,6 +32,14 @@ def shape_of(values: Any) -> Dims:
     return tuple(shape)
 
 
+def is_ragged(values: Any, depth: int = 0) -> bool:
+    """Whether rows side by side have different lengths, or one of them is none."""
+    if not isinstance(values, list) or depth > TENSOR_RANK:
+        return False
+    lengths = {len(each) if isinstance(each, list) else -1 for each in values}
+    return len(lengths) > 1 or (lengths != {-1} and any(is_ragged(each, depth + 1) for each in values))
+
+
 def guessed_dtype(values: Any) -> DType:
     """For a model that takes any: numbers are FP32, as most models want them."""
     while isinstance(values, list) and values:

@@ -137,6 +137,19 @@ class Http1Exchange(Exchange):
             self.on_over()
         connection.finished(self, status, close)
 
+    def respond_written(self, head: ResponseHead, lines: bytes, body: Buffer) -> None:
+        """As `respond`, for a proxy whose `lines` have been written before: the whole head, but for the date."""
+        connection = self._connection
+        plain = self.keep_alive and self.head.version == "1.1" and not (connection.ending or self.more_lines)
+        if self.stage or not plain or len(body) > _JOIN_BYTES or self.head.method == b"HEAD":
+            self.respond(head, body)
+            return
+        self.stage = Stage.DONE
+        connection.write(b"".join((lines, connection.site.date_line, b"\r\n", body)))
+        if self.on_over is not None:
+            self.on_over()
+        connection.finished(self, head.status, False)
+
     def start(self, head: ResponseHead, extra: Fields = ()) -> None:
         """See `Exchange.start`."""
         if self.stage:
