@@ -56,11 +56,9 @@ class Flow:
     def start(self) -> None:
         """Take the request to a backend."""
         router = self._router
-        backends = router.backends
-        live = backends.live
-        backend = live[0] if len(live) == 1 else backends.pick()
+        backend = router.backends.pick()
         if backend is None:
-            self._exchange.fail(backends.unavailable())
+            self._exchange.fail(router.backends.unavailable())
             return
         router.budget.earn()
         self._exchange.on_disconnect = self._cancelled
@@ -85,16 +83,8 @@ class Flow:
 
     def answered(self, head: AnswerHead, body: Buffer) -> None:
         """See `customers.Customer`."""
-        backend, exchange = self._backend, self._exchange
-        if head.outcome == Outcome.OK and backend is not None:
-            # As `_settle` does it, in one piece: every good answer comes by.
-            self._connection = self._backend = None
-            backend.outstanding -= 1
-            backend.stats.ok += 1
-            backend.health.succeeded()
-            self._router.observe[backend](monotonic() - self._began)
-        else:
-            self._settle(head.outcome)
+        self._settle(head.outcome)
+        exchange = self._exchange
         exchange.on_disconnect = None
         if self.silent or head.status == 304:
             fields: Fields = () if head.told is None else ((b"content-length", head.told),)
@@ -164,10 +154,7 @@ class Flow:
         self._backend = backend
         self._tries += 1
         self._began = monotonic()
-        backend.outstanding += 1
-        backend.stats.requests += 1
-        if self._tries > 1:
-            backend.stats.retries += 1
+        router.backends.begin(backend, retry=self._tries > 1)
         pool = router.pools[backend]
         connection = None if fresh or self.upgrade else pool.take()
         if connection is None:
