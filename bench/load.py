@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by measure.py: runs wrk (HTTP/1.1) or h2load (gRPC) and turns its output into figures.
+"""Called by measure.py: runs wrk (HTTP/1.1) or h2load (gRPC, and the time of single requests) and reads its output.
 
 Both keep one request in flight per connection and start the next as soon as the answer is in.
 """
@@ -38,7 +38,7 @@ def put_load(
     workload: Workload, request: Request, port: int, seconds: int, cores: set[int] | None = None
 ) -> LoadFigures:
     """Load the server on this port of 127.0.0.1, from these cores (None: any), and return what came back."""
-    generator = _wrk if workload.transport == "http" else _h2load
+    generator = _wrk if workload.transport == "http" and not workload.is_timed else _h2load
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         body = Path(folder, "body")
         body.write_bytes(request.body)
@@ -75,8 +75,9 @@ def _wrk(workload: Workload, request: Request, url: str, body: Path, run: _Run) 
 def _h2load(workload: Workload, request: Request, url: str, body: Path, run: _Run) -> LoadFigures:
     log = body.with_name("requests.tsv")
     headers = [part for name, value in request.headers.items() for part in ("-H", f"{name}: {value}")]
+    protocol = ["--h1"] if workload.transport == "http" else []
     output, cpu_seconds = _run([
-        "h2load", f"-t{workload.client_threads}", f"-c{workload.connections}", "-m1", f"-D{run.seconds}",
+        "h2load", *protocol, f"-t{workload.client_threads}", f"-c{workload.connections}", "-m1", f"-D{run.seconds}",
         # Wide flow-control windows, as gRPC clients open them, so that the server never waits for us.
         "-w24", "-W24", f"--log-file={log}", "-d", str(body), *headers, url,
     ], run)  # fmt: skip

@@ -36,6 +36,10 @@ class Workload:
     input_name: str = "INPUT0"
     # Whether an answer takes so long that only whole requests are counted; see steady.py.
     is_slow: bool = False
+    # Whether it is measured for how long requests take: by h2load, which tells the time of each. wrk adds to its
+    # percentiles requests that it never sent, for the time that it waited ("coordinated omission"), and the more of
+    # them the quicker the server is otherwise.
+    is_timed: bool = False
     # How much longer than the others this one is measured.
     times_longer: int = 1
     seed: int = 1
@@ -109,7 +113,9 @@ WORKLOADS: dict[str, Workload] = {
     for workload in (
         *_SIXTEEN,
         *(
-            replace(one, name=f"{one.name}-by{count}", what=f"{one.what}, for its p99", connections=count)
+            replace(
+                one, name=f"{one.name}-by{count}", what=f"{one.what}, for its p99", connections=count, is_timed=True
+            )
             for one in _SIXTEEN
             for count in (1, 64)
         ),
