@@ -114,6 +114,16 @@ class Backends:
             return None
         return self._choose(live) if len(live) > 1 else live[0]
 
+    def give(self) -> Backend | None:
+        """`pick` and `begin` in one, for a request that was never tried before."""
+        live = self.live
+        if not live:
+            return None
+        backend = self._choose(live) if len(live) > 1 else live[0]
+        backend.outstanding += 1
+        backend.stats.requests += 1
+        return backend
+
     def begin(self, backend: Backend, *, retry: bool = False) -> None:
         """A request is given to the backend."""
         backend.outstanding += 1
@@ -123,12 +133,11 @@ class Backends:
 
     def end(self, backend: Backend, outcome: int, now: float) -> None:
         """That request is over. Call once for each `begin`."""
+        if outcome == Outcome.OK:
+            self.ended_well(backend)
+            return
         backend.outstanding -= 1
         stats = backend.stats
-        if outcome == Outcome.OK:
-            stats.ok += 1
-            backend.health.succeeded()
-            return
         if outcome == Outcome.CANCELLED:
             stats.cancelled += 1
             return
@@ -138,6 +147,14 @@ class Backends:
             stats.failed += 1
         why = "it refused requests" if outcome == Outcome.REFUSED else "requests to it failed"
         self._failed(backend, now, why)
+
+    def ended_well(self, backend: Backend) -> None:
+        """`end`, with `Outcome.OK`."""
+        backend.outstanding -= 1
+        backend.stats.ok += 1
+        health = backend.health
+        health.in_row = 0
+        health.total += 1
 
     def checked(self, backend: Backend, healthy: bool, now: float, why: str = "") -> None:
         """An active check has its answer; `why` it is bad, for people."""

@@ -20,11 +20,11 @@ class Health:
         "_ejected_until",
         "_ejections",
         "_failures",
-        "_in_row",
+        "in_row",
         "_outliers",
         "_quiet_since",
         "_streak",
-        "_total",
+        "total",
         "_window_ends",
         "checks",
         "ejected",
@@ -46,8 +46,10 @@ class Health:
         self.checks = 0
         """Active checks so far."""
         self._streak = 0
-        self._in_row = 0
-        self._total = 0
+        self.in_row = 0
+        """Failures since a request last went well: whose it is that ends, sets it to 0 and counts in `total`."""
+        self.total = 0
+        """Requests in this window."""
         self._failures = 0
         self._window_ends = 0.0
         self._ejections = 0
@@ -85,32 +87,27 @@ class Health:
         self.up = healthy
         if healthy:
             self.since = now
-            self._in_row = 0
+            self.in_row = 0
             if not self.ejected:
                 self.reason = ""
         return True
 
-    def succeeded(self) -> None:
-        """A request went well."""
-        self._in_row = 0
-        self._total += 1
-
     def failed(self, now: float) -> bool:
         """A request failed. True if that makes the server one to eject."""
-        self._in_row += 1
-        self._total += 1
+        self.in_row += 1
+        self.total += 1
         self._failures += 1
         if self.ejected:
             return False
         outliers = self._outliers
-        if 0 < outliers.consecutive_failures <= self._in_row:
+        if 0 < outliers.consecutive_failures <= self.in_row:
             return True
-        enough = outliers.error_rate > 0 and self._total >= outliers.least_requests
-        return enough and self._failures >= outliers.error_rate * self._total
+        enough = outliers.error_rate > 0 and self.total >= outliers.least_requests
+        return enough and self._failures >= outliers.error_rate * self.total
 
     def spare(self, now: float) -> None:
         """It should be ejected and cannot be: count anew, so as not to ask with every failure."""
-        self._in_row = self._total = self._failures = 0
+        self.in_row = self.total = self._failures = 0
 
     def eject(self, now: float, why: str) -> None:
         """Take it out for a while, for longer each time."""
@@ -126,7 +123,7 @@ class Health:
         """Let time pass. True if an ejection has ended."""
         if now >= self._window_ends:
             self._window_ends = now + self._outliers.window_seconds
-            self._total = self._failures = 0
+            self.total = self._failures = 0
         if self.ejected:
             if now < self._ejected_until:
                 return False

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from headrace.wire.http.heads import Fields, RequestHead
 
 VIA_NAME = b"headrace-router"
+JOIN_BYTES = 16 * 1024
+"""A request up to this size is joined and written in one piece."""
 _MOST_HOPS = 8
 """Routers in a row. More are a circle: a router that has itself for a backend."""
 
@@ -58,7 +60,17 @@ _INFERENCE = re.compile(
 class RequestPlan:
     """What is known of a request before a backend is chosen. Shared by all requests with the same head."""
 
-    __slots__ = ("hostless", "length", "repeatable", "silent", "streamed", "upgrade", "whole", "whole_length")
+    __slots__ = (
+        "hostless",
+        "is_short",
+        "length",
+        "repeatable",
+        "silent",
+        "streamed",
+        "upgrade",
+        "whole",
+        "whole_length",
+    )
 
     def __init__(self, whole: bytes, streamed: bytes, length: int) -> None:
         self.whole = whole
@@ -77,6 +89,8 @@ class RequestPlan:
         """Whether its answer has no body: it is HEAD."""
         self.hostless = False
         """Whether the client named no host."""
+        self.is_short = False
+        """Whether nothing about it is unusual: it names a host, and is written in one piece."""
 
 
 def plan_of(head: RequestHead, settings: RouterSettings) -> RequestPlan:
@@ -121,6 +135,7 @@ def plan_of(head: RequestHead, settings: RouterSettings) -> RequestPlan:
     plan.upgrade = upgrade
     plan.silent = method == b"HEAD"
     plan.hostless = not host
+    plan.is_short = bool(host) and plan.whole_length <= JOIN_BYTES
     return plan
 
 

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 class RetryBudget:
     """Each request earns a part of a retry; what is not used is kept, up to the reserve."""
 
-    __slots__ = ("_credit", "_earned", "_reserve", "refused", "spent")
+    __slots__ = ("_credit", "_earned", "_reserve", "refused", "short", "spent")
 
     def __init__(self, settings: RetrySettings) -> None:
         self._earned = settings.budget
         self._reserve = float(settings.reserve)
         self._credit = self._reserve
+        self.short = False
+        """Whether some of the reserve is used up: else there is nothing to earn."""
         self.spent = 0
         """Retries so far."""
         self.refused = 0
@@ -28,9 +30,9 @@ class RetryBudget:
 
     def earn(self) -> None:
         """A request has come."""
-        credit = self._credit
-        if credit < self._reserve:
-            self._credit = credit + self._earned
+        if self.short:
+            self._credit += self._earned
+            self.short = self._credit < self._reserve
 
     def spend(self) -> bool:
         """Whether there may be one more retry; if so, it counts."""
@@ -38,5 +40,6 @@ class RetryBudget:
             self.refused += 1
             return False
         self._credit -= 1.0
+        self.short = True
         self.spent += 1
         return True

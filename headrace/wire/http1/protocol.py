@@ -43,7 +43,8 @@ class Http1Protocol(asyncio.Protocol):
         self.write_paused = False
         self._transport: asyncio.Transport | None = None
         self._reader: RequestReader
-        self._peer: str | None = None
+        self.peer = ""
+        """The client's address, for logs."""
         self._waiting: deque[Http1Exchange] = deque()
         self._paused_by = 0
         self._idle_since = 0.0
@@ -68,6 +69,7 @@ class Http1Protocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is there."""
         self._transport = cast("asyncio.Transport", transport)
+        self.peer = peer_name(self._transport)
         secure = transport.get_extra_info("sslcontext") is not None
         self._reader = RequestReader(self, b"https" if secure else b"http")
         self._idle_since = self.site.now
@@ -79,7 +81,10 @@ class Http1Protocol(asyncio.Protocol):
             return
         reader = self._reader
         try:
-            reader.feed(data)
+            if reader.phase == Phase.BETWEEN:
+                data = reader.feed_known(data)
+            if data:
+                reader.feed(data)
         except Refusal as refusal:
             self._refuse(refusal)
             return
@@ -231,13 +236,6 @@ class Http1Protocol(asyncio.Protocol):
 
     # Called by exchanges.
 
-    @property
-    def peer(self) -> str:
-        """The client's address, for logs."""
-        if self._peer is None:
-            self._peer = peer_name(self._transport)
-        return self._peer
-
     def guard(self, exchange: Http1Exchange, callback: Callable[..., object], *arguments: object) -> None:
         """Call what a handler gave us; its failure is the exchange's, not the connection's."""
         try:
@@ -341,9 +339,9 @@ class Http1Protocol(asyncio.Protocol):
         exchange.dispatched = True
         route = exchange.route
         try:
-            if not route.streams_body:
+            if not (route.raw or route.streams_body):
                 encoding = exchange.head.by_name.get(b"content-encoding")
-                if encoding is not None and not route.raw:
+                if encoding is not None:
                     exchange.body = inflate(encoding, exchange.body, self.site.limits.body_bytes)
             route.handler(exchange)
         except Exception as error:

@@ -106,11 +106,7 @@ class RequestReader:
     # Fed by the connection.
 
     def feed(self, received: bytes) -> None:
-        """Parse received bytes; raises `Refusal` when the connection cannot go on."""
-        if self.phase == Phase.BETWEEN:
-            received = self._feed_known(received)
-            if not received:
-                return
+        """Parse received bytes, at least one; raises `Refusal` when the connection cannot go on."""
         data = memoryview(received)
         while data:
             self._digested = False
@@ -158,8 +154,10 @@ class RequestReader:
         self._parser = httptools.HttpRequestParser(self)
         self._complete_direct()
 
-    def _feed_known(self, data: bytes) -> bytes:
-        """Take the requests whose head was seen before, letter for letter; return what llhttp has to read.
+    def feed_known(self, data: bytes) -> bytes:
+        """Take the requests whose head was seen before, letter for letter; return what is left for `feed`.
+
+        To be asked first, with bytes that come between requests (`phase`).
 
         Clients repeat themselves, and the same bytes mean the same request: one dictionary look-up replaces the parser.
         """
