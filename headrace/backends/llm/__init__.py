@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend `llm`: language models, vision-language models and embeddings of Hugging Face folders, on PyTorch."""

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend `huggingface_vision`: image classifiers and object detectors of Hugging Face folders.
+
+`backend` is what the engine calls. The rest is its own: `folder` reads what a folder says of itself and opens no weights,
+`weights` loads them, `instance` computes, `settings` reads the parameters.
+"""
+
+from headrace.backends.vision import one_thread
+
+__all__ = ["one_thread"]

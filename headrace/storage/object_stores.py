@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client of obstore's for a bucket, made of a workspace's keys. Called by `objects` alone.
+
+Where keys are given, nothing of the environment is used with them: neither its session token nor its endpoint.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from headrace.storage.credentials import BucketKeys
+from headrace.storage.locations import ObjectPlace
+
+
+def open_store(place: ObjectPlace, keys: BucketKeys | None, idle_seconds: float, retry_seconds: float) -> Any:
+    """A store that knows this bucket. Without keys it looks for them where the clouds' own tools do."""
+    from obstore import store
+
+    plain = keys is not None and keys.endpoint_url.startswith("http://")
+    options: Any = {
+        "allow_http": plain,
+        "connect_timeout": timedelta(seconds=min(idle_seconds, 10.0)),
+        "read_timeout": timedelta(seconds=idle_seconds),
+        # Of a whole answer; a large object takes long, and silence is bounded by the one before.
+        "timeout": timedelta(days=7),
+    }
+    common: Any = {
+        "client_options": options,
+        "retry_config": {"max_retries": 5, "retry_timeout": timedelta(seconds=retry_seconds)},
+    }
+    if place.cloud == "azure":
+        return store.AzureStore(place.bucket, config=_azure(keys), **common)
+    if place.cloud == "gcp":
+        return store.GCSStore(place.bucket, config=_google(keys), **common)
+    return store.S3Store(place.bucket, **_amazon(keys), **common)
+
+
+def _amazon(keys: BucketKeys | None) -> dict[str, Any]:
+    if keys is None:
+        return {}
+    region = keys.region or "us-east-1"
+    config: dict[str, Any] = {
+        "region": region,
+        "virtual_hosted_style_request": False,
+        # This name and not `endpoint`, which a variable of the environment would overrule.
+        "aws_endpoint_url_s3": keys.endpoint_url or f"https://s3.{region}.amazonaws.com",
+    }
+    if not keys.access_key:
+        return {"config": {**config, "skip_signature": True}}
+    # A provider, lest the environment's session token be sent with the workspace's keys.
+    given = {"access_key_id": keys.access_key, "secret_access_key": keys.secret_key, "token": None, "expires_at": None}
+    return {"config": config, "credential_provider": lambda: given}
+
+
+def _azure(keys: BucketKeys | None) -> Any:
+    if keys is None:
+        return {}
+    config: dict[str, Any] = {"account_name": keys.account_name}
+    if keys.endpoint_url:
+        config["endpoint"] = keys.endpoint_url
+    secret = keys.access_key or keys.secret_key
+    if not secret:
+        return {**config, "skip_signature": True}
+    return {**config, "account_key": secret, "credential_type": "access_key"}
+
+
+def _google(keys: BucketKeys | None) -> Any:
+    if keys is None:
+        return {}
+    config: dict[str, Any] = {"base_url": keys.endpoint_url} if keys.endpoint_url else {}
+    # Without a key it would ask the cloud's metadata for one.
+    return {**config, "service_account_key": keys.secret_key} if keys.secret_key else {**config, "skip_signature": True}
