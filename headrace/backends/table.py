@@ -26,6 +26,9 @@ BACKENDS = {
     "lightgbm": "headrace.backends.tabular.lightgbm:LightGBMBackend",
     "sklearn": "headrace.backends.tabular.sklearn:SklearnBackend",
     "identity": "headrace.backends.identity:IdentityBackend",
+    "llm": "headrace.backends.llm.backend:LlmBackend",
+    "openai_proxy": "headrace.backends.openai_proxy.backend:OpenAiProxyBackend",
+    "huggingface_vision": "headrace.backends.vision.backend:HuggingFaceVisionBackend",
 }
 """Every backend by the name that `backend:` gives it."""
 
@@ -38,6 +41,8 @@ EXTRAS = {
     "xgboost": "xgboost",
     "lightgbm": "lightgbm",
     "sklearn": "sklearn",
+    "llm": "llm",
+    "huggingface_vision": "llm",
 }
 """The extra that installs what a backend needs."""
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the numbers of a classifying output are called: label files, read once when a version is loaded.
 
-An output of an ensemble that has no file has the labels of the step that makes it.
+A label file is text with a label in each line, or the config.json of a Hugging Face model, whose `id2label` has them. An
+output of an ensemble that has no file has the labels of the step that makes it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from headrace.core.errors import FailedPrecondition
 from headrace.modelconfig.types import EnsembleStep, ModelConfig
 
 _MOST_BYTES = 16 * 1024 * 1024
+_MOST_LABELS = 1_000_000
 
 
 def read_labels(config: ModelConfig, model_folder: Path) -> dict[str, list[str]]:
@@ -55,10 +58,24 @@ def _lines(path: Path) -> list[str]:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise FailedPrecondition(f"{path}: a label file may have {_MOST_BYTES} bytes at most")
-        return path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
+        return _id2label(path, text) if path.suffix == ".json" else text.splitlines()
     except OSError as error:
         raise FailedPrecondition(
             f"{path}: the label file cannot be read ({error.strerror}): add it, or remove 'label_filename'"
         ) from None
     except UnicodeDecodeError:
         raise FailedPrecondition(f"{path}: the label file is not UTF-8 text") from None
+
+
+def _id2label(path: Path, text: str) -> list[str]:
+    try:
+        named = {int(number): str(label) for number, label in json.loads(text)["id2label"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise FailedPrecondition(
+            f"{path}: the label file is JSON without an 'id2label' that gives each number a label: correct it, or write the "
+            "labels into a text file, one in each line"
+        ) from None
+    if any(not 0 <= number < _MOST_LABELS for number in named):
+        raise FailedPrecondition(f"{path}: the numbers in 'id2label' must be from 0 to {_MOST_LABELS - 1}")
+    return [named.get(number, "") for number in range(max(named, default=-1) + 1)]

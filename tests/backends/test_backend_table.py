@@ -22,6 +22,8 @@ from headrace.modelconfig.formats import FORMATS
 
 WITHOUT_CASES = {
     "tensorrt": "needs a GPU: driven through a fake of TensorRT's documented interface by tests/backends/test_tensorrt_*",
+    "llm": "answers as a stream: tests/backends/llm, tests/api/openai",
+    "openai_proxy": "answers as a stream: tests/backends/openai_proxy",
     "ensemble": "no backend: the engine's own, tested in tests/engine",
 }
 FRAMEWORKS = [
@@ -179,7 +181,9 @@ def test_a_backend_of_others_serves(third_party: Path, tmp_path: Path) -> None:
 
 def test_a_backend_of_others_cannot_take_the_name_of_ours(third_party: Path) -> None:
     assert type(backend_named("identity")).__module__ == "headrace.backends.identity"
-    with pytest.raises(InvalidArgument, match="'no_such' is not known: use one of contract_doubling, identity"):
+    with pytest.raises(
+        InvalidArgument, match="'no_such' is not known: use one of contract_doubling, huggingface_vision"
+    ):
         backend_named("no_such")
 
 

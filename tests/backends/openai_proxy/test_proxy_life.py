@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of the engine behind a model: it starts or does not, dies, is started again, and ends with its children."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from backends.openai_proxy.proxied import (
+    FAKE,
+    Proxied,
+    alive,
+    chat,
+    command,
+    eventually,
+    fake_engine,
+    proxied,
+    stats_of,
+    write_fake,
+    write_model,
+)
+from ports import free_port
+
+from headrace.backends.contract import Placement
+from headrace.backends.openai_proxy import engine as engine_module
+from headrace.core.errors import FailedPrecondition, HeadraceError, Unavailable
+from headrace.engine.repository.states import State
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Proxied]:
+    (tmp_path / "models").mkdir()
+    with proxied(tmp_path / "models") as running:
+        yield running
+    left = [child.cmdline() for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
+    assert not [line for line in left if str(FAKE) in line], "an engine has outlived its server"
+
+
+def test_one_that_exits_at_once_is_told_with_its_last_lines(served: Proxied) -> None:
+    write_model(served.repository, "m", command=command("--exit", "3"))
+    with pytest.raises(FailedPrecondition) as caught:
+        served.load("m")
+    assert "exit code 3" in caught.value.message
+    assert "fake engine: loading weights | CUDA out of memory: tried to allocate 80 GiB" in caught.value.message
+    assert served.state("m")[0] is State.UNAVAILABLE
+
+
+def test_one_that_never_gets_healthy_is_ended_and_told(served: Proxied) -> None:
+    write_fake(served.repository, "m", "--never-healthy", start_seconds="1")
+    with pytest.raises(FailedPrecondition) as caught:
+        served.load("m")
+    assert "within 1 seconds: it answers /health with status 503" in caught.value.message
+    assert "start_seconds" in caught.value.message and "fake engine: listening" in caught.value.message
+    assert stats_of(served.port("m")) is None
+
+
+def test_what_cannot_be_executed_is_told(served: Proxied, tmp_path: Path) -> None:
+    write_model(served.repository, "gone", command='["no-such-engine", "{port}"]')
+    with pytest.raises(FailedPrecondition, match=r"'no-such-engine'.*install it"):
+        served.load("gone")
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    write_model(served.repository, "broken", command=f'["{script}", "{{port}}"]')
+    with pytest.raises(FailedPrecondition, match=r"exit code 127.*cannot start"):
+        served.load("broken")
+
+
+def test_it_is_started_again_when_it_dies(served: Proxied) -> None:
+    write_fake(served.repository, "m")
+    served.load("m")
+    first = served.stats("m")["pid"]
+    others = [served.begin(chat("m", "hang on")) for _ in range(3)]
+    for other in others:
+        served.until(other, lambda each: bool(each.answers))
+    told = served.ask(chat("m", "die now"))  # it kills itself after the first word
+    assert len(told.answers) == 1
+    for each in (told, *(served.until(other, lambda _: False) for other in others)):
+        assert isinstance(each.error, Unavailable)
+        assert "died (signal 9" in each.error.message or "in the middle of its answer" in each.error.message
+    down = eventually(lambda: _down(served), "requests are told what happened")
+    assert "died (signal 9" in down.message and "started again" in down.message
+    assert down.retry_after_seconds == 1
+    eventually(lambda: _answers(served), "there is a new engine")
+    assert served.stats("m")["pid"] != first
+    assert served.state("m") == (State.READY, "")
+
+
+def _down(served: Proxied) -> Any:
+    told = served.ask(chat("m", "hello"))
+    return told.error if isinstance(told.told[-1][0], HeadraceError) and "died" in told.error.message else None
+
+
+def _answers(served: Proxied) -> bool:
+    told = served.ask(chat("m", "hello"))
+    return not isinstance(told.told[-1][0], HeadraceError) and told.text == "hello"
+
+
+def test_one_that_cannot_start_again_is_tried_again_and_again(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = served.repository.parent / "once.sh"
+    script.write_text(f'test -e "$0.ran" && exit 9\ntouch "$0.ran"\nexec {sys.executable} {FAKE} --port $1\n')
+    write_model(served.repository, "m", command=f'["sh", "{script}", "{{port}}"]')
+    served.load("m")
+    assert isinstance(served.ask(chat("m", "die now")).error, Unavailable)
+    told = eventually(lambda: _exit_code(served), "the second try has failed")
+    assert "ended before it was healthy (exit code 9)" in told.message and "being started again" in told.message
+    Path(f"{script}.ran").unlink()
+    eventually(lambda: _answers(served), "it starts again")
+
+
+def _exit_code(served: Proxied) -> Any:
+    told = served.ask(chat("m", "hello"))
+    return told.error if "exit code 9" in getattr(told.told[-1][0], "message", "") else None
+
+
+def test_unload_ends_it_with_its_children(served: Proxied, tmp_path: Path) -> None:
+    write_fake(served.repository, "m", "--grandchild", str(tmp_path / "workers"))
+    served.load("m")
+    pid, worker = served.stats("m")["pid"], int((tmp_path / "workers").read_text())
+    assert alive(pid) and alive(worker)
+    assert os.getsid(pid) == pid  # a session of its own: ctrl-c at the server's terminal is not for it
+    served.unload("m")
+    assert not alive(pid)
+    eventually(lambda: not alive(worker), "its children are gone")
+
+
+def test_its_children_go_when_it_is_killed(served: Proxied, tmp_path: Path) -> None:
+    write_fake(served.repository, "m", "--grandchild", str(tmp_path / "workers"))
+    served.load("m")
+    worker = int((tmp_path / "workers").read_text())
+    os.kill(served.stats("m")["pid"], signal.SIGKILL)
+    eventually(lambda: not alive(worker), "its children are gone")
+
+
+def test_one_that_does_not_listen_is_killed(served: Proxied) -> None:
+    write_fake(served.repository, "m", "--deaf", stop_seconds="1")
+    served.load("m")
+    pid = served.stats("m")["pid"]
+    began = time.monotonic()
+    served.unload("m")
+    assert not alive(pid)
+    assert 0.9 < time.monotonic() - began < 10
+
+
+def test_an_instance_that_is_closed_tells_those_who_wait(served: Proxied) -> None:
+    write_fake(served.repository, "m")
+    served.load("m")
+    streaming = served.begin(chat("m", "hang on"))
+    served.until(streaming, lambda each: bool(each.answers))
+    version = served.plane.find("m")
+    assert version is not None
+    began = time.monotonic()
+    served.wait(version.retire(0.1))  # no more patience
+    error = served.until(streaming, lambda _: False).error
+    assert isinstance(error, Unavailable) and "being unloaded" in error.message
+    assert time.monotonic() - began < 10
+
+
+def test_an_instance_of_a_gpu_sees_that_one_alone(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
+    write_fake(served.repository, "m")
+    served.load("m")
+    assert served.stats("m")["gpus"] == "GPU-a, GPU-b"
+    instance = _instance_beside(served, Placement("m_0_gpu1", "gpu", 1))
+    try:
+        assert served.stats("m")["gpus"] == "GPU-b"
+    finally:
+        instance.close()
+
+
+def _instance_beside(served: Proxied, placement: Placement) -> Any:
+    """Another instance of the model, as the engine would open it."""
+    model, instance = served.opened("m")
+    instance.close()
+    return model.open(placement)
+
+
+def test_a_server_that_closes_does_not_wait_for_a_start(tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    repository.mkdir()
+    write_fake(repository, "m", "--never-healthy")
+    began = time.monotonic()
+    with proxied(repository) as served:
+        loading = asyncio.run_coroutine_threadsafe(served.plane.load("m"), served._loop)
+        eventually(lambda: (tmp_path / "models.m.port").exists(), "the engine has begun to start")
+        pid = eventually(lambda: served.stats("m"), "it listens")["pid"]
+    assert time.monotonic() - began < 15
+    assert loading.exception(5) is not None
+    eventually(lambda: not alive(pid), "the engine is gone")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_it_ends_with_a_server_that_is_killed_or_stopped(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "models").mkdir()
+    write_fake(tmp_path / "models", "m")
+    port, port_file = free_port(), tmp_path / "models.m.port"
+    headrace = Path(sys.executable).parent / "headrace"
+    options = [str(tmp_path / "models"), "--http-port", str(port), "--grpc-port", "0", "--grace-seconds", "1"]
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen([headrace, "serve", *options], stdout=log, stderr=log)
+    try:
+        eventually(lambda: port_file.exists() and stats_of(int(port_file.read_text())), (tmp_path / "log").read_text())
+        stats = stats_of(int(port_file.read_text()))
+        eventually(lambda: _ready(port), "the server is ready")
+        with urllib.request.urlopen(
+            urllib.request.Request(f"http://127.0.0.1:{port}/v2/models/m/generate", b'{"text_input": "a b"}'),
+            timeout=10,
+        ) as answer:
+            assert json.load(answer)["text_output"] == "a b"
+        server.send_signal(number)
+        assert server.wait(20) == (-9 if number is signal.SIGKILL else 0), (tmp_path / "log").read_text()
+        eventually(lambda: not alive(stats["pid"]), "the engine has gone with it")
+    finally:
+        server.kill()
+        server.wait()
+    assert "m_0_cpu: fake engine: listening" in (tmp_path / "log").read_text()  # what it writes is in the server's log
+
+
+def _ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/m/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def test_an_engine_elsewhere_is_reached_by_its_url(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("ENGINE_KEY", "s3cret")
+    with fake_engine(port, "--key", "s3cret", "--no-health"):
+        write_model(served.repository, "m", url=f"http://127.0.0.1:{port}/v1", api_key_env="ENGINE_KEY")
+        served.load("m")
+        assert served.ask(chat("m", "hello there")).text == "hello there"
+        write_model(
+            served.repository, "named", url=f"http://localhost:{port}", api_key_env="ENGINE_KEY", served_model="x"
+        )
+        served.load("named")
+        assert "`x` does not exist" in served.ask(chat("named", "hello")).error.message
+        streaming = served.begin(chat("m", "hang on"))
+        served.until(streaming, lambda each: bool(each.answers))
+    error = served.until(streaming, lambda _: False).error
+    assert isinstance(error, Unavailable) and "in the middle of its answer" in error.message
+    error = served.ask(chat("m", "hello")).error
+    assert isinstance(error, Unavailable) and "cannot be reached" in error.message
+    with fake_engine(port, "--key", "s3cret"):
+        assert served.ask(chat("m", "back again")).text == "back again"
+        served.unload("m")
+        assert stats_of(port) is not None  # it is not ours to end
+    with fake_engine(port, "--key", "another"):
+        write_model(served.repository, "refused", url=f"http://127.0.0.1:{port}", api_key_env="ENGINE_KEY")
+        served.load("refused")  # its health needs no key
+        error = served.ask(chat("refused", "hello")).error
+        assert isinstance(error, Unavailable) and "api_key_env" in error.message and "s3cret" not in error.message
+
+
+def test_nobody_at_the_url_is_told(served: Proxied) -> None:
+    write_model(served.repository, "m", url=f"http://127.0.0.1:{free_port()}", start_seconds="1")
+    with pytest.raises(FailedPrecondition, match=r"not healthy within 1 seconds: it cannot be reached"):
+        served.load("m")
+
+
+def test_one_that_falls_ill_gets_no_requests_until_it_is_well(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "WATCH_SECONDS", 0.05)
+    port = free_port()
+    write_model(served.repository, "m", url=f"http://127.0.0.1:{port}")
+    with fake_engine(port):
+        served.load("m")
+    with fake_engine(port, "--never-healthy"):
+        error = eventually(lambda: _ill(served), "requests are refused")
+        assert "answers /health with status 503" in error.message
+    with fake_engine(port):
+        eventually(lambda: _answers(served), "it is well again")
+
+
+def _ill(served: Proxied) -> Any:
+    told = served.ask(chat("m", "hello"))
+    return told.error if "with status 503" in getattr(told.told[-1][0], "message", "") else None
