@@ -1,0 +1,571 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An instance of the backend `llm` from request to answers: real tiny models, the real thread, a real loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import llm_models
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from headrace.backends.contract import ModelFiles, Placement
+from headrace.backends.llm.backend import LlmBackend
+from headrace.backends.llm.instance import LlmInstance
+from headrace.core.clock import SystemClock
+from headrace.core.errors import (
+    FailedPrecondition,
+    HeadraceError,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
+from headrace.core.generation import Generation, GenerationRequest, OutputFormat, Picture, Sampling
+from headrace.core.messages import InferRequest
+from headrace.core.tensors import Tensor
+from headrace.engine.engine import EngineSettings, open_engine
+from headrace.modelconfig.types import ModelConfig, OutputSpec
+from headrace.telemetry.registry import Registry
+
+PROMPTS = [("the quick brown fox jumps over Grüße " * 3)[number : 3 + 5 * number] for number in range(20)]
+NEW = 12
+GREEDY = Sampling(temperature=0.0, max_tokens=NEW)
+
+
+class Caller:
+    """Who waits for the answers to one request. See `contract.Work`."""
+
+    def __init__(self, request: InferRequest) -> None:
+        self.request = request
+        self.cancelled = False
+        self.late = 0
+        """Answers after the last."""
+        self.answers: list[tuple[str, dict[str, Any]]] = []
+        self.error: HeadraceError | None = None
+        self.ended = asyncio.Event()
+        self.came = asyncio.Event()
+
+    def reply(self, outputs: Any, *, final: bool = True, parameters: Any = None) -> None:
+        self.late += self.ended.is_set()
+        if isinstance(outputs, HeadraceError):
+            self.error = outputs
+            final = True
+        elif outputs is not None:
+            (tensor,) = outputs
+            self.answers.append((b"\n".join(tensor.array.tolist()).decode(), dict(parameters)))
+        self.came.set()
+        if final:
+            self.ended.set()
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.answers)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.answers[-1][1]
+
+    def texts(self) -> dict[int, str]:
+        """By choice."""
+        found: dict[int, str] = {}
+        for text, parameters in self.answers:
+            found[parameters["index"]] = found.get(parameters["index"], "") + text
+        return found
+
+
+class Services:
+    """Of the server's engine: only what is used."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.metrics = Registry(SystemClock())
+
+
+class Served:
+    """An instance, and ways to ask it."""
+
+    def __init__(self, instance: LlmInstance, metrics: Registry) -> None:
+        self.instance = instance
+        self.engine = instance.engine
+        self.metrics = metrics
+        self.callers: list[Caller] = []
+
+    def begin(self, generation: Generation | InferRequest) -> Caller:
+        request = generation if isinstance(generation, InferRequest) else GenerationRequest("tiny", generation)
+        caller = Caller(request)
+        self.callers.append(caller)
+        self.instance.execute([caller], lambda: None)
+        return caller
+
+    async def ask(self, generation: Generation | InferRequest) -> Caller:
+        caller = self.begin(generation)
+        await asyncio.wait_for(caller.ended.wait(), 60)
+        if caller.error is not None:
+            raise caller.error
+        return caller
+
+    async def quiet(self) -> None:
+        """Until the engine has nothing to do."""
+        while self.engine._jobs:
+            await asyncio.sleep(0.005)
+
+    def value(self, name: str) -> float:
+        (family,) = (family for family in self.metrics.families if family.name == name)
+        return sum(getattr(series, "value", sum(getattr(series, "counts", ()))) for _, series in family.collect())
+
+
+@asynccontextmanager
+async def served(folder: Path | None = None, **parameters: str) -> AsyncIterator[Served]:
+    with TemporaryDirectory() as place:
+        version = folder or llm_models.tiny_llama(Path(place) / "tiny" / "1")
+        services = Services()
+        config = ModelConfig(
+            "tiny",
+            "llm",
+            outputs=(OutputSpec("text_output", None, None),),
+            decoupled=True,
+            parameters={"threads": "1", **parameters},
+        )
+        model = LlmBackend().load(config, ModelFiles(version.parent, 1, version), services)  # type: ignore[arg-type]
+        instance = await asyncio.to_thread(model.open, Placement("tiny_0_cpu"))
+        assert isinstance(instance, LlmInstance)
+        tiny = Served(instance, services.metrics)
+        try:
+            yield tiny
+        finally:
+            await asyncio.to_thread(instance.close)
+            model.close()
+        await asyncio.sleep(0)  # the last answers are on their way to the loop
+        assert all(caller.ended.is_set() and not caller.late for caller in tiny.callers)
+
+
+def runs(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test that is a coroutine."""
+
+    def ran() -> None:
+        asyncio.run(test())
+
+    ran.__name__, ran.__doc__ = test.__name__, test.__doc__
+    return ran
+
+
+@cache
+def expected() -> list[tuple[list[int], str]]:
+    """Tokens and text that transformers generates greedily, for each prompt."""
+    with TemporaryDirectory() as place:
+        folder = llm_models.tiny_llama(Path(place) / "model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        told = []
+        for prompt in PROMPTS:
+            ids = tokenizer(prompt).input_ids
+            tokens = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0].tolist()[len(ids) :]
+            told.append((tokens, tokenizer.decode(tokens, skip_special_tokens=True)))
+        return told
+
+
+@runs
+async def test_greedy_texts_are_those_of_transformers_alone_together_and_streamed() -> None:
+    wanted = [text for _, text in expected()]
+    async with served() as tiny:
+        alone = [await tiny.ask(Generation(prompt=prompt, sampling=GREEDY)) for prompt in PROMPTS]
+        assert [caller.text for caller in alone] == wanted
+        assert all(len(caller.answers) == 1 for caller in alone)
+        counts = [caller.last["completion_tokens"] for caller in alone]
+        assert counts == [len(tokens) for tokens, _ in expected()]
+        stream = [tiny.begin(Generation(prompt=prompt, sampling=GREEDY, stream=True)) for prompt in PROMPTS]
+        for caller in stream:
+            await asyncio.wait_for(caller.ended.wait(), 60)
+        assert [caller.text for caller in stream] == wanted
+        assert max(len(caller.answers) for caller in stream) > NEW // 2
+        assert tiny.engine.scheduler.pool.used == 0
+
+
+@runs
+async def test_greedy_texts_stay_with_a_small_cache_small_chunks_and_no_prefixes() -> None:
+    wanted = [text for _, text in expected()]
+    # A token takes 512 bytes: 20 pages of 4 tokens.
+    parameters = {"kv_cache_bytes": str(512 * 80), "page_size": "4", "max_running": "6", "max_step_tokens": "5"}
+    for prefix_cache in ("true", "false"):
+        async with served(**parameters, prefix_cache=prefix_cache) as tiny:
+            callers = [tiny.begin(Generation(prompt=prompt, sampling=GREEDY)) for prompt in PROMPTS]
+            for caller in callers:
+                await asyncio.wait_for(caller.ended.wait(), 60)
+            assert [caller.text for caller in callers] == wanted
+            assert tiny.value("headrace_llm_preemptions_total") > 0
+            assert tiny.engine.scheduler.pool.used == 0
+
+
+@runs
+async def test_the_same_prompt_again_is_found_in_the_cache_and_said() -> None:
+    async with served(page_size="2") as tiny:
+        first = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=GREEDY))
+        again = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=GREEDY))
+        assert first.last["cached_tokens"] == 0
+        assert again.last["cached_tokens"] == (again.last["prompt_tokens"] - 1) // 2 * 2 > 0
+        assert again.text == first.text
+        assert tiny.value("headrace_llm_prefix_cache_hit_tokens_total") == again.last["cached_tokens"]
+
+
+@runs
+async def test_choices_differ_by_themselves_and_repeat_with_their_seed() -> None:
+    async with served() as tiny:
+        sampling = Sampling(temperature=1.5, max_tokens=8, n=3, seed=5, ignore_eos=True)
+        whole = await tiny.ask(Generation(prompt="the quick", sampling=sampling))
+        streamed = await tiny.ask(Generation(prompt="the quick", sampling=sampling, stream=True))
+        assert len(whole.answers) == 3
+        assert whole.texts() == streamed.texts()
+        assert len(set(whole.texts().values())) == 3
+        assert sorted(whole.texts()) == [0, 1, 2]
+        finals = [parameters for _, parameters in streamed.answers if "finish_reason" in parameters]
+        assert [parameters["completion_tokens"] for parameters in finals] == [8, 8, 8]
+
+
+@runs
+async def test_a_request_of_v2_gets_one_answer_or_a_stream() -> None:
+    def request(**parameters: Any) -> InferRequest:
+        tensor = Tensor.of("text_input", np.array([PROMPTS[9].encode()], object))
+        return InferRequest("tiny", [tensor], parameters={"temperature": 0.0, "max_tokens": NEW, **parameters})
+
+    async with served() as tiny:
+        one = await tiny.ask(request())
+        assert [text for text, _ in one.answers] == [expected()[9][1]]
+        assert one.last == {
+            "finish_reason": "length",
+            "prompt_tokens": one.last["prompt_tokens"],
+            "cached_tokens": 0,
+            "completion_tokens": NEW,
+        }
+        three = await tiny.ask(request(n=3))
+        assert [text.split("\n") for text, _ in three.answers] == [[expected()[9][1]] * 3]
+        assert three.last["completion_tokens"] == 3 * NEW
+        stream = await tiny.ask(request(stream=True))
+        assert len(stream.answers) > 1
+        assert stream.text == expected()[9][1]
+        with pytest.raises(InvalidArgument, match="temprature"):
+            await tiny.ask(request(temprature=1.0))
+
+
+@runs
+async def test_what_ends_a_choice() -> None:
+    tokens, text = expected()[9]
+    async with served() as tiny:
+        cut = text[4:7]
+        stopped = await tiny.ask(
+            Generation(prompt=PROMPTS[9], sampling=Sampling(temperature=0, max_tokens=NEW, stop=(cut,)), stream=True)
+        )
+        assert stopped.text == text[: text.index(cut)]
+        assert stopped.last["finish_reason"] == "stop"
+        by_token = await tiny.ask(
+            Generation(prompt=PROMPTS[9], sampling=Sampling(temperature=0, max_tokens=NEW, stop_token_ids=(tokens[3],)))
+        )
+        assert by_token.last["finish_reason"] == "stop"
+        assert by_token.last["completion_tokens"] == tokens.index(tokens[3]) + 1
+        by_length = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=Sampling(temperature=0, max_tokens=3)))
+        assert (by_length.last["finish_reason"], by_length.last["completion_tokens"]) == ("length", 3)
+
+
+@runs
+async def test_output_in_a_format_ends_when_the_format_does() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    async with served() as tiny:
+        caller = await tiny.ask(
+            Generation(
+                messages=({"role": "user", "content": "say"},),
+                sampling=Sampling(temperature=1.0, max_tokens=60, n=2, seed=3),
+                output_format=OutputFormat("json_schema", schema),
+            )
+        )
+        for text, parameters in caller.answers:
+            assert json.loads(text)["a"] in ("x", "y")
+            assert parameters["finish_reason"] == "stop"
+
+
+@runs
+async def test_logprobs_are_told_for_every_token_streamed_or_not() -> None:
+    async with served() as tiny:
+        sampling = Sampling(temperature=0, max_tokens=NEW, logprobs=2)
+        for stream in (True, False):
+            caller = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=sampling, stream=stream))
+            told = [entry for _, parameters in caller.answers for entry in json.loads(parameters.get("logprobs", "[]"))]
+            assert len(told) == NEW
+            assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in told)
+            assert b"".join(bytes(entry["bytes"]) for entry in told).decode(errors="replace") == caller.text
+
+
+@runs
+async def test_200_callers_who_leave_leave_no_page_in_use() -> None:
+    async with served(max_running="16", page_size="4", max_step_tokens="64") as tiny:
+        endless = Sampling(temperature=1.0, max_tokens=1500, ignore_eos=True, n=2)
+        callers = [
+            tiny.begin(Generation(prompt=PROMPTS[number % 20], sampling=endless, stream=True)) for number in range(200)
+        ]
+        await asyncio.wait_for(callers[0].came.wait(), 60)
+        for number, caller in enumerate(callers):
+            caller.cancelled = True
+            if number % 20 == 0:
+                await asyncio.sleep(0.01)  # some while they run, some while they wait
+        for caller in callers:
+            await asyncio.wait_for(caller.ended.wait(), 60)
+        await tiny.quiet()
+        scheduler = tiny.engine.scheduler
+        assert (scheduler.pool.used, len(scheduler.running), len(scheduler.waiting)) == (0, 0, 0)
+        assert tiny.value("headrace_llm_kv_cache_usage_ratio") == 0
+        after = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=GREEDY))
+        assert after.text == expected()[9][1]
+
+
+@runs
+async def test_a_newcomer_does_not_wait_for_long_answers() -> None:
+    async with served() as tiny:
+        endless = Sampling(temperature=0, max_tokens=1500, ignore_eos=True)
+        long = [tiny.begin(Generation(prompt=prompt, sampling=endless, stream=True)) for prompt in PROMPTS[:4]]
+        for caller in long:
+            await asyncio.wait_for(caller.came.wait(), 60)
+        newcomer = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=GREEDY))
+        assert newcomer.text == expected()[9][1]
+        assert not any(caller.ended.is_set() for caller in long)
+        for caller in long:
+            caller.cancelled = True
+
+
+@runs
+async def test_beyond_the_queue_requests_are_refused_at_once() -> None:
+    async with served(max_running="1", max_queue="2") as tiny:
+        endless = Sampling(temperature=0, max_tokens=1500, ignore_eos=True)
+        callers = [tiny.begin(Generation(prompt="the", sampling=endless)) for _ in range(5)]
+        assert [caller.ended.is_set() for caller in callers] == [False, False, False, True, True]
+        assert isinstance(callers[4].error, Unavailable)
+        assert callers[4].error.retry_after_seconds
+        for caller in callers[:3]:
+            caller.cancelled = True
+        for caller in callers:
+            await asyncio.wait_for(caller.ended.wait(), 60)
+        await tiny.ask(Generation(prompt="the", sampling=GREEDY))
+
+
+@runs
+async def test_what_is_wrong_with_a_request_is_told_and_ends_nothing_else() -> None:
+    picture = Picture(np.zeros((4, 4, 3), np.uint8))
+    messages = ({"role": "user", "content": [{"type": "image"}]},)
+    async with served(max_model_len="64") as tiny:
+        for generation, error, words in (
+            (Generation(prompt="the " * 100), InvalidArgument, "context is 64 tokens"),
+            (Generation(prompt=""), InvalidArgument, "empty"),
+            (Generation(prompt="the", adapter="none"), NotFound, "adapter 'none'"),
+            (Generation(messages=messages, media=(picture,)), InvalidArgument, "text only"),
+            (Generation(messages=({"role": "pirate", "content": "x"},)), InvalidArgument, "role"),
+            (Generation(prompt="the", sampling=Sampling(n=0)), InvalidArgument, "n"),
+        ):
+            with pytest.raises(error, match=words):
+                await tiny.ask(generation)
+        fits = await tiny.ask(Generation(prompt="the", sampling=Sampling(temperature=0, ignore_eos=True)))
+        assert fits.last["prompt_tokens"] + fits.last["completion_tokens"] == 64
+        assert tiny.instance._open == 0
+
+
+@runs
+async def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on() -> None:
+    async with served() as tiny:
+        runner, launch = tiny.engine.runner, tiny.engine.runner.launch
+
+        def fails(*arguments: Any, **named: Any) -> Any:
+            runner.launch = launch  # type: ignore[method-assign]
+            raise ValueError("secret words")
+
+        runner.launch = fails  # type: ignore[method-assign]
+        with pytest.raises(Internal) as raised:
+            await tiny.ask(Generation(prompt="the", sampling=GREEDY))
+        assert "secret" not in str(raised.value)
+        after = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=GREEDY))
+        assert after.text == expected()[9][1]
+        assert tiny.engine.scheduler.pool.used == 0
+
+
+@runs
+async def test_a_step_without_enough_memory_is_made_smaller() -> None:
+    async with served(max_running="4", max_step_tokens="256") as tiny:
+        runner, launch = tiny.engine.runner, tiny.engine.runner.launch
+        sizes: list[int] = []
+
+        def limited(pieces: Any, **named: Any) -> Any:
+            sizes.append(sum(piece.count for piece in pieces))
+            if sizes[-1] > 70:
+                raise torch.OutOfMemoryError("out of memory")
+            return launch(pieces, **named)
+
+        runner.launch = limited  # type: ignore[method-assign]
+        prompt = [9] * 200
+        callers = [tiny.begin(Generation(prompt=prompt, sampling=GREEDY)) for _ in range(3)]
+        for caller in callers:
+            await asyncio.wait_for(caller.ended.wait(), 60)
+        assert max(sizes) > 70
+        assert len({caller.text for caller in callers}) == 1
+        assert callers[0].text
+
+        def never(pieces: Any, **named: Any) -> Any:
+            raise torch.OutOfMemoryError("out of memory")
+
+        runner.launch = never  # type: ignore[method-assign]
+        with pytest.raises(Unavailable, match="not enough memory"):
+            await tiny.ask(Generation(prompt=prompt, sampling=GREEDY))
+        assert tiny.engine.scheduler.pool.used == 0
+
+
+@runs
+async def test_closing_tells_those_who_still_wait() -> None:
+    endless = Sampling(temperature=0, max_tokens=1500, ignore_eos=True)
+    async with served() as tiny:
+        caller = tiny.begin(Generation(prompt="the", sampling=endless, stream=True))
+        await asyncio.wait_for(caller.came.wait(), 60)
+    await asyncio.wait_for(caller.ended.wait(), 10)
+    assert isinstance(caller.error, Unavailable)
+    assert not tiny.engine._thread.is_alive()
+    late = tiny.begin(Generation(prompt="the", sampling=GREEDY))
+    assert isinstance(late.error, Unavailable)
+
+
+class Ahead:
+    """Makes a runner one that launches before it has read: it keeps the last tokens itself, as a GPU does."""
+
+    def __init__(self, runner: Any) -> None:
+        self.launch = runner.launch
+        self.last: dict[int, int] = {}
+        self.unknown = 0
+        self.fails_at = 0
+        """Reading the step with this number fails."""
+        self.steps = 0
+        runner.launch, runner.ahead = self, True
+
+    def __call__(self, pieces: Any, *, greedy: bool) -> Any:
+        self.steps += 1
+        added = [piece.sequence for piece in pieces if not piece.known]
+        self.unknown += len(added)
+        for sequence in added:
+            sequence.tokens.append(self.last[sequence.seat])
+        step = self.launch(pieces, greedy=greedy)
+        for sequence in added:
+            sequence.tokens.pop()
+        sampled = [piece for piece in pieces if piece.samples]
+        for piece, token in zip(sampled, step.tokens(), strict=True):
+            self.last[piece.sequence.seat] = token
+        return Unreadable() if self.steps == self.fails_at else step
+
+
+class Unreadable:
+    def tokens(self) -> list[int]:
+        raise ValueError("secret words")
+
+
+@runs
+async def test_steps_ahead_give_the_same_texts() -> None:
+    wanted = [text for _, text in expected()]
+    async with served(max_running="6", page_size="4", kv_cache_bytes=str(512 * 120)) as tiny:
+        ahead = Ahead(tiny.engine.runner)
+        callers = [tiny.begin(Generation(prompt=prompt, sampling=GREEDY)) for prompt in PROMPTS]
+        mixed = tiny.begin(Generation(prompt="the", sampling=Sampling(temperature=1.0, max_tokens=6, seed=1)))
+        for caller in (*callers, mixed):
+            await asyncio.wait_for(caller.ended.wait(), 60)
+        assert [caller.text for caller in callers] == wanted
+        assert ahead.unknown > 20
+        assert tiny.engine.scheduler.pool.used == 0
+
+
+@runs
+async def test_a_step_that_cannot_be_read_fails_those_that_went_on_from_it() -> None:
+    async with served() as tiny:
+        ahead = Ahead(tiny.engine.runner)
+        ahead.fails_at = 5
+        caller = tiny.begin(Generation(prompt=PROMPTS[9], sampling=GREEDY, stream=True))
+        await asyncio.wait_for(caller.ended.wait(), 60)
+        assert isinstance(caller.error, Internal)
+        assert expected()[9][1].startswith(caller.text)
+        assert ahead.steps == 6, "one was launched before it was read"
+        after = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=GREEDY))
+        assert after.text == expected()[9][1]
+        assert tiny.engine.scheduler.pool.used == 0
+
+
+def load(folder: Path, **parameters: str) -> None:
+    async def tried() -> None:
+        async with served(folder, **parameters):
+            pass
+
+    asyncio.run(tried())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("page_size", "0"),
+        ("max_model_len", "many"),
+        ("kv_cache_bytes", "-1"),
+        ("kv_cache_share", "2"),
+        ("kv_cache_share", "nan"),
+        ("max_running", "0"),
+        ("max_queue", "1e9"),
+        ("dtype", "int8"),
+        ("prefix_cache", "perhaps"),
+        ("trust_remote_code", "yes"),
+        ("adapters", "a=b,a=c"),
+        ("adapters", "a"),
+        ("chat_template", "nowhere.jinja"),
+        ("max_modell_len", "64"),
+    ],
+)
+def test_a_bad_parameter_is_named(name: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=name):
+        load(llm_models.tiny_llama(tmp_path / "1"), **{name: value})
+
+
+def test_a_model_path_leads_elsewhere(tmp_path: Path) -> None:
+    folder = llm_models.tiny_llama(tmp_path / "elsewhere")
+    (tmp_path / "1").mkdir()
+    load(tmp_path / "1", model_path="../elsewhere")
+    load(tmp_path / "1", model_path=str(folder))
+    with pytest.raises(FailedPrecondition, match="model_path"):
+        load(tmp_path / "1", model_path="../nowhere")
+
+
+def test_a_server_needs_a_folder_and_the_name_of_the_backend(tmp_path: Path) -> None:
+    for name in ("one", "two"):  # loaded at once
+        llm_models.tiny_llama(tmp_path / name / "1")
+        (tmp_path / name / "config.pbtxt").write_text('backend: "llm"\n')
+
+    async def tried() -> None:
+        engine = open_engine(EngineSettings(repositories=(tmp_path,)))
+        callers: list[Caller] = []
+        await engine.start()
+        try:
+            for name in ("one", "two"):
+                caller = Caller(GenerationRequest(name, Generation(prompt=PROMPTS[9], sampling=GREEDY, stream=True)))
+
+                def answered(answer: Any, final: bool, caller: Caller = caller) -> None:
+                    if isinstance(answer, BaseException):
+                        raise answer
+                    caller.reply(answer.outputs, final=final, parameters=answer.parameters)
+
+                engine.plane.infer_stream(caller.request, answered)
+                await asyncio.wait_for(caller.came.wait(), 60)
+                callers.append(caller)
+        finally:
+            await engine.close(30)
+        assert all(caller.ended.is_set() for caller in callers), "what was begun is answered before the end"
+        assert [caller.text for caller in callers] == [expected()[9][1]] * 2
+
+    asyncio.run(tried())

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llm_tokenizers import tokenizer
+
+from headrace.backends.llm.sampling.drawing import _picked, drawn
+from headrace.backends.llm.sampling.logprobs import logprobs_json
+from headrace.backends.llm.sampling.rows import Row
+from headrace.backends.llm.sampling.sampler import Sampler, TokenLogprobs
+from headrace.backends.llm.sampling.warping import _top_p, _top_p_sparing, warped
+from headrace.core.generation import Sampling
+
+WIDTH = 700
+
+
+def _logits(rows: int, seed: int = 0, width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def _row(prompt: list[int] | None = None, eos: frozenset[int] = frozenset({2}), index: int = 0, **fields: Any) -> Row:
+    return Row(Sampling(**fields), prompt or [], None, eos, index)
+
+
+def _sample(logits: torch.Tensor, *rows: Row) -> list[int]:
+    before = logits.clone()
+    tokens = Sampler(logits.shape[1], "cpu").sample(logits, rows).tokens
+    torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True, msg="the logits were changed")
+    return tokens
+
+
+def _hugging_face(scores: torch.Tensor, sampling: Sampling, ids: list[int]) -> torch.Tensor:
+    """One row through transformers' own, in the order of its `generate`."""
+    from transformers.generation import logits_process as theirs
+
+    steps: list[Any] = []
+    if sampling.repetition_penalty != 1.0:
+        steps.append(theirs.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.temperature != 1.0:
+        steps.append(theirs.TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        steps.append(theirs.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        steps.append(theirs.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0.0:
+        steps.append(theirs.MinPLogitsWarper(sampling.min_p))
+    for step in steps:
+        scores = step(torch.tensor([ids]), scores)
+    return scores
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 5, 50, 600, 10_000]),
+    top_p=st.sampled_from([0.01, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([0.5, 1.0, 1.3]),
+)
+
+
+@given(st.lists(SAMPLINGS, min_size=1, max_size=4), st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_what_may_be_drawn_is_what_transformers_leaves(samplings: list[Sampling], seed: int) -> None:
+    logits = _logits(len(samplings), seed)
+    prompts = [[seed % WIDTH, 3, 3, place] for place in range(len(samplings))]
+    rows = [Row(sampling, prompt) for sampling, prompt in zip(samplings, prompts, strict=True)]
+    scores = Sampler(WIDTH, "cpu")._biased(logits, rows, 0)
+    numbers = np.asarray([(0, s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings], np.float64)
+    ours = warped(scores, numbers, torch.from_numpy(numbers))
+    for place, sampling in enumerate(samplings):
+        expected = _hugging_face(logits[place : place + 1], sampling, prompts[place])[0]
+        torch.testing.assert_close(ours[place], expected, rtol=1e-6, atol=1e-6)
+
+
+@given(
+    st.lists(st.sampled_from([0.05, 0.5, 0.9, 0.9999, 1.0]), min_size=1, max_size=5),
+    st.integers(0, 1000),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_cpus_way_to_top_p_is_the_same(tops: list[float], seed: int, flat: bool) -> None:
+    scores = _logits(len(tops), seed) * (0.01 if flat else 1.0)
+    removed = torch.tensor([[1.0 - top_p] for top_p in tops])
+    torch.testing.assert_close(_top_p_sparing(scores, removed, (16, 300)), _top_p(scores, removed))
+
+
+@given(st.lists(SAMPLINGS, min_size=1, max_size=4), st.integers(0, 1000), st.sampled_from([0.02, 0.3, 1.0, 4.0]))
+@settings(max_examples=60, deadline=None)
+def test_the_likeliest_alone_give_what_all_would_give(samplings: list[Sampling], seed: int, width: float) -> None:
+    scores = _logits(len(samplings), seed) * width
+    scores[0, 40:] = -math.inf if seed % 3 == 0 else scores[0, 40:]
+    uniform = np.random.default_rng(seed).random(len(samplings))
+    numbers = np.asarray(
+        [(u, s.temperature, s.top_k, s.top_p, s.min_p) for u, s in zip(uniform, samplings, strict=True)], np.float64
+    )
+    moved = torch.from_numpy(numbers)
+    assert drawn(scores, numbers, moved).tolist() == _picked(warped(scores, numbers, moved), moved[:, :1]).tolist()
+
+
+def test_greedy_rows_take_the_likeliest_alone_and_among_others() -> None:
+    logits = _logits(3)
+    expected = logits.argmax(-1).tolist()
+    rows = [_row(temperature=0.0), _row(temperature=1.0, seed=5), _row(temperature=0.0, logprobs=2)]
+    assert Sampler.is_plain(rows[:1]) and not Sampler.is_plain(rows)
+    mixed = _sample(logits, *rows)
+    assert [mixed[0], mixed[2]] == [expected[0], expected[2]]
+    assert _sample(logits[:1], rows[0]) == expected[:1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.0, "logprobs": 0},
+        {"temperature": 0.0, "presence_penalty": 0.1},
+        {"temperature": 0.0, "repetition_penalty": 1.1},
+        {"temperature": 0.0, "logit_bias": {1: 1.0}},
+        {"temperature": 0.0, "min_tokens": 1},
+    ],
+)
+def test_a_row_that_asks_for_more_is_not_plain(fields: dict[str, Any]) -> None:
+    assert not _row(**fields).plain
+    assert _row(temperature=0.0, top_p=0.5, top_k=3, seed=1).plain
+
+
+def test_min_tokens_end_and_the_row_is_plain_again() -> None:
+    row = _row(temperature=0.0, min_tokens=2, stop_token_ids=(7,))
+    logits = torch.zeros(1, WIDTH)
+    logits[0, 2], logits[0, 7], logits[0, 9] = 9.0, 8.0, 7.0
+    taken = []
+    for _ in range(3):
+        taken += _sample(logits, row)
+        row.advance(taken[-1])
+    assert taken == [9, 9, 2] and row.plain
+    assert row.ends(2) and row.ends(7) and not row.ends(9)
+    assert not _row(ignore_eos=True).ends(2)
+
+
+def test_the_same_seed_gives_the_same_tokens_in_any_company() -> None:
+    def said(*others: Row, place: int = 0) -> list[int]:
+        row, tokens = _row(seed=1234, temperature=0.9, top_p=0.95, index=1), []
+        for step in range(20):
+            rows = [*others[:place], row, *others[place:]]
+            logits = torch.cat([_logits(1, 100 + step) if r is row else _logits(1, 7) for r in rows])
+            tokens.append(_sample(logits, *rows)[place])
+            row.advance(tokens[-1])
+        return tokens
+
+    alone = said()
+    assert len(set(alone)) > 5
+    assert said(_row(), _row(temperature=0.0), place=1) == alone
+    assert said(_row(seed=1234, top_k=4), _row(repetition_penalty=1.5, prompt=[1]), _row(logprobs=5), place=3) == alone
+
+
+def test_choices_and_seeds_differ() -> None:
+    logits = _logits(1)
+
+    def said(row: Row) -> list[int]:
+        tokens = []
+        for _ in range(12):
+            tokens += _sample(logits, row)
+            row.advance(tokens[-1])
+        return tokens
+
+    told = [said(_row(seed=5)), said(_row(seed=5, index=1)), said(_row(seed=6)), said(_row()), said(_row())]
+    assert len(set(map(tuple, told))) == 5
+    assert said(_row(seed=5)) == told[0]
+
+
+def test_a_draw_that_was_in_vain_changes_nothing_and_one_ahead_is_the_next() -> None:
+    logits, sampler = _logits(1), Sampler(WIDTH, "cpu")
+    row, again = _row(seed=9), _row(seed=9)
+    first = _sample(logits, row)
+    assert _sample(logits, row) == first
+    ahead = sampler.start(logits, [row], ahead=1).tokens.tolist()
+    row.advance(first[0])
+    again.advance(first[0])
+    assert _sample(logits, again) == ahead
+    assert row.independent and not _row(frequency_penalty=1.0).independent
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.6}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}])
+def test_draws_follow_the_distribution(fields: dict[str, Any]) -> None:
+    width, draws = 40, 20_000
+    logits = _logits(1, 3, width) / 2
+    expected = _hugging_face(logits, Sampling(**fields), [0]).softmax(-1)[0].double()
+    rows = [_row(seed=seed, **fields) for seed in range(draws)]
+    counts = torch.bincount(torch.tensor(_sample(logits.expand(draws, width), *rows)), minlength=width)
+    likely = expected * draws >= 5
+    assert counts[expected == 0].sum() == 0
+    rare = counts[~likely].sum().item(), (expected[~likely].sum() * draws).item()
+    square = ((counts[likely] - expected[likely] * draws) ** 2 / (expected[likely] * draws)).sum().item()
+    assert abs(rare[0] - rare[1]) <= 5 * math.sqrt(rare[1] + 1)
+    freedom = int(likely.sum()) - 1
+    # Five standard deviations of the chi-square; the seeds are fixed, so this passes always or never.
+    assert square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_steps_of_one_seed_are_independent_of_each_other() -> None:
+    row = _row(seed=77)
+    numbers = []
+    for _ in range(4000):
+        numbers.append(row.uniform())
+        row.advance(0)
+    assert abs(np.mean(numbers) - 0.5) < 0.02
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.05
+    assert min(numbers) >= 0.0 and max(numbers) < 1.0
+
+
+def test_presence_and_frequency_count_what_was_said_not_the_prompt() -> None:
+    row = _row(prompt=[1, 1, 1], temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
+    for token in [4, 4, 6]:
+        row.advance(token)
+    scores = Sampler(WIDTH, "cpu")._biased(torch.zeros(1, WIDTH), [row], 0)[0]
+    assert {place: value for place, value in enumerate(scores.tolist()) if value} == {4: -1.0, 6: -0.75}
+
+
+def test_repetition_counts_prompt_and_answer_once() -> None:
+    row = _row(prompt=[1, 1, 3], temperature=0.0, repetition_penalty=2.0)
+    for token in [5] * 200 + list(range(100, 300)):
+        row.advance(token)
+    logits = torch.ones(1, WIDTH)
+    logits[0, 3] = -1.0
+    scores = Sampler(WIDTH, "cpu")._biased(logits, [row], 0)[0]
+    assert scores[[1, 3, 5, 6, 100, 299, 300]].tolist() == [0.5, -2.0, 0.5, 1.0, 0.5, 0.5, 1.0]
+
+
+def test_penalties_of_one_row_leave_others_alone() -> None:
+    rows = [_row(temperature=0.0), _row(prompt=[3], temperature=0.0, repetition_penalty=2.0), _row(temperature=0.0)]
+    logits = torch.zeros(3, WIDTH)
+    logits[:, 3], logits[:, 8] = 2.0, 1.5
+    assert _sample(logits, *rows) == [3, 8, 3]
+
+
+def test_logit_bias_adds() -> None:
+    logits = torch.zeros(2, WIDTH)
+    logits[:, 5] = 1.0
+    assert _sample(logits, _row(temperature=0.0, logit_bias={5: -100.0, 9: 100.0}), _row(temperature=0.0)) == [9, 5]
+    assert Counter(_sample(logits, _row(logit_bias={9: 100.0}), _row(logit_bias={11: 100.0}))) == Counter([9, 11])
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits = _logits(4)
+    expected = logits.log_softmax(-1)
+    rows = [
+        _row(seed=1, logprobs=3, temperature=0.2, top_k=5, logit_bias={7: 50.0}),
+        _row(temperature=0.0),
+        _row(temperature=0.0, logprobs=0),
+        _row(seed=2, logprobs=20),
+    ]
+    sampled = Sampler(WIDTH, "cpu").sample(logits, rows)
+    assert sampled.tokens[0] == 7 and sampled.logprobs[1] is None
+    for place, count in ((0, 3), (2, 0), (3, 20)):
+        told = sampled.logprobs[place]
+        assert told is not None and len(told.top) == count
+        assert told.logprob == pytest.approx(expected[place, sampled.tokens[place]].item(), abs=1e-5)
+        values, ids = expected[place].topk(count)
+        assert [token for token, _ in told.top] == ids.tolist()
+        assert [value for _, value in told.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_logprobs_as_json() -> None:
+    words = tokenizer("bytes")
+    sea = words.encode("the", add_special=False)[0]
+    half = words.encode("🚧", add_special=False)[0]
+    told = TokenLogprobs(-0.5, [(half, -math.inf)])
+    text = logprobs_json(words, [sea, sea], [told, None])
+    import json
+
+    entries = json.loads(text)
+    assert len(entries) == 1
+    assert entries[0]["token"].encode() == bytes(entries[0]["bytes"]) == words.token_bytes(sea)
+    assert entries[0]["logprob"] == -0.5
+    other = entries[0]["top_logprobs"][0]
+    assert other["logprob"] == -9999.0 and bytes(other["bytes"]) == words.token_bytes(half)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_give_some_token(value: float) -> None:
+    logits = torch.full((2, WIDTH), value)
+    tokens = _sample(
+        logits, _row(seed=1, top_p=0.5, logprobs=1), _row(temperature=0.0, repetition_penalty=2.0, prompt=[1])
+    )
+    assert all(0 <= token < WIDTH for token in tokens)
+
+
+def test_half_precision_logits_are_sampled_in_single_precision() -> None:
+    logits = _logits(1).bfloat16()
+    assert _sample(logits, _row(seed=3)) == _sample(logits.float(), _row(seed=3))

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny language models with random weights, as Hugging Face folders, made at test time.
+
+folder = tiny_llama(tmp_path / "llama")                        # a LlamaForCausalLM of 64 wide, 2 layers, 512 tokens
+folder = tiny_qwen2(tmp_path / "qwen2", hidden_size=32)        # any field of the model's configuration
+folder = tiny_mistral(tmp_path / "m", sliding_window=8)
+
+A folder that was made before in this session with the same arguments is linked, not made again. The weights are wide
+(a standard deviation of 0.3), so that greedy answers wander and a mistake of a key or a position shows.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}"
+    "{{ raise_exception('unknown role ' ~ message['role']) }}"
+    "{%- endif -%}"
+    "<|{{ message['role'] }}|>"
+    "{%- if message['content'] is string -%}{{ message['content'] }}"
+    "{%- elif message['content'] -%}"
+    "{%- for item in message['content'] -%}{%- if item['type'] == 'text' -%}{{ item['text'] }}{%- endif -%}{%- endfor -%}"
+    "{%- endif -%}"
+    "{%- for call in message.get('tool_calls') or [] -%}<tool_call>{{ call | tojson }}</tool_call>{%- endfor -%}"
+    "<|end|>"
+    "{%- endfor -%}"
+    "{%- if tools -%}<|system|>{{ tools | tojson }}<|end|>{%- endif -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+_CORPUS = (
+    "the quick brown fox jumps over the lazy dog while the river runs to the sea",
+    "a headrace is the channel that brings fast water to a turbine and a mill grinds corn",
+    "requests join and leave between steps; pages are shared, counted and given back",
+    'json looks like {"name": "value", "list": [1, 2, 3], "true": false, "null": null}',
+    "Grüße aus Köln, naïve café, 日本語のテキスト, emoji 🙂🚀 and numbers 0123456789",
+)
+
+
+@cache
+def _made() -> Path:
+    """Where the models of this session are; removed when the process ends."""
+    import atexit
+
+    folder = Path(tempfile.mkdtemp(prefix="headrace-tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def tiny_tokenizer(folder: Path, *, chat: bool = True) -> Any:
+    """Save a byte-level BPE tokenizer of 512 tokens, with a chat template; returns it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text for text in _CORPUS for _ in range(3)], trainer)
+    missing = VOCABULARY - tokenizer.get_vocab_size()
+    if missing > 0:
+        tokenizer.add_tokens([f"filler{number}" for number in range(missing)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>"
+    )
+    if chat:
+        fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return fast
+
+
+def tiny_llama(folder: Path, **overrides: Any) -> Path:
+    """A Llama of 2 layers, 4 heads over 2 for keys and values, 64 wide, with 2,048 positions."""
+    return _tiny(folder, "LlamaConfig", "LlamaForCausalLM", overrides)
+
+
+def tiny_qwen2(folder: Path, **overrides: Any) -> Path:
+    """A Qwen2 of the same size."""
+    return _tiny(folder, "Qwen2Config", "Qwen2ForCausalLM", overrides)
+
+
+def tiny_mistral(folder: Path, **overrides: Any) -> Path:
+    """A Mistral of the same size, that sees the last 24 tokens only."""
+    return _tiny(folder, "MistralConfig", "MistralForCausalLM", {"sliding_window": 24, **overrides})
+
+
+def tiny_gemma3(folder: Path, **overrides: Any) -> Path:
+    """A Gemma 3: some layers see the last 16 tokens, others everything."""
+    settings = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
+    return _tiny(folder, "Gemma3TextConfig", "Gemma3ForCausalLM", {**settings, **overrides})
+
+
+def tiny_config(kind: str, **overrides: Any) -> Any:
+    """The configuration of a tiny model of that class of transformers."""
+    import transformers
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.3,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    return getattr(transformers, kind)(**{**settings, **overrides})
+
+
+def _tiny(folder: Path, config_kind: str, model_kind: str, overrides: dict[str, Any]) -> Path:
+    key = "-".join([model_kind, *(f"{name}={overrides[name]}" for name in sorted(overrides))])
+    made = _made() / "".join(letter if letter.isalnum() or letter in "=-_." else "_" for letter in key)
+    if not made.exists():
+        _save(made, config_kind, model_kind, overrides)
+    return linked(made, folder)
+
+
+def _save(made: Path, config_kind: str, model_kind: str, overrides: dict[str, Any]) -> None:
+    import torch
+    import transformers
+
+    settings = dict(overrides)
+    seed, chat = int(settings.pop("seed", 7)), bool(settings.pop("chat", True))
+    building = made.with_name(made.name + ".new")
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        model = getattr(transformers, model_kind)(tiny_config(config_kind, **settings))
+        model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
+        model.save_pretrained(building)
+        tiny_tokenizer(building, chat=chat)
+    building.rename(made)
+
+
+def linked(made: Path, folder: Path) -> Path:
+    """The files of a folder in another one: links, or copies on another file system."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(made.iterdir()):
+        target = folder / file.name
+        if file.suffix == ".safetensors":
+            try:
+                os.link(file, target)
+                continue
+            except OSError:
+                pass
+        shutil.copyfile(file, target)  # small ones are copied: a test may change them
+    return folder
