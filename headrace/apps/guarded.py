@@ -138,7 +138,7 @@ class Guard:
             exchange.on_over = leave
             handler(exchange)
 
-        return guarded
+        return _told_by(handler, guarded)
 
     def unary(self, scope: Scope | None, handler: UnaryHandler) -> UnaryHandler:
         """The same for a unary gRPC method."""
@@ -242,12 +242,14 @@ class Guard:
         """Redis has answered."""
         rule, owes = verdict
         exchange.more_lines = rule.lines(owes, self._wall())
-        self._go_on(exchange, exchange.closed, partial(handler, exchange), flow, verdict)
+        fail = getattr(handler, "fail", None)
+        tell = exchange.fail if fail is None else partial(fail, exchange)
+        self._go_on(exchange, exchange.closed, partial(handler, exchange), flow, verdict, tell)
 
     def _go_on_unary(
         self, call: GrpcCall, message: Buffer, handler: UnaryHandler, flow: InFlight | None, verdict: Verdict
     ) -> None:
-        self._go_on(call, call.over, partial(handler, call, message), flow, verdict)
+        self._go_on(call, call.over, partial(handler, call, message), flow, verdict, call.fail)
 
     def _go_on(
         self,
@@ -256,6 +258,7 @@ class Guard:
         deed: Callable[[], None],
         flow: InFlight | None,
         verdict: Verdict,
+        tell: Callable[[BaseException], None],
     ) -> None:
         rule, owes = verdict
         try:
@@ -269,7 +272,22 @@ class Guard:
             if not gone:
                 deed()
         except Exception as error:
-            request.fail(error)
+            tell(error)
+
+
+def _told_by(handler: Handler, guarded: Handler) -> Handler:
+    """Guarded, with errors in the words of the handler's protocol, where it has words of its own (`fail`)."""
+    fail: Callable[[Exchange, BaseException], None] | None = getattr(handler, "fail", None)
+    if fail is None:
+        return guarded
+
+    def telling(exchange: Exchange) -> None:
+        try:
+            guarded(exchange)
+        except Exception as error:
+            fail(exchange, error)
+
+    return telling
 
 
 def open_guard(

@@ -12,6 +12,9 @@ _OPEN = frozenset(("/healthz", "/livez", "/readyz", "/ready", "/health", "/api/h
 _OPEN_UNDER = ("/v2/health/", "/api/health/")
 _INFER_UNDER = ("/predict/", "/api/infer/")
 _INFER_ENDS = ("/infer", "/generate", "/generate_stream")
+_OPENAI_MODELS = "/v1/models"
+"""Clients look there before they ask a model."""
+_OPENAI = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/embeddings"))
 _ADMIN_UNDER = ("/admin", "/api/profile")
 _READS_BY_POST = frozenset(("/v2/repository/index",))
 
@@ -42,6 +45,8 @@ def http_scope(method: str, path: str) -> Scope | None:
         return None
     if path == "/predict" or path.startswith(_INFER_UNDER):
         return "infer"
+    if path in _OPENAI or path.startswith(_OPENAI_MODELS):
+        return "infer"
     if path.startswith("/v2/models/") and path.endswith(_INFER_ENDS):
         return "infer"
     if path.startswith(_ADMIN_UNDER):
@@ -51,7 +56,7 @@ def http_scope(method: str, path: str) -> Scope | None:
 
 def mount_scope(prefix: str) -> Scope:
     """What everything under a prefix needs that no route answers."""
-    return "admin" if prefix.startswith(_ADMIN_UNDER) else "read"
+    return "admin" if prefix.startswith(_ADMIN_UNDER) else "infer" if prefix == "/v1" else "read"
 
 
 def grpc_scope(service: str, method: str) -> Scope | None:

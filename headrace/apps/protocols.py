@@ -12,6 +12,8 @@ from typing import NamedTuple
 from headrace.api.admin.describing import admin_table
 from headrace.api.admin.http import Admin
 from headrace.api.metrics.http import Metrics
+from headrace.api.openai.http import OpenAiHttp
+from headrace.api.openapi.openai_routes import openai_table
 from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.openapi.service import OpenApi, OpenApiSettings
 from headrace.api.predict.grpc import PredictGrpc
@@ -32,6 +34,7 @@ from headrace.apps.workers import WorkersAccounts
 from headrace.apps.workers_routes import WorkersRoutes, WorkersServices
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine
+from headrace.media.reader import MediaReader
 from headrace.telemetry.access import log_access
 from headrace.telemetry.tracing import NO_TRACING, Tracer
 from headrace.traffic.traffic import Traffic
@@ -67,6 +70,7 @@ class Protocols:
     guard: Guard | None
     metrics_site: Site | None
     metrics: Metrics | None
+    media: MediaReader | None
 
     @property
     def site(self) -> Site:
@@ -86,6 +90,8 @@ class Protocols:
             self.metrics.close()
         if self.guard is not None:
             await self.guard.close()
+        if self.media is not None:
+            self.media.close()
 
 
 def build_protocols(
@@ -95,7 +101,8 @@ def build_protocols(
     plane = engine.plane if worker is None else worker.plane
     traffic = Traffic(engine.plane, engine.metrics, settings.traffic)
     guard = open_guard(settings.access, engine.metrics, folder)
-    built = build_site(plane, settings, tracer, worker, traffic, guard)
+    media = MediaReader(settings.media) if settings.openai is not None else None
+    built = build_site(plane, settings, tracer, worker, traffic, guard, media)
     metrics: Metrics | None = None
     metrics_site: Site | None = None
     if settings.measuring is not None:
@@ -104,7 +111,7 @@ def build_protocols(
         metrics.add_to(built.site.routes)
         metrics_site = Site(Routes() if guard is None else guarded_routes(guard), limits=settings.limits)
         metrics.add_to(metrics_site.routes)
-    return Protocols(plane, built, traffic, guard, metrics_site, metrics)
+    return Protocols(plane, built, traffic, guard, metrics_site, metrics, media)
 
 
 def build_site(
@@ -114,6 +121,7 @@ def build_site(
     worker: Worker | None = None,
     traffic: Traffic | None = None,
     guard: Guard | None = None,
+    media: MediaReader | None = None,
 ) -> BuiltSite:
     """The protocols for models over one data plane."""
     routes, services = _tables(worker, guard)
@@ -132,9 +140,11 @@ def build_site(
         V1Http(plane, accounts, memory).add_to(routes)
         if predict is not None:
             predict.add_to(routes)
+        if settings.openai is not None:
+            OpenAiHttp(plane, settings.openai, media).add_to(routes)
         if traffic is not None and settings.allow_admin:
             _admin(traffic, worker, routes).add_to(routes)
-    OpenApi(plane, routes, _described(settings), [predict_table(), admin_table()]).add_to(routes)
+    OpenApi(plane, routes, _described(settings), [predict_table(), admin_table(), openai_table()]).add_to(routes)
     v2_grpc = V2Grpc(plane, tracer, v2)
     v2_grpc.add_to(services)
     streams: tuple[V2Grpc | PredictGrpc, ...] = (v2_grpc,)

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 from headrace.access.settings import AccessSettings
 from headrace.api.metrics.settings import MetricsSettings
+from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.predict.settings import PredictSettings
 from headrace.api.v1.accounts import V1Settings
 from headrace.api.v2.settings import V2Settings
 from headrace.core.limits import Limits
 from headrace.engine.engine import EngineSettings
+from headrace.media.settings import MediaSettings
 from headrace.telemetry.progress import Progress, silent
 from headrace.traffic.settings import TrafficSettings
 from headrace.wire.sockets import Address
@@ -73,6 +75,12 @@ class ServerSettings:
 
     predict: PredictSettings | None = None
     """`/predict`; None for none."""
+
+    openai: OpenAiSettings | None = None
+    """OpenAI's protocol; None for none."""
+
+    media: MediaSettings = field(default_factory=MediaSettings)
+    """Images and videos that its requests name."""
 
     access: AccessSettings = field(default_factory=AccessSettings)
     """Who may ask, and how much."""

@@ -13,6 +13,7 @@ from headrace.cli.bench import bench
 from headrace.cli.config import config
 from headrace.cli.infer import infer
 from headrace.cli.keys import keys
+from headrace.cli.microservice import microservice
 from headrace.cli.models import models
 from headrace.cli.router import router
 from headrace.cli.serve import ServeCommand, serve
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command(cls=ServeCommand)(serve)
 app.command()(infer)
 app.command()(router)
+app.command()(microservice)
 app.command()(bench)
 app.command()(tune)
 app.add_typer(models)

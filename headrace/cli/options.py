@@ -224,7 +224,7 @@ _OTHERS: tuple[Flag, ...] = (
     Flag("trace-log-frequency", LOGS, "The same as --trace-config triton,log-frequency=COUNT.", "whole", old=True),
 )
 
-_PANELS = {"model": ONE_MODEL, "performance": ONE_MODEL, "cache": ONE_MODEL, "predict": PROTOCOLS}
+_PANELS = {"model": ONE_MODEL, "performance": ONE_MODEL, "cache": ONE_MODEL, "predict": PROTOCOLS, "openai": PROTOCOLS}
 
 
 def _flag_of(key: Key) -> Flag:

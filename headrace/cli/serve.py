@@ -18,7 +18,8 @@ from headrace.cli.options import BY_NAME, FLAGS
 
 EXAMPLES = """Serve models over HTTP and gRPC.
 
-MODELS are folders with a folder for each model. Without any, the built-in models `identity` and `first1000` are served.
+MODELS are folders with a folder for each model, or the one folder of a Hugging Face model. Without any, the built-in
+models `identity` and `first1000` are served.
 
 Options may be written `--option value` or `--option=value`; those of Triton that mean nothing here are taken with a
 warning.
@@ -40,6 +41,8 @@ Examples:
     headrace serve --config config/inference.yaml
 
     headrace serve --model-path models/production --model-version v1.2.0 --device cpu
+
+    headrace serve Qwen2.5-0.5B-Instruct
 """
 
 _WARNINGS = "headrace.warnings"

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from headrace.cli.flags import Given
 from headrace.cli.options import BY_NAME, CONFIG, keys
 from headrace.configuration.environment import CONFIG as CONFIG_VARIABLE
 from headrace.configuration.merging import Configuration, resolve
 from headrace.configuration.serving import problems_of
+from headrace.modelconfig.hugging_face import is_hub_folder
+
+MODEL_PATH = "model-path"
 
 Texts = Mapping[str, str | list[str] | None]
 
@@ -35,6 +39,9 @@ class Configured:
 
 def configure(texts: Texts, folders: Sequence[str], environment: Mapping[str, str]) -> Configured:
     """Read all of it. `texts` are the options of the command line by their names."""
+    if len(folders) == 1 and not texts.get(MODEL_PATH) and is_hub_folder(Path(folders[0])):
+        # Not a folder of models, but one of them: as who comes from vLLM has it.
+        texts, folders = {**texts, MODEL_PATH: folders[0]}, ()
     line = Given(BY_NAME, texts)
     flags = line.given()
     file = flags.get(CONFIG) or environment.get(CONFIG_VARIABLE, "")

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from headrace.api.metrics.settings import MetricsSettings, metrics_settings
+from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.predict.settings import PredictSettings
 from headrace.api.v1.accounts import V1Settings
 from headrace.api.v2.restrictions import Restriction
@@ -21,7 +22,7 @@ from headrace.cli.serve_configuration import Configured
 from headrace.cli.serve_logs import trace_settings
 from headrace.cli.serve_ports import ports_of
 from headrace.configuration.merging import Configuration
-from headrace.configuration.serving import access_settings, predict_settings, traffic_settings
+from headrace.configuration.serving import access_settings, media_settings, predict_settings, traffic_settings
 from headrace.configuration.single_model import single_model
 from headrace.configuration.staging import Staging, staged
 from headrace.core.limits import Limits
@@ -49,6 +50,8 @@ def server_settings(configured: Configured, progress: Progress, staging: Staging
         v1=_v1(given),
         v2=_v2(given, trace),
         predict=_predict(configuration, staging),
+        openai=OpenAiSettings() if configuration.truth("openai.enabled") else None,
+        media=media_settings(configuration),
         access=access,
         allow_admin=access.keys_file is not None or only_this_machine((ports.http, ports.grpc)),
         traffic=_traffic(configuration, staging),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a configuration to the settings of the rooms that it is for: `/predict`, access, traffic.
+"""From a configuration to the settings of the rooms that it is for: `/predict`, media, access, traffic.
 
 Called by `headrace serve`, and by `headrace config check` for what does not go together.
 """
@@ -15,6 +15,8 @@ from headrace.api.predict.settings import InputChecks, PredictSettings, StreamSe
 from headrace.configuration.merging import Configuration
 from headrace.configuration.problems import ENVIRONMENT
 from headrace.core.errors import InvalidArgument
+from headrace.core.limits import MIB
+from headrace.media.settings import MediaSettings
 from headrace.modelconfig.problems import Problem
 from headrace.traffic.checking import check_split
 from headrace.traffic.parsing import parse_split
@@ -49,6 +51,19 @@ def predict_settings(configuration: Configuration) -> PredictSettings | None:
             messages_per_second=configuration.number("stream.messages_per_second"),
             binary=configuration.truth("stream.binary"),
         ),
+    )
+
+
+def media_settings(configuration: Configuration) -> MediaSettings:
+    """Where images and videos may come from, and how large they may be."""
+    return MediaSettings(
+        allow_hosts=tuple(configuration.get("media.allow_hosts") or ()),
+        private_hosts=tuple(configuration.get("media.private_hosts") or ()),
+        folders=tuple(Path(folder) for folder in configuration.get("media.folders") or ()),
+        image_bytes=round(configuration.number("media.max_image_mb") * MIB),
+        video_bytes=round(configuration.number("media.max_video_mb") * MIB),
+        frames=configuration.whole("media.max_frames"),
+        fetch_seconds=configuration.number("media.fetch_timeout_s"),
     )
 
 

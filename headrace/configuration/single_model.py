@@ -22,6 +22,7 @@ from headrace.core.names import is_name
 from headrace.modelconfig.detect import Detected, detect
 from headrace.modelconfig.drafts import CONFIG_FILES
 from headrace.modelconfig.formats import FORMATS
+from headrace.modelconfig.hugging_face import is_hub_folder
 
 log = logging.getLogger("headrace.configuration")
 
@@ -142,7 +143,11 @@ def name_of(path: Path) -> str:
 
 def own_config(path: Path) -> Path | None:
     """The configuration that lies beside the versions, if there is one."""
-    return next((path / name for name in CONFIG_FILES if (path / name).is_file()), None) if path.is_dir() else None
+    if not path.is_dir():
+        return None
+    # The config.json of a Hugging Face folder is not one of ours.
+    theirs = {"config.json"} if is_hub_folder(path) else set()
+    return next((path / name for name in CONFIG_FILES if name not in theirs and (path / name).is_file()), None)
 
 
 def _version_folders(path: Path) -> dict[str, Path]:

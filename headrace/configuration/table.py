@@ -244,6 +244,32 @@ _MORE = (
         flag="predict-model",
         metavar="MODEL",
     ),
+    Key("openai.enabled", "Serve OpenAI's protocol under /v1.", "truth", True, "allow-openai"),
+    Key(
+        "media.allow_hosts",
+        "Hosts that images and videos may be fetched from, *.domain for all below one; any public one unless told.",
+        flag="media-host",
+        many=True,
+        metavar="HOST",
+    ),
+    Key(
+        "media.private_hosts",
+        "Hosts or networks (10.1.0.0/16) at private addresses that media may be fetched from all the same.",
+        flag="media-private-host",
+        many=True,
+        metavar="HOST",
+    ),
+    Key(
+        "media.folders",
+        "Folders of this machine whose images and videos a client may name.",
+        flag="media-folder",
+        many=True,
+        metavar="FOLDER",
+    ),
+    Key("media.max_image_mb", "Largest image, in MiB.", "number", 20.0, least=0.001, most=1024),
+    Key("media.max_video_mb", "Largest video, in MiB.", "number", 512.0, least=0.001, most=65536),
+    Key("media.max_frames", "Frames taken from one video.", "whole", 768, least=1, most=100_000),
+    Key("media.fetch_timeout_s", "Longest time to fetch an image or a video.", "number", 60.0, least=0.1, most=3600),
     Key(
         "stream.idle_timeout_s",
         "A WebSocket without a message is closed after this.",
@@ -294,6 +320,7 @@ OWN_FLAGS = frozenset(
         *("model-path", "model-version", "model-name", "device", "precision", "instances"),
         *("max-batch-size", "batch-timeout-ms", "inference-timeout-s", "rate-limit-per-minute", "rate-limit-by"),
         *("rate-limit-redis-url", "max-in-flight", "api-keys-file", "cache-ttl-s", "allow-predict", "predict-model"),
+        *("allow-openai", "media-host", "media-private-host", "media-folder"),
     }
 )
 """Flags that are there for their keys; the others were there before."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from headrace.core.errors import InvalidArgument
 from headrace.modelconfig.detect_protobuf import external_files, message_of
 from headrace.modelconfig.detect_refusals import PICKLED_TORCH, ZIPS, refusal
+from headrace.modelconfig.hugging_face import backend_of, files_of, is_hub_folder
 
 _HEAD_BYTES = 65_536
 _MOST_NAMES = 200_000
@@ -51,7 +52,8 @@ class Detected:
 KNOWN = (
     "ONNX (.onnx), TorchScript (.pt), torch.export and AOTInductor (.pt2), TensorFlow SavedModel (a folder with "
     "saved_model.pb) and GraphDef (.graphdef, .pb), TensorRT (.plan, .engine), Caffe2 (predict_net.pb with init_net.pb), "
-    "OpenVINO (.xml with .bin), XGBoost (.ubj, .json), LightGBM (.txt), scikit-learn by skops (.skops), Python (model.py)"
+    "OpenVINO (.xml with .bin), Hugging Face (a folder with config.json and .safetensors), "
+    "XGBoost (.ubj, .json), LightGBM (.txt), scikit-learn by skops (.skops), Python (model.py)"
 )
 
 
@@ -212,6 +214,10 @@ def _folder(path: Path) -> Detected:
             if each.name not in ("model.py", "__pycache__") and not each.name.startswith((".", "config."))
         )
         return Detected("a Python model", "python", "", (Part(path / "model.py", "model.py"), *beside))
+    if is_hub_folder(path):
+        config, *others = sorted(files_of(path), key=lambda each: each.name != "config.json")
+        what = "a Hugging Face model"
+        return Detected(what, backend_of(path), "", tuple(Part(each, each.name) for each in (config, *others)))
     found: dict[Path, Detected] = {}
     refused: list[str] = []
     for each in sorted(path.iterdir()):
@@ -242,8 +248,9 @@ def _refuse_unexported(path: Path) -> None:
         return
     if kind:
         raise InvalidArgument(
-            f"{path} has weights for the library transformers, and no graph: export them with "
-            f"`optimum-cli export onnx --model {path} OUT`, then give OUT"
+            f"{path} has a model of the library transformers without safetensors: save it again with "
+            "model.save_pretrained(FOLDER), then give FOLDER; or export a graph with "
+            f"`optimum-cli export onnx --model {path} OUT`, and give OUT"
         )
 
 

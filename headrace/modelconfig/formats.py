@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.modelconfig.hugging_face import backend_of, is_hub_folder
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -38,6 +40,9 @@ FORMATS = (
     Format("xgboost", "", "model.json"),
     Format("lightgbm", "", "model.txt"),
     Format("sklearn", "", "model.skops"),
+    Format("llm", "", ""),
+    Format("openai_proxy", "", ""),
+    Format("huggingface_vision", "", ""),
     Format("ensemble", "ensemble", ""),
     Format("identity", "", ""),
 )
@@ -55,7 +60,10 @@ def resolve_backend(message: Any, model_folder: Path) -> str:
     if message.HasField("ensemble_scheduling"):
         return "ensemble"
     found = find_format(FORMATS, model_folder, message.default_model_filename)
-    return "" if found is None else found.backend
+    if found is not None:
+        return found.backend
+    newest = next(iter(version_folders(model_folder)), None)
+    return backend_of(newest) if newest is not None and is_hub_folder(newest) else ""
 
 
 def find_format(formats: Sequence[Format], model_folder: Path, filename: str = "") -> Format | None:

@@ -20,16 +20,16 @@ class Health:
         "_ejected_until",
         "_ejections",
         "_failures",
-        "in_row",
         "_outliers",
         "_quiet_since",
         "_streak",
-        "total",
         "_window_ends",
         "checks",
         "ejected",
+        "in_row",
         "reason",
         "since",
+        "total",
         "up",
     )
 

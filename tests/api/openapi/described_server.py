@@ -147,6 +147,7 @@ def _main(models: str, mode: str, memory: str) -> None:
     import uvloop
 
     from headrace.api.metrics.settings import MetricsSettings
+    from headrace.api.openai.settings import OpenAiSettings
     from headrace.api.openapi.service import OpenApi
     from headrace.api.predict.settings import PredictSettings
     from headrace.api.v2.settings import V2Settings
@@ -169,6 +170,7 @@ def _main(models: str, mode: str, memory: str) -> None:
         measuring=MetricsSettings(),
         v2=V2Settings(allow_client_shm=memory == "on"),
         predict=PredictSettings(model="echo"),
+        openai=OpenAiSettings(),
         limits=Limits(body_bytes=BODY_BYTES),
         engine=EngineSettings(repositories=(models,), repository=repository, gpus=0),
     )

@@ -21,8 +21,10 @@ from serving import Serving, serving
 
 from headrace.api.admin.describing import admin_table
 from headrace.api.metrics.settings import MetricsSettings
+from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openapi.describing import anonymous
 from headrace.api.openapi.document import base_document, described_routes, undescribed
+from headrace.api.openapi.openai_routes import openai_table
 from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.openapi.service import OpenApi, OpenApiSettings
 from headrace.api.predict.settings import PredictSettings
@@ -51,7 +53,9 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 async def whole_server() -> Routes:
     """The routes of a server that has everything."""
-    settings = ServerSettings(http=ADDRESS, grpc=ADDRESS, measuring=MetricsSettings(), predict=PredictSettings())
+    settings = ServerSettings(
+        http=ADDRESS, grpc=ADDRESS, measuring=MetricsSettings(), predict=PredictSettings(), openai=OpenAiSettings()
+    )
     engine = open_engine(EngineSettings())
     protocols = build_protocols(engine, settings, NO_TRACING, None)
     routes = protocols.site.routes
@@ -62,7 +66,7 @@ async def whole_server() -> Routes:
 
 @in_loop
 async def test_every_route_is_described_and_every_description_is_of_a_route() -> None:
-    routes, tables = await whole_server(), [predict_table(), admin_table()]
+    routes, tables = await whole_server(), [predict_table(), admin_table(), openai_table()]
     assert undescribed(routes, tables) == []
     document = base_document(routes, tables)
     assert {(method, anonymous(path)) for method, path in routes_of(document)} == set(routes.listed())

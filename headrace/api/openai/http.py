@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's protocol over HTTP: the routes. Made by composition roots.
+
+Every answer under `/v1` is in OpenAI's shape, also that a path is not there.
+"""
+
+from __future__ import annotations
+
+from headrace.api.openai.chat import Chat
+from headrace.api.openai.completions import Completions
+from headrace.api.openai.embeddings import Embeddings
+from headrace.api.openai.errors import Told, error_json
+from headrace.api.openai.media import Reader
+from headrace.api.openai.models import Models
+from headrace.api.openai.settings import OpenAiSettings
+from headrace.core.errors import NotFound
+from headrace.engine.dataplane import DataPlane
+from headrace.wire.http.exchange import Exchange
+from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
+from headrace.wire.http.routes import Routes
+
+_MODEL = "/v1/models/"
+
+
+class OpenAiHttp:
+    """Handlers over one data plane. Without a reader of media, conversations with images and videos are refused."""
+
+    def __init__(
+        self, plane: DataPlane, settings: OpenAiSettings | None = None, media_reader: Reader | None = None
+    ) -> None:
+        settings = settings or OpenAiSettings()
+        self._models = Models(plane)
+        self._posts = {
+            "/v1/chat/completions": Chat(plane, settings, self._models, media_reader).handle,
+            "/v1/completions": Completions(plane, settings, self._models).handle,
+            "/v1/embeddings": Embeddings(plane, settings, self._models).handle,
+        }
+
+    def add_to(self, routes: Routes) -> None:
+        """Serve the paths."""
+        for path, handler in self._posts.items():
+            routes.add("POST", path, Told(handler))
+        routes.add("GET", "/v1/models", Told(self._models.list))
+        routes.add("GET", f"{_MODEL}{{model}}", Told(self._models.show))
+        routes.mount("/v1", Told(self.nothing))
+
+    def nothing(self, exchange: Exchange) -> None:
+        """Answer for a path or a method that is not there."""
+        path = exchange.head.path.decode("latin-1")
+        allowed = b"POST" if path in self._posts else b"GET" if path == "/v1/models" or path.startswith(_MODEL) else b""
+        if allowed:
+            error = NotFound(f"{path[:256]} is not there for this method: use {allowed.decode()}")
+            head = ResponseHead(405, [(CONTENT_TYPE, JSON), (b"allow", allowed)])
+        else:
+            error = NotFound(
+                f"{path[:256]} is not a path of this server: it has {', '.join(self._posts)} and /v1/models"
+            )
+            head = ResponseHead(404, [(CONTENT_TYPE, JSON)])
+        exchange.respond(head, error_json(error)[1])

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server with models that say what they are told to, and OpenAI's own client for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from openai import OpenAI
+from wordy import Wordy, wordy_served
+
+
+@pytest.fixture(scope="session")
+def wordy() -> Iterator[Wordy]:
+    with wordy_served() as server:
+        yield server
+
+
+@pytest.fixture
+def client(wordy: Wordy) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"http://127.0.0.1:{wordy.port}/v1", api_key="none", max_retries=0, timeout=20) as made:
+        yield made

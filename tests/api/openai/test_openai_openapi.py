@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAPI document knows every route of OpenAI's protocol, and none that is not there."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from headrace.api.openai.http import OpenAiHttp
+from headrace.api.openapi.describing import anonymous
+from headrace.api.openapi.document import base_document, undescribed
+from headrace.api.openapi.openai_routes import openai_table
+from headrace.wire.http.routes import Routes
+
+
+def routes() -> Routes:
+    made = Routes()
+    OpenAiHttp(cast("Any", None)).add_to(made)
+    return made
+
+
+def test_every_route_is_described() -> None:
+    table = openai_table()
+    assert undescribed(routes(), [table]) == []
+    assert {(method, anonymous(path)) for method, path in table} == set(routes().listed())
+
+
+def test_the_document_can_be_made() -> None:
+    document = base_document(routes(), [openai_table()])
+    made = document["paths"]["/v1/chat/completions"]["post"]
+    assert made["operationId"] == "post.v1.chat.completions"
+    assert "text/event-stream" in made["responses"]["200"]["content"]
+    assert {"name": "OpenAI"} in document["tags"]

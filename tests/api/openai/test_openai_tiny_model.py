@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's own client and a real, if tiny, model of the backend `llm`: random weights, so what it says is only compared."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from llm_models import tiny_llama
+from openai import AsyncOpenAI, OpenAI
+from serving import Serving, serving
+
+from headrace.api.openai.http import OpenAiHttp
+from headrace.api.v2.http import V2Http
+from headrace.engine.engine import Engine, EngineSettings, open_engine
+from headrace.engine.repository.settings import RepositorySettings
+from headrace.wire.http.routes import Routes
+from headrace.wire.site import Site
+
+CONFIG = """
+backend: "llm"
+parameters { key: "max_model_len" value { string_value: "1024" } }
+parameters { key: "kv_cache_bytes" value { string_value: "8388608" } }
+instance_group [ { kind: KIND_CPU } ]
+"""
+HELLO: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the quick brown fox"}]
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "town": {"enum": ["Delft", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["town", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("models")
+    tiny_llama(folder / "tiny" / "1")
+    (folder / "tiny" / "config.pbtxt").write_text(CONFIG)
+    engines: list[Engine] = []
+
+    async def site() -> Site:
+        settings = EngineSettings(repositories=(folder,), repository=RepositorySettings(), gpus=0)
+        engines.append(open_engine(settings))
+        await engines[0].start()
+        routes = Routes()
+        V2Http(engines[0].plane).add_to(routes)
+        OpenAiHttp(engines[0].plane).add_to(routes)
+        return Site(routes)
+
+    with serving(site) as running:
+        yield running
+        running.call(engines[0].close, 5)
+
+
+@pytest.fixture(scope="module")
+def asked(tiny: Serving) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"http://127.0.0.1:{tiny.port}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_a_stream_says_what_a_whole_answer_says(asked: OpenAI) -> None:
+    whole = asked.chat.completions.create(model="tiny", messages=HELLO, max_tokens=24, temperature=0)
+    chunks = list(
+        asked.chat.completions.create(
+            model="tiny",
+            messages=HELLO,
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert text
+    assert whole.usage is not None
+    used = chunks[-1].usage
+    assert used is not None
+    assert used.completion_tokens == whole.usage.completion_tokens
+    assert used.prompt_tokens == whole.usage.prompt_tokens > 4
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == whole.choices[0].finish_reason
+
+
+def test_choices_seeds_and_logprobs(asked: OpenAI) -> None:
+    def texts(**more: Any) -> list[str]:
+        answer = asked.completions.create(model="tiny", prompt=["the river", "a mill"], max_tokens=8, **more)
+        return [choice.text for choice in answer.choices]
+
+    first = texts(n=2, seed=5)
+    assert len(first) == 4
+    assert texts(n=2, seed=5) == first
+    answer = asked.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
+    )
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.content is not None
+    assert len(told.content) == 4
+    assert all(each.top_logprobs[0].logprob == each.logprob for each in told.content)  # greedy: the likeliest
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_must_be_made_are_right(asked: OpenAI, stream: bool) -> None:
+    choice: Any = {"type": "function", "function": {"name": "weather"}}
+    more: Any = {"model": "tiny", "messages": HELLO, "tools": [TOOL], "max_tokens": 700, "seed": 3}
+    for tool_choice in (choice, "required"):
+        asking: Any = {**more, "tool_choice": tool_choice, "parallel_tool_calls": False}
+        name, arguments, reason = "", "", ""
+        if stream:
+            for chunk in asked.chat.completions.create(**asking, stream=True):
+                for call in chunk.choices[0].delta.tool_calls or []:
+                    name += call.function.name or ""
+                    arguments += call.function.arguments
+                reason = chunk.choices[0].finish_reason or reason
+        else:
+            answer = asked.chat.completions.create(**asking).choices[0]
+            assert answer.message.tool_calls
+            name = answer.message.tool_calls[0].function.name
+            arguments = answer.message.tool_calls[0].function.arguments
+            reason = answer.finish_reason
+        assert (name, reason) == ("weather", "tool_calls")
+        assert set(json.loads(arguments)) == {"town", "days"}
+
+
+def test_a_schema_is_followed(asked: OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = asked.chat.completions.create(model="tiny", messages=HELLO, max_tokens=60, response_format=wanted)
+    assert set(json.loads(answer.choices[0].message.content or "")) == {"ok"}
+
+
+def test_what_the_model_refuses(asked: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="1024"):
+        asked.completions.create(model="tiny", prompt="word " * 3000)
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        asked.chat.completions.create(model="tiny", messages=HELLO, logit_bias={"100000": 1})
+    with pytest.raises(openai.BadRequestError):
+        asked.completions.create(model="tiny", prompt=[99999])
+    assert {model.id for model in asked.models.list()} == {"tiny"}
+
+
+def test_sixteen_streams_at_once(tiny: Serving, asked: OpenAI) -> None:
+    prompts = [f"requests join and leave {number}" for number in range(16)]
+    alone = [
+        asked.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0).choices[0].text
+        for prompt in prompts
+    ]
+
+    async def one(client: AsyncOpenAI, prompt: str) -> str:
+        stream = await client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0, stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        url = f"http://127.0.0.1:{tiny.port}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
+
+    assert asyncio.run(all_of_them()) == alone
