@@ -26,6 +26,8 @@ SCHEMA_CHARACTERS = 65_536
 SCHEMA_DEPTH = 32
 REGEX_CHARACTERS = 4_096
 _KEPT_GRAMMARS = 64
+_NOTHING_FOLLOWS = "NoExtensionBias"
+"""The library's word for a schema that means itself and nothing else, which it only sees when it gets there."""
 _LEXER_STATES = 50_000
 """At one or two kilobytes each."""
 
@@ -104,6 +106,8 @@ class Constraint:
         log.warning("a constraint on the output failed: %s", text[:500])
         if "TooComplex" in self._matcher.stop_reason():
             self.error = InvalidArgument("response_format: it became too complex for this text: make it simpler")
+        elif _NOTHING_FOLLOWS in text:
+            self.error = InvalidArgument("response_format allows nothing at some place: no output could follow it")
         else:
             self.error = Internal("the constraint on the output failed; the server's log has the details")
         return True

@@ -140,7 +140,8 @@ class Sampler:
         if early:
             scores = scores.clone() if scores is raw else scores
             where, ids = self._moved(np.asarray(early, np.int64).T.copy())
-            scores[where, ids] = -torch.inf
+            # Made on the device: a number of the host's would be waited for.
+            scores.index_put_((where, ids), scores.new_full((1,), -torch.inf))
         return scores
 
     def _penalised(

@@ -139,8 +139,8 @@ def too_long(tokens: int, most_tokens: int) -> InvalidArgument:
 def misplaced(kinds: Sequence[str], places: Sequence[str]) -> InvalidArgument:
     """For a prompt whose placeholders are not those of its media."""
     return InvalidArgument(
-        f"the prompt has places for {_counted(places)}, and the request has {_counted(kinds)}, in this order: give each an "
-        "item of 'messages', and do not write the model's placeholder tokens into texts"
+        f"messages: the prompt has places for {_counted(places)}, and the request has {_counted(kinds)}, in this order: "
+        "give each an item, and do not write the model's placeholder tokens into texts"
     )
 
 
