@@ -249,6 +249,17 @@ class StreamedFlow(Flow):
         exchange.on_body = self._piece
         exchange.on_body_end = self._body_ended
 
+    def start(self) -> None:
+        """Take the request to a backend; its body follows."""
+        router = self._router
+        backend = router.backends.pick()
+        if backend is None:
+            self._exchange.fail(router.backends.unavailable())
+            return
+        router.budget.earn()
+        self._exchange.on_disconnect = self._cancelled
+        self._give(backend)
+
     @property
     def _repeatable(self) -> bool:
         return False  # what was passed on is gone

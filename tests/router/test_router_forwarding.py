@@ -123,6 +123,16 @@ def test_chunked_both_ways() -> None:
         connection.close()
 
 
+def test_small_chunked_bodies_one_after_the_other() -> None:
+    """From the second on there are connections to spare, and an address that is known."""
+    with serving(echo_site()) as server, routing(server.port) as router:
+        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
+        for number in range(4):
+            connection.request("POST", "/echo", iter([b"abc", b"%d" % number]), encode_chunked=True)
+            assert connection.getresponse().read() == b"abc%d" % number
+        connection.close()
+
+
 def test_fields_for_the_backend() -> None:
     with serving(_mirror_site) as server, routing(server.port) as router:
         told = _mirrored(
