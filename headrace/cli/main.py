@@ -11,13 +11,16 @@ import typer
 from headrace.cli.ab import ab
 from headrace.cli.bench import bench
 from headrace.cli.config import config
+from headrace.cli.gateway import gateway
 from headrace.cli.infer import infer
+from headrace.cli.jobs import jobs
 from headrace.cli.keys import keys
 from headrace.cli.microservice import microservice
 from headrace.cli.models import models
 from headrace.cli.router import router
 from headrace.cli.serve import ServeCommand, serve
 from headrace.cli.tune import tune
+from headrace.cli.users import users
 from headrace.version import __version__
 
 app = typer.Typer(
@@ -31,11 +34,14 @@ app.command(cls=ServeCommand)(serve)
 app.command()(infer)
 app.command()(router)
 app.command()(microservice)
+app.command()(gateway)
 app.command()(bench)
 app.command()(tune)
 app.add_typer(models)
 app.add_typer(config)
 app.add_typer(keys)
+app.add_typer(users)
+app.add_typer(jobs)
 app.add_typer(ab)
 
 

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One inference request on its way to a service and back: the router's flow, with TAO's words for what goes wrong.
+
+Made by `inference`. On v1 an answer goes back as it came, status and all. On v2 (facts of NVIDIA's client: it knows 200 and
+nothing finer) a service that loads answers 200, and one that failed 500.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from headrace.api.jobs.errors import json_head
+from headrace.router.backends import Outcome
+from headrace.router.flows import Flow, StreamedFlow
+from headrace.wire.http.heads import ResponseHead
+
+if TYPE_CHECKING:
+    from headrace.api.jobs.reach import Service
+    from headrace.router.answers import AnswerHead
+    from headrace.router.requests import RequestPlan
+    from headrace.wire.http.exchange import Buffer, Exchange
+
+log = logging.getLogger("headrace.api")
+
+OnFailure = Callable[["Exchange", "Service", str, bool], None]
+"""Told that a service gave no answer: why, and whether it took a connection at all."""
+
+LOADING = (202, 503)
+
+
+class _ToService(Flow):
+    """What both kinds of flows have."""
+
+    def __init__(
+        self, exchange: Exchange, plan: RequestPlan, service: Service, facade: bool, on_failure: OnFailure
+    ) -> None:
+        super().__init__(service.forwarder, exchange, plan)
+        self._service = service
+        self._facade = facade
+        self._on_failure = on_failure
+        self._reached = True
+
+    def unreachable(self, why: str) -> None:
+        """See `router.customers.Applicant`."""
+        self._reached = False
+        super().unreachable(why)
+
+    def answered(self, head: AnswerHead, body: Buffer) -> None:
+        """See `router.customers.Customer`."""
+        if not self._facade or head.status not in LOADING:
+            super().answered(head, body)
+            return
+        self._settle(Outcome.OK)
+        self._let_go()
+        status = facade_status(head.status, body)
+        fields = head.head.fields
+        self._exchange.respond(ResponseHead(status, fields, raw=True), body)
+
+    def _try_again_or(self, status: int, why: str, *, may: bool) -> None:
+        exchange, backend = self._exchange, self._backend
+        if backend is None:
+            return
+        self._settle(Outcome.FAILED)
+        self._let_go()
+        log.warning("service %s at %s %s", self._service.job_id, backend.name, why)
+        if exchange.started:
+            exchange.abort()
+        else:
+            self._on_failure(exchange, self._service, why, self._reached)
+
+
+class WholeFlow(_ToService):
+    """A request whose body is there."""
+
+
+class LongFlow(_ToService, StreamedFlow):
+    """A request whose body is passed on as it comes."""
+
+
+def facade_status(status: int, body: Buffer) -> int:
+    """What v2 says for what a service that is not ready said."""
+    if status not in LOADING:
+        return status
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return status
+    return 500 if isinstance(found, dict) and found.get("status") == "error" else 200
+
+
+def respond(exchange: Exchange, status: int, body: dict[str, Any], facade: bool) -> None:
+    """Answer in a service's place."""
+    text = orjson.dumps(body)
+    exchange.respond(json_head(facade_status(status, text) if facade else status), text, _retry(status))
+
+
+def _retry(status: int) -> tuple[tuple[bytes, bytes], ...]:
+    return ((b"retry-after", b"5"),) if status == 202 else ()

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The services that this gateway has passed requests to: where each listens, its connections, how much it has to do.
+
+Asked by `inference`. Each service is a router's backend that is alone and always tried: whether it is up is for `jobs` to
+know, which is asked again after a second, and at once when a connection fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from headrace.api.jobs.settings import JobsApiSettings
+from headrace.core.errors import NotFound, ResourceExhausted
+from headrace.jobs.records import Endpoint
+from headrace.jobs.service import JobService
+from headrace.router.answers import Answers
+from headrace.router.backends import Backends
+from headrace.router.forwarding import Forwarder
+from headrace.router.pools import CoarseClock, Pool
+from headrace.router.retries import RetryBudget
+from headrace.router.settings import (
+    BackendAddress,
+    HealthSettings,
+    OutlierSettings,
+    RetrySettings,
+    RouterSettings,
+    TimeoutSettings,
+)
+from headrace.telemetry.metrics import Histogram
+
+Target = tuple[str, str | None, str]
+"""Organisation, experiment (None on v2, which has none) and job."""
+
+_TICK_SECONDS = 1.0
+
+
+class Service:
+    """A service that runs, as requests reach it."""
+
+    __slots__ = ("forwarder", "fresh_until", "in_flight", "job_id", "limit", "pool", "url", "used")
+
+    def __init__(self, job_id: str, url: str, forwarder: Forwarder, pool: Pool, limit: int) -> None:
+        self.job_id = job_id
+        self.url = url
+        self.forwarder = forwarder
+        self.pool = pool
+        self.limit = limit
+        self.in_flight = 0
+        self.fresh_until = 0.0
+        self.used = 0.0
+
+    def full(self) -> ResourceExhausted:
+        """What one request too many is told."""
+        return ResourceExhausted(
+            f"{self.in_flight} inference requests of this service are in flight, as many as it may have: "
+            "try again when some are answered",
+            retry_after_seconds=1.0,
+        )
+
+    def leave(self) -> None:
+        """One less."""
+        self.in_flight -= 1
+
+
+class Reach:
+    """See the module. Used from the loop's thread only."""
+
+    def __init__(self, jobs: JobService, settings: JobsApiSettings, seconds: Histogram) -> None:
+        self._jobs = jobs
+        self._settings = settings
+        self._seconds = seconds
+        self._answers = Answers()
+        self._router = RouterSettings(
+            (),
+            policy="round-robin",
+            health=HealthSettings(path=""),
+            outliers=OutlierSettings(consecutive_failures=0, error_rate=0.0),
+            retries=RetrySettings(tries=1),
+            timeouts=TimeoutSettings(
+                connect_seconds=settings.connect_seconds,
+                response_seconds=settings.inference_seconds,
+                idle_seconds=settings.inference_seconds,
+            ),
+            whole_bytes=settings.whole_bytes,
+        )
+        self.clock = CoarseClock()
+        self.known: dict[Target, Service] = {}
+        self._parting: set[Service] = set()
+        """Stopped, replaced or forgotten, with requests still in flight."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def plans(self) -> RouterSettings:
+        """What heads of requests are written by."""
+        return self._router
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of all services."""
+        return sum(service.in_flight for service in (*self.known.values(), *self._parting))
+
+    def start(self) -> None:
+        """Keep time from now on."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_TICK_SECONDS, self.start)
+        self.clock.now = now = loop.time()
+        for target, service in tuple(self.known.items()):
+            service.pool.sweep(now)
+            if now - service.used > self._settings.forget_seconds and not service.in_flight:
+                self._drop(target)
+        for service in tuple(self._parting):
+            service.pool.sweep(now)
+            if not service.in_flight:
+                service.pool.close_idle()
+                self._parting.discard(service)
+
+    async def close(self) -> None:
+        """Let go of all connections."""
+        if self._timer is not None:
+            self._timer.cancel()
+        services = [*self.known.values(), *self._parting]
+        await asyncio.gather(*(service.pool.close() for service in services))
+
+    async def find(self, target: Target) -> Service | Endpoint:
+        """The service; or, if it cannot be asked, what is known of it. Raises `NotFound` for one that is not there."""
+        try:
+            endpoint = await self._jobs.endpoint(*target)
+        except NotFound:
+            self._drop(target)
+            raise
+        if endpoint.url is None or endpoint.state != "running":
+            return endpoint
+        now = asyncio.get_running_loop().time()
+        service = self.known.get(target)
+        if service is None or service.url != endpoint.url:
+            self._drop(target)
+            service = self.known[target] = self._made(endpoint.job.id, endpoint.url)
+        service.fresh_until = now + self._settings.fresh_seconds
+        service.used = now
+        return service
+
+    def forget(self, job_id: str) -> None:
+        """A job is being stopped, or did not take a connection: ask `jobs` before the next request."""
+        for target in [each for each in self.known if each[2] == job_id]:
+            self._drop(target)
+
+    def lost(self, job_id: str) -> None:
+        """The same, and tell `jobs`."""
+        self.forget(job_id)
+        self._jobs.lost(job_id)
+
+    def _drop(self, target: Target) -> None:
+        service = self.known.pop(target, None)
+        if service is None:
+            return
+        service.fresh_until = 0.0
+        service.pool.close_idle()
+        self._parting.add(service)
+
+    def _made(self, job_id: str, url: str) -> Service:
+        settings = replace(self._router, backends=(BackendAddress.parse(url),))
+        backends = Backends(settings)
+        backend = backends.all[0]
+        pool = Pool(backend, settings, self._answers, self.clock)
+        forwarder = Forwarder(
+            settings, backends, {backend: pool}, RetryBudget(settings.retries), self.clock, {backend: self._seconds}
+        )
+        return Service(job_id, url, forwarder, pool, self._settings.concurrency)

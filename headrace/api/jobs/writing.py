@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as TAO's API writes them. No record holds a secret, so nothing has to be left out here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+from headrace.jobs.records import Event, Experiment, Job, JobPage, Workspace
+
+_at = datetime.fromtimestamp
+_KNOWN_JOBS = 20_000
+
+
+def now_text() -> str:
+    """This moment."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def encode(document: Any) -> bytes:
+    """JSON. Times are told to the microsecond in UTC, with a Z."""
+    return orjson.dumps(document, option=orjson.OPT_UTC_Z)
+
+
+def workspace(record: Workspace) -> dict[str, Any]:
+    """Never with its keys."""
+    return {
+        "id": record.id,
+        "user_id": record.user_id,
+        "created_on": _at(record.created_on, UTC),
+        "last_modified": _at(record.last_modified, UTC),
+        "name": record.name,
+        "shared": record.shared,
+        "version": record.version,
+        "cloud_type": record.cloud_type,
+    }
+
+
+def experiment(record: Experiment) -> dict[str, Any]:
+    """With what else was said of it."""
+    return {
+        **record.details,
+        "id": record.id,
+        "user_id": record.user_id,
+        "created_on": _at(record.created_on, UTC),
+        "last_modified": _at(record.last_modified, UTC),
+        "name": record.name,
+        "description": record.description,
+        "network_arch": record.network_arch,
+        "workspace": record.workspace or None,
+        "type": "experiment",
+    }
+
+
+def job(record: Job) -> dict[str, Any]:
+    """One job, as a list has it."""
+    return {
+        "id": record.id,
+        "parent_id": record.parent_id or None,
+        "created_on": _at(record.created_on, UTC),
+        "last_modified": _at(record.last_modified, UTC),
+        "action": record.action,
+        "status": record.status,
+        "specs": orjson.Fragment(record.specs_json),
+        "name": record.name,
+        "description": record.description,
+        "num_gpu": record.num_gpu,
+        "experiment_id": record.experiment_id,
+        "network_arch": record.network_arch,
+        "user_id": record.user_id,
+        "kind": "experiment",
+        "job_details": {"message": record.reason},
+    }
+
+
+def whole_job(record: Job) -> dict[str, Any]:
+    """One job with all that is known of it."""
+    details = record.details
+    backend = details.pop("backend_details", None)
+    return {
+        **job(record),
+        "org_name": record.org,
+        "workflow_status": record.status,
+        "platform_id": None,
+        "backend_details": backend or {},
+        "job_details": {**details, "message": record.reason},
+    }
+
+
+def event(record: Event) -> dict[str, Any]:
+    """One change of a job."""
+    return {"time": _at(record.time, UTC), "status": record.status, "reason": record.reason, "by": record.by}
+
+
+def page(name: str, items: Sequence[dict[str, Any]], skip: int, size: int | None, total: int) -> dict[str, Any]:
+    """Part of a list and where it is in the whole."""
+    step = size or total or 1
+    pages = {
+        "total_records": total,
+        "total_pages": -(-total // step),
+        "page_size": step,
+        "page_index": skip // step,
+    }
+    return {name: items, "pagination_info": pages}
+
+
+class JobTexts:
+    """Lists of jobs. A job is written once for each of its versions: a list of ten thousand is asked for again and again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], bytes] = {}
+
+    def page(self, found: JobPage, skip: int, size: int | None) -> dict[str, Any]:
+        """Part of a list and where it is in the whole."""
+        known = self._known
+        if len(known) > _KNOWN_JOBS:
+            known.clear()
+        texts = []
+        for record in found.jobs:
+            key = record.id, record.version
+            text = known.get(key)
+            if text is None:
+                text = known[key] = encode(job(record))
+            texts.append(text)
+        made = page("jobs", [], skip, size, found.total)
+        return {**made, "jobs": orjson.Fragment(b"[%b]" % b",".join(texts))}

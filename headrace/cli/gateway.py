@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace gateway`: a command line to what `headrace.gateway` is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from headrace.gateway.settings import GatewaySettings
+    from headrace.wire.sockets import Address
+
+_LISTENING, _SERVICES, _LOGS = "Listening", "Services", "Logs"
+DATA_DIR = Path("~/.local/share/headrace")
+
+DataDir = Annotated[
+    Path,
+    typer.Option(
+        "--data-dir", envvar="HEADRACE_DATA_DIR", metavar="DIR", help="Database, keys, logs and downloads lie there."
+    ),
+]
+DatabaseUrl = Annotated[
+    str,
+    typer.Option(
+        "--database-url",
+        envvar="HEADRACE_DATABASE_URL",
+        metavar="URL",
+        help="postgresql://...; SQLite in the data directory unless told. Better by the environment: it has a password.",
+    ),
+]
+
+
+def gateway(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_LISTENING)] = 8090,
+    data_dir: DataDir = DATA_DIR,
+    host: Annotated[
+        str,
+        typer.Option(metavar="ADDRESS", help="0.0.0.0 lets others in; then TLS is needed.", rich_help_panel=_LISTENING),
+    ] = "127.0.0.1",
+    tls_certificate: Annotated[
+        str, typer.Option("--tls-certificate", metavar="FILE", help="PEM.", rich_help_panel=_LISTENING)
+    ] = "",
+    tls_key: Annotated[str, typer.Option("--tls-key", metavar="FILE", help="PEM.", rich_help_panel=_LISTENING)] = "",
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure", help="Let others in without TLS: something before it does that.", rich_help_panel=_LISTENING
+        ),
+    ] = False,
+    database_url: DatabaseUrl = "",
+    token_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-key", metavar="FILE", help="PEM key that signs tokens: RSA or Ed25519. A secret of its own else."
+        ),
+    ] = None,
+    secrets_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--secrets-key", metavar="FILE", help="Encrypts workspaces' keys; gateways of one database share it."
+        ),
+    ] = None,
+    models_dir: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--models-dir",
+            metavar="DIR",
+            help="A folder below which users may name models of this machine. Repeatable.",
+            rich_help_panel=_SERVICES,
+        ),
+    ] = None,
+    idle_timeout_minutes: Annotated[
+        float,
+        typer.Option(min=0, help="A service that nobody asks is stopped then. 0: never.", rich_help_panel=_SERVICES),
+    ] = 30.0,
+    inference_timeout: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="For a service to answer.", rich_help_panel=_SERVICES)
+    ] = 300.0,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Inference requests of one service in flight.", rich_help_panel=_SERVICES)
+    ] = 256,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Let models bring their own Python code.", rich_help_panel=_SERVICES),
+    ] = False,
+    stop_services: Annotated[
+        bool,
+        typer.Option(
+            "--stop-services", help="End services with the gateway. They run on else.", rich_help_panel=_SERVICES
+        ),
+    ] = False,
+    grace_seconds: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="For what is in flight at SIGTERM.", rich_help_panel=_LISTENING),
+    ] = 30.0,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=_LOGS)
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_LOGS)
+    ] = "info",
+    log_format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="auto, json or text.", rich_help_panel=_LOGS)
+    ] = "auto",
+) -> None:
+    """Serve the job API: log in, start models as inference microservices, ask them, stop them.
+
+    The first start prints an administrator's key, once. Services outlive the gateway: the next start finds them.
+
+    Examples:
+
+        headrace gateway --port 8090 --data-dir ./gateway
+
+        headrace users add alice --org acme --data-dir ./gateway
+
+        headrace jobs register ./model.onnx --org acme --arch classification --data-dir ./gateway
+
+        headrace gateway --host 0.0.0.0 --tls-certificate cert.pem --tls-key key.pem
+    """
+    from typing import cast
+
+    from headrace.api.jobs.settings import JobsApiSettings
+    from headrace.cli.checks import address_of, or_exit, tls_of
+    from headrace.gateway.app import run_gateway
+    from headrace.gateway.settings import GatewaySettings
+    from headrace.telemetry.logs import LogFormat, configure_logging
+
+    with or_exit():
+        configure_logging(log_level, cast("LogFormat", log_format))
+        settings = GatewaySettings(
+            address_of(host, port, ""),
+            data_dir.expanduser(),
+            database_url,
+            tls_of(tls_certificate, tls_key, ""),
+            insecure,
+            stop_services,
+            tuple(folder.expanduser().absolute() for folder in models_dir or ()),
+            idle_timeout_minutes,
+            token_key,
+            secrets_key,
+            trust_remote_code,
+            grace_seconds,
+            access_log=access_log,
+            api=JobsApiSettings(inference_seconds=inference_timeout, concurrency=concurrency),
+        )
+        code = run_gateway(settings, lambda address, key: _show(settings, address, key))
+    raise typer.Exit(code)
+
+
+def service() -> None:
+    """What the gateway starts: `headrace microservice` alone, without the import of all the other verbs."""
+    from headrace.cli.microservice import microservice
+
+    typer.run(microservice)
+
+
+def _show(settings: GatewaySettings, address: Address, admin_key: str | None) -> None:
+    scheme = "https" if settings.tls is not None else "http"
+    typer.echo(f"gateway: {scheme}://{address}/api/v1, data in {settings.data_dir}")
+    if admin_key is not None:
+        typer.echo(f"administrator's key, shown this once: {admin_key}")

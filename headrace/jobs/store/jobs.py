@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of jobs, their events and their last log. Every change of a job is one transaction with the event that tells it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select, update
+
+from headrace.core.errors import FailedPrecondition, NotFound, Unavailable
+from headrace.jobs.records import FINAL, MOVES, SERVICE, Event, Job, JobPage
+from headrace.jobs.store.database import Database
+from headrace.jobs.store.tables import events, job_logs, jobs
+
+MOST_REASON = 1000
+MOST_REMEMBERED = 20_000
+_FEW = 500
+_Mark = tuple[str, int, float]
+"""Id, version and birth: as long as these are the same, all of a job is."""
+_NAMES = [column.name for column in jobs.columns]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What becomes of a job."""
+
+    status: str
+    reason: str
+    by: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Put over those that are there."""
+    stopped_on: float | None = None
+
+
+Decide = Callable[[Job], Change | None]
+
+
+class JobRows:
+    """Jobs of all organisations; who may see which is for `service` to ask."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._memory: dict[_Mark, Job] = {}
+
+    async def insert(self, job: Job, by: str) -> None:
+        """A new job, with its first event."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(insert(jobs).values(dict(zip(_NAMES, job, strict=True))))
+            _tell(connection, job, by)
+
+        await self._database.write(work)
+
+    async def get(self, job_id: str) -> Job | None:
+        """By id."""
+
+        def work(connection: Connection) -> Job | None:
+            row = connection.execute(select(jobs).where(jobs.c.id == job_id)).first()
+            return Job._make(row) if row is not None else None
+
+        return await self._database.read(work)
+
+    async def page(
+        self, org: str, experiment_id: str, status: str, action: str, skip: int, size: int | None
+    ) -> JobPage:
+        """Newest first; "" for any."""
+        wanted = {"org": org, "experiment_id": experiment_id, "status": status, "action": action}
+        where = and_(*(jobs.c[name] == value for name, value in wanted.items() if value))
+        query = select(jobs.c.id, jobs.c.version, jobs.c.created_on).where(where)
+        query = query.order_by(jobs.c.created_on.desc(), jobs.c.id.desc()).offset(skip)
+        if size is not None:
+            query = query.limit(size)
+
+        def work(connection: Connection) -> JobPage:
+            found = self._known(connection, where, [(row[0], row[1], row[2]) for row in connection.execute(query)])
+            if size is None and not skip:
+                return JobPage(found, len(found))
+            return JobPage(found, connection.execute(select(func.count()).select_from(jobs).where(where)).scalar_one())
+
+        return await self._database.read(work)
+
+    def _known(self, connection: Connection, where: ColumnElement[bool], marks: list[_Mark]) -> list[Job]:
+        """The jobs of these marks, as they were read before or are now: reading whole rows is what makes lists slow."""
+        memory = self._memory
+        missing = [mark[0] for mark in marks if mark not in memory]
+        if len(memory) + len(missing) > MOST_REMEMBERED:
+            memory = self._memory = {}
+            missing = [mark[0] for mark in marks]
+        if missing:
+            these = jobs.c.id.in_(missing) if len(missing) <= _FEW else where
+            for row in connection.execute(select(jobs).where(these)):
+                job = Job._make(row)
+                memory[job.id, job.version, job.created_on] = job
+        return [found for mark in marks if (found := memory.get(mark)) is not None]
+
+    async def unfinished(self, place: str) -> list[Job]:
+        """Services of a place whose status is not final."""
+        where = and_(jobs.c.place == place, jobs.c.action == SERVICE, jobs.c.status.not_in(sorted(FINAL)))
+
+        def work(connection: Connection) -> list[Job]:
+            return [Job._make(row) for row in connection.execute(select(jobs).where(where))]
+
+        return await self._database.read(work)
+
+    async def among(self, ids: list[str]) -> dict[str, Job]:
+        """Those of the ids that there are."""
+        if not ids:
+            return {}
+
+        def work(connection: Connection) -> dict[str, Job]:
+            return {row.id: Job._make(row) for row in connection.execute(select(jobs).where(jobs.c.id.in_(ids)))}
+
+        return await self._database.read(work)
+
+    async def change(self, job_id: str, decide: Decide, now: float) -> Job:
+        """Let `decide` look at the job and say what becomes of it; None for nothing. Returns what the job is then.
+
+        `decide` runs in a thread, and nobody else changes the job meanwhile.
+        """
+
+        def work(connection: Connection) -> Job:
+            row = connection.execute(select(jobs).where(jobs.c.id == job_id).with_for_update()).first()
+            if row is None:
+                raise NotFound(f"Job {job_id} not found")
+            job = Job._make(row)
+            change = decide(job)
+            return job if change is None else _changed(connection, job, change, now)
+
+        return await self._database.write(work)
+
+    async def delete(self, job_id: str) -> bool:
+        """With its events and its log."""
+
+        def work(connection: Connection) -> bool:
+            return delete_jobs(connection, [job_id]) > 0
+
+        return await self._database.write(work)
+
+    async def events(self, job_id: str) -> list[Event]:
+        """Oldest first."""
+        query = select(events).where(events.c.job_id == job_id).order_by(events.c.number)
+
+        def work(connection: Connection) -> list[Event]:
+            return [
+                Event(row.job_id, row.time, row.status, row.reason, row.by_whom) for row in connection.execute(query)
+            ]
+
+        return await self._database.read(work)
+
+    async def keep_log(self, job_id: str, text: str) -> None:
+        """What a service said last, for when its log is gone."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(delete(job_logs).where(job_logs.c.job_id == job_id))
+            if text and connection.execute(select(jobs.c.id).where(jobs.c.id == job_id)).first() is not None:
+                connection.execute(insert(job_logs).values(job_id=job_id, log=text))
+
+        await self._database.write(work)
+
+    async def kept_log(self, job_id: str) -> str:
+        """See `keep_log`."""
+
+        def work(connection: Connection) -> str:
+            return connection.execute(select(job_logs.c.log).where(job_logs.c.job_id == job_id)).scalar() or ""
+
+        return await self._database.read(work)
+
+
+def delete_jobs(connection: Connection, ids: list[str]) -> int:
+    """Rows of jobs and all that hangs on them."""
+    for table in (events, job_logs):
+        connection.execute(delete(table).where(table.c.job_id.in_(ids)))
+    return connection.execute(delete(jobs).where(jobs.c.id.in_(ids))).rowcount
+
+
+def _changed(connection: Connection, job: Job, change: Change, now: float) -> Job:
+    if change.status != job.status and change.status not in MOVES[job.status]:
+        raise FailedPrecondition(f"job {job.id} is {job.status} and cannot become {change.status}")
+    new = job._replace(
+        status=change.status,
+        reason=change.reason[:MOST_REASON],
+        details_json=json.dumps({**job.details, **change.details}) if change.details else job.details_json,
+        stopped_on=job.stopped_on if change.stopped_on is None else change.stopped_on,
+        last_modified=now,
+        version=job.version + 1,
+    )
+    made = connection.execute(
+        update(jobs)
+        .where(jobs.c.id == job.id, jobs.c.version == job.version)
+        .values(dict(zip(_NAMES, new, strict=True)))
+    )
+    if made.rowcount != 1:
+        raise Unavailable(f"job {job.id} was changed by somebody else at the same moment; try again")
+    _tell(connection, new, change.by)
+    return new
+
+
+def _tell(connection: Connection, job: Job, by: str) -> None:
+    told = {"job_id": job.id, "number": job.version, "time": job.last_modified, "status": job.status}
+    connection.execute(insert(events).values(**told, reason=job.reason, by_whom=by))

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of workspaces and experiments, and beside each its secrets as `jobs.secrets` has encrypted them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from headrace.core.errors import FailedPrecondition
+from headrace.jobs.records import FINAL, Experiment, Workspace
+from headrace.jobs.store.database import Database
+from headrace.jobs.store.jobs import delete_jobs
+from headrace.jobs.store.tables import experiments, jobs, workspaces
+
+
+class WorkspaceRows:
+    """Workspaces; `secret` and `fingerprint` are texts that mean nothing here."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def insert(self, workspace: Workspace, secret: str, fingerprint: str) -> tuple[Workspace, bool]:
+        """The new one, or that of the same organisation with the same fingerprint; and whether it is new."""
+        same = select(workspaces).where(workspaces.c.org == workspace.org, workspaces.c.fingerprint == fingerprint)
+
+        def look(connection: Connection) -> Workspace | None:
+            row = connection.execute(same).first()
+            return _workspace(row) if row is not None else None
+
+        def work(connection: Connection) -> None:
+            values = {**asdict(workspace), "secret": secret, "fingerprint": fingerprint}
+            connection.execute(insert(workspaces).values(**values))
+
+        found = await self._database.read(look)
+        if found is not None:
+            return found, False
+        try:
+            await self._database.write(work)
+        except IntegrityError:
+            found = await self._database.read(look)
+            if found is None:
+                raise
+            return found, False
+        return workspace, True
+
+    async def all_of(self, org: str) -> list[Workspace]:
+        """Newest first."""
+        query = select(workspaces).where(workspaces.c.org == org).order_by(workspaces.c.created_on.desc())
+        return await self._database.read(lambda connection: [_workspace(row) for row in connection.execute(query)])
+
+    async def get(self, org: str, workspace_id: str) -> tuple[Workspace, str] | None:
+        """With its secret."""
+        query = select(workspaces).where(workspaces.c.org == org, workspaces.c.id == workspace_id)
+
+        def work(connection: Connection) -> tuple[Workspace, str] | None:
+            row = connection.execute(query).first()
+            return (_workspace(row), row.secret) if row is not None else None
+
+        return await self._database.read(work)
+
+    async def update(self, workspace: Workspace, secret: str, fingerprint: str) -> None:
+        """Replace it."""
+        values = {**asdict(workspace), "secret": secret, "fingerprint": fingerprint}
+
+        def work(connection: Connection) -> None:
+            connection.execute(update(workspaces).where(workspaces.c.id == workspace.id).values(**values))
+
+        try:
+            await self._database.write(work)
+        except IntegrityError:
+            raise FailedPrecondition("another workspace has this very configuration; use that one") from None
+
+    async def delete(self, workspace_id: str) -> None:
+        """Unless experiments use it."""
+
+        def work(connection: Connection) -> None:
+            uses = select(func.count()).select_from(experiments).where(experiments.c.workspace == workspace_id)
+            count = connection.execute(uses).scalar_one()
+            if count:
+                raise FailedPrecondition(f"{count} experiments use this workspace; delete them first")
+            connection.execute(delete(workspaces).where(workspaces.c.id == workspace_id))
+
+        await self._database.write(work)
+
+
+class ExperimentRows:
+    """Experiments."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def insert(self, experiment: Experiment, secret: str) -> None:
+        """A new one."""
+        values = {**asdict(experiment), "details": json.dumps(experiment.details), "secret": secret}
+        await self._database.write(lambda connection: connection.execute(insert(experiments).values(**values)).rowcount)
+
+    async def all_of(self, org: str) -> list[Experiment]:
+        """Newest first."""
+        query = select(experiments).where(experiments.c.org == org).order_by(experiments.c.created_on.desc())
+        return await self._database.read(lambda connection: [_experiment(row) for row in connection.execute(query)])
+
+    async def get(self, org: str, experiment_id: str) -> tuple[Experiment, str] | None:
+        """With its secret."""
+        query = select(experiments).where(experiments.c.org == org, experiments.c.id == experiment_id)
+
+        def work(connection: Connection) -> tuple[Experiment, str] | None:
+            row = connection.execute(query).first()
+            return (_experiment(row), row.secret) if row is not None else None
+
+        return await self._database.read(work)
+
+    async def delete(self, experiment_id: str) -> None:
+        """With its jobs, unless one is not finished."""
+
+        def work(connection: Connection) -> None:
+            rows = connection.execute(select(jobs.c.id, jobs.c.status).where(jobs.c.experiment_id == experiment_id))
+            found = list(rows)
+            if any(row.status not in FINAL for row in found):
+                raise FailedPrecondition("a job of this experiment is not finished; stop or cancel it first")
+            delete_jobs(connection, [row.id for row in found])
+            connection.execute(delete(experiments).where(experiments.c.id == experiment_id))
+
+        await self._database.write(work)
+
+
+def _workspace(row: Row[tuple[object, ...]]) -> Workspace:
+    names = Workspace.__dataclass_fields__
+    return Workspace(**{name: row._mapping[name] for name in names})
+
+
+def _experiment(row: Row[tuple[object, ...]]) -> Experiment:
+    values = {name: row._mapping[name] for name in Experiment.__dataclass_fields__}
+    return Experiment(**{**values, "details": json.loads(values["details"])})

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace gateway` as a program: how it starts, what it refuses, what it leaves behind, and the commands beside it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_process import Gateway, gateway
+from picture_models import data_url, onnx_classifier, png
+
+pytestmark = pytest.mark.timeout(300)
+KEY = re.compile(r"nvapi-[A-Za-z0-9_-]{64}")
+
+
+class Used:
+    """A gateway with a user and a trained model."""
+
+    def __init__(self, running: Gateway, folder: Path) -> None:
+        self.running = running
+        self.key = running.command("users", "add", "alice", "--org", "acme").strip()
+        model = onnx_classifier(folder / "model")
+        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
+        told = json.loads(running.command(*words))
+        self.experiment, self.parent = told["experiment_id"], told["job_id"]
+        self.token = running.login(self.key, "acme")
+        self.base = f"/api/v1/orgs/acme/experiments/{self.experiment}"
+
+    def start(self) -> str:
+        got = self.running.ask(
+            "POST", f"{self.base}/inference_microservice/start", {"parent_id": self.parent}, self.token
+        )
+        assert got.status == 200, got.body
+        assert (got.json["status"], got.json["message"]) == ("pending", "Inference microservice starting")
+        return str(got.json["job_id"])
+
+    def ask(self, method: str, job: str, verb: str, body: Any = None) -> Any:
+        return self.running.ask(method, f"{self.base}/jobs/{job}/inference_microservice/{verb}", body, self.token)
+
+    def until_loaded(self, job: str) -> dict[str, Any]:
+        return self.running.until_loaded(f"{self.base}/jobs/{job}/inference_microservice/status", self.token)
+
+    def status_of(self, job: str) -> str:
+        return str(self.running.ask("GET", f"{self.base}/jobs/{job}", token=self.token).json["status"])
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Used]:
+    folder = tmp_path_factory.mktemp("gateway")
+    with gateway(folder, "--access-log") as running:
+        yield Used(running, folder)
+
+
+def test_started_twice_are_two_services_and_each_is_stopped_once(used: Used) -> None:
+    first, second = used.start(), used.start()
+    assert first != second
+    told = used.until_loaded(first)
+    assert (told["status"], told["job_id"], told["pod_status"]) == ("healthy", first, "Running")
+    assert told["pod_name"]
+    assert used.ask("POST", first, "inference", {"images": [data_url(png())]}).json["status"] == "completed"
+    assert used.ask("POST", first, "inference", b"").status == 400
+    assert used.ask("POST", first, "inference", {"images": "no"}).status == 400
+    with ThreadPoolExecutor(4) as threads:
+        stopped = list(threads.map(lambda _: used.ask("POST", first, "stop").status, range(4)))
+    assert set(stopped) <= {200, 404}
+    assert 200 in stopped
+    assert used.ask("POST", first, "stop").status == 404
+    assert used.ask("POST", first, "inference", {"images": [data_url(png())]}).status == 404
+    assert used.status_of(first) == "Done"
+    used.until_loaded(second)
+    assert used.ask("POST", second, "stop").status == 200
+    assert not used.running.processes()
+
+
+def test_a_stop_during_the_start_leaves_nothing(used: Used) -> None:
+    job = used.start()
+    assert used.ask("POST", job, "inference", {"images": []}).status in (202, 503)
+    assert used.ask("POST", job, "stop").status == 200
+    assert not used.running.processes()
+    assert used.ask("GET", job, "status").status == 404
+
+
+def test_a_model_that_cannot_be_loaded_is_told_end_to_end(used: Used, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(b"this is no model")
+    words = ("jobs", "register", str(broken), "--org", "acme", "--arch", "classification", "--json")
+    told = json.loads(used.running.command(*words))
+    base = f"/api/v1/orgs/acme/experiments/{told['experiment_id']}"
+    start = f"{base}/inference_microservice/start"
+    job = used.running.ask("POST", start, {"parent_job_id": told["job_id"]}, used.token).json["job_id"]
+    path = f"{base}/jobs/{job}/inference_microservice"
+    while not (status := used.running.ask("GET", f"{path}/status", token=used.token).json)["model_load_error"]:
+        assert status["initialization_error"] is None, status
+        time.sleep(0.05)
+    got = used.running.ask("POST", f"{path}/inference", {"images": []}, used.token)
+    assert (got.status, got.json["status"]) == (503, "error")
+    assert got.json["error"].startswith("Model failed to load: ")
+    got = used.running.ask("POST", f"/api/v2/orgs/acme/inference_microservices/{job}:inference", {"a": 1}, used.token)
+    assert got.status == 500
+    got = used.running.ask("DELETE", f"/api/v2/orgs/acme/inference_microservices/{job}:stop", token=used.token)
+    assert got.status in (200, 404)  # its own report may have been quicker
+    while used.running.processes():
+        time.sleep(0.05)
+
+
+def test_commands_beside_the_gateway(used: Used) -> None:
+    running = used.running
+    key = running.command("users", "add", "carol", "--org", "acme", "--role", "viewer").strip()
+    assert KEY.fullmatch(key)
+    assert running.ask("GET", "/api/v1/orgs/acme/workspaces", token=key).status == 200
+    assert "carol" in running.command("users", "list", "--org", "acme")
+    new = json.loads(running.command("users", "rotate", "carol", "--json"))["key"]
+    running.command("users", "grant", "carol", "--org", "other", "--role", "admin")
+    rows = json.loads(running.command("users", "list", "--json"))
+    assert [row["roles"] for row in rows if row["name"] == "carol"] == [{"acme": "viewer", "other": "admin"}]
+    assert running.ask("GET", "/api/v1/orgs/other/workspaces", token=new).status == 200
+    running.command("users", "remove", "carol")
+    assert running.ask("POST", "/api/v1/login", {"ngc_key": new, "ngc_org_name": "acme"}).status == 401
+    assert "there is no user" in running.command("users", "remove", "carol", code=1)
+    assert "already" in running.command("users", "add", "alice", "--org", "acme", code=1)
+    listed = json.loads(running.command("jobs", "list", "--org", "acme", "--action", "train", "--json"))
+    assert used.parent in [row["id"] for row in listed]
+    assert used.parent in running.command("jobs", "list")
+    shown = json.loads(running.command("jobs", "show", used.parent, "--json"))
+    assert shown["events"][-1]["status"] == "Done"
+    assert used.parent in running.command("jobs", "show", used.parent)
+    assert "no job" in running.command("jobs", "show", "99999999-9999-4999-8999-999999999999", code=1)
+    job = used.start()
+    used.until_loaded(job)
+    assert running.command("jobs", "logs", job, "--tail", "20").strip()
+    assert json.loads(running.command("jobs", "cancel", job, "--json"))["id"] == job
+    assert used.ask("GET", job, "status").status == 404
+    assert not running.processes()
+    assert "deleted" in running.command("jobs", "delete", job)
+    assert running.ask("GET", f"{used.base}/jobs/{job}", token=used.token).status == 404
+
+
+def test_registering_what_is_not_there_says_so(used: Used, tmp_path: Path) -> None:
+    told = used.running.command("jobs", "register", str(tmp_path / "none"), "--org", "acme", "--arch", "x", code=1)
+    assert "none" in told
+
+
+def test_metrics_and_the_access_log_have_no_secrets(used: Used) -> None:
+    got = used.running.ask("GET", "/metrics")
+    assert b'headrace_gateway_requests_total{status="200"}' in got.body
+    assert b"headrace_gateway_inference_seconds_count" in got.body
+    log = used.running.log
+    assert '"path":"/api/v1/login"' in log
+    assert used.token not in log
+    assert used.key not in log
+
+
+def test_the_first_start_shows_a_key_and_services_outlive_the_gateway(tmp_path: Path) -> None:
+    with gateway(tmp_path) as running:
+        shown = KEY.findall(running.log)
+        assert len(shown) == 1
+        admin = running.login(shown[0], "acme")  # of every organisation
+        used = Used(running, tmp_path)
+        job = used.start()
+        used.until_loaded(job)
+        service = running.processes()
+        assert running.end() == 0
+        assert running.processes() == service
+        running.start("--stop-services")
+        assert KEY.findall(running.log) == shown
+        assert running.ask("GET", "/api/v1/orgs/acme/workspaces", token=admin).status == 200
+        assert used.ask("POST", job, "inference", {"images": [data_url(png())]}).json["status"] == "completed"
+        assert running.end() == 0
+        assert not running.processes()
+
+
+def test_a_public_port_needs_tls_or_insecure(tmp_path: Path) -> None:
+    running = Gateway(tmp_path)
+    running.start("--host", "0.0.0.0", "--port", "0", wait=False)  # noqa: S104
+    assert running.process is not None
+    assert running.process.wait(60) == 2
+    assert "--insecure" in running.log
+    assert not KEY.search(running.log)
+    with gateway(tmp_path, "--host", "0.0.0.0", "--insecure") as public:  # noqa: S104
+        assert public.ask("GET", "/health").status == 200
+
+
+def test_a_port_that_is_taken_costs_no_key(tmp_path: Path) -> None:
+    running = Gateway(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        running.start("--port", str(taken.getsockname()[1]), wait=False)
+        assert running.process is not None
+        assert running.process.wait(60) == 2
+        assert "in use" in running.log
+    assert not KEY.search(running.log)
+    with gateway(tmp_path) as later:
+        assert KEY.search(later.log)
+
+
+def test_with_tls_an_idle_service_still_finds_the_gateway(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True,
+    )  # fmt: skip
+    words = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--idle-timeout-minutes", "0.001")
+    with gateway(tmp_path, *words) as running:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+
+        def ask(method: str, path: str, body: Any, token: str = "") -> Any:
+            connection = http.client.HTTPSConnection("127.0.0.1", running.port, timeout=60, context=context)
+            fields = {"Authorization": f"Bearer {token}"} if token else {}
+            connection.request(method, path, json.dumps(body).encode(), fields)
+            told = json.loads(connection.getresponse().read())
+            connection.close()
+            return told
+
+        user = running.command("users", "add", "alice", "--org", "acme").strip()
+        model = onnx_classifier(tmp_path / "model")
+        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
+        made = json.loads(running.command(*words))
+        token = ask("POST", "/api/v1/login", {"ngc_key": user, "ngc_org_name": "acme"})["token"]
+        base = f"/api/v1/orgs/acme/experiments/{made['experiment_id']}"
+        job = ask("POST", f"{base}/inference_microservice/start", {"parent_id": made["job_id"]}, token)["job_id"]
+        while ask("GET", f"{base}/jobs/{job}", None, token)["status"] != "Done":
+            time.sleep(0.1)
+        while running.processes():
+            time.sleep(0.05)
+        assert "without a request" in ask("GET", f"{base}/jobs/{job}", None, token)["job_details"]["message"]
+        assert running.end(signal.SIGINT) == 0

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seed's complete workflow as it is printed, by bash, curl and jq, against a real gateway and a real microservice.
+
+Changed are only what a reader has to fill in and the waits (10 s become a tenth); with the classifier, the media too, which
+are data: URLs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from gateway_process import Gateway, gateway
+from picture_models import data_url, onnx_classifier, png
+from store_stub import SECRET, StoreStub
+from vl_model import mp4, tiny_qwen_vl
+
+SETUP = r"""
+export BASE_URL="http://127.0.0.1:$PORT/api/v1"
+export NGC_ORG="acme"
+TOKEN=$(curl -s -X POST $BASE_URL/login \
+    -H "Content-Type: application/json" \
+    -d '{
+        "ngc_key": "'"$NGC_API_KEY"'",
+        "ngc_org_name": "'"$NGC_ORG"'"
+    }' | jq -r '.token')
+echo "Authenticated with token"
+"""
+START = r"""
+echo "Starting inference microservice..."
+INFERENCE_MS_JOB_ID=$(curl -s -X POST \
+    $BASE_URL/orgs/$NGC_ORG/experiments/$EXPERIMENT_ID/inference_microservice/start \
+    -H "Authorization: Bearer $TOKEN" \
+    -H "Content-Type: application/json" \
+    -d '{
+        "parent_id": "'"$TRAIN_JOB_ID"'"
+    }' | jq -r '.job_id')
+echo "Inference Microservice Job ID: $INFERENCE_MS_JOB_ID"
+"""
+WAIT = r"""
+echo "Waiting for model to load..."
+while true; do
+    STATUS=$(curl -s -X GET \
+        $BASE_URL/orgs/$NGC_ORG/experiments/$EXPERIMENT_ID/jobs/$INFERENCE_MS_JOB_ID/inference_microservice/status \
+        -H "Authorization: Bearer $TOKEN")
+    MODEL_LOADED=$(echo $STATUS | jq -r '.model_loaded')
+    MODEL_LOADING=$(echo $STATUS | jq -r '.model_loading')
+    SERVER_INIT=$(echo $STATUS | jq -r '.server_initializing')
+    INIT_ERROR=$(echo $STATUS | jq -r '.initialization_error')
+    LOAD_ERROR=$(echo $STATUS | jq -r '.model_load_error')
+    if [ "$INIT_ERROR" != "null" ]; then
+        echo "Initialization error: $INIT_ERROR"
+        exit 1
+    fi
+    if [ "$LOAD_ERROR" != "null" ]; then
+        echo "Model load error: $LOAD_ERROR"
+        exit 1
+    fi
+    if [ "$MODEL_LOADED" == "true" ]; then
+        echo "Model is ready!"
+        break
+    fi
+    if [ "$SERVER_INIT" == "true" ]; then
+        echo "Server initializing (downloading files)... waiting 10s"
+    elif [ "$MODEL_LOADING" == "true" ]; then
+        echo "Model loading... waiting 10s"
+    else
+        echo "Waiting for service... 10s"
+    fi
+    sleep 0.1
+done
+"""
+INFER = r"""
+echo "Running inference..."
+RESULT=$(curl -s -X POST \
+    $BASE_URL/orgs/$NGC_ORG/experiments/$EXPERIMENT_ID/jobs/$INFERENCE_MS_JOB_ID/inference_microservice/inference \
+    -H "Authorization: Bearer $TOKEN" \
+    -H "Content-Type: application/json" \
+    -d '{
+        "images": ["'"$IMAGE"'"],
+        "batch_size": 1
+    }')
+echo "Inference result:"
+echo $RESULT | jq -c '.'
+"""
+ASK_VLM = r"""
+echo "Running inference..."
+RESULT=$(curl -s -X POST \
+    $BASE_URL/orgs/$NGC_ORG/experiments/$EXPERIMENT_ID/jobs/$INFERENCE_MS_JOB_ID/inference_microservice/inference \
+    -H "Authorization: Bearer $TOKEN" \
+    -H "Content-Type: application/json" \
+    -d '{
+        "media": "s3://my-bucket/videos/sample.mp4",
+        "text": "What is happening in this video?",
+        "conv_mode": "auto"
+    }')
+echo "Inference result:"
+echo $RESULT | jq -c '.'
+RESULT2=$(curl -s -X POST \
+    $BASE_URL/orgs/$NGC_ORG/experiments/$EXPERIMENT_ID/jobs/$INFERENCE_MS_JOB_ID/inference_microservice/inference \
+    -H "Authorization: Bearer $TOKEN" \
+    -H "Content-Type: application/json" \
+    -d '{
+        "media": [
+            "s3://my-bucket/images/img1.jpg",
+            "s3://my-bucket/images/img2.jpg"
+        ],
+        "text": "Compare these two images",
+        "conv_mode": "auto"
+    }')
+echo "Second inference result:"
+echo $RESULT2 | jq -c '.'
+"""
+STOP = r"""
+echo "Stopping inference microservice..."
+curl -s -X POST \
+    $BASE_URL/orgs/$NGC_ORG/experiments/$EXPERIMENT_ID/jobs/$INFERENCE_MS_JOB_ID/inference_microservice/stop \
+    -H "Authorization: Bearer $TOKEN" | jq -c '.'
+echo "Inference microservice stopped"
+"""
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not (shutil.which("jq") and shutil.which("curl")), reason="the seed's script needs both"),
+]
+
+
+def registered(running: Gateway, model: Path) -> dict[str, str]:
+    """A user's key, and a trained model's ids."""
+    key = running.command("users", "add", "alice", "--org", "acme").strip()
+    told = json.loads(
+        running.command("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
+    )
+    return {"NGC_API_KEY": key, "EXPERIMENT_ID": told["experiment_id"], "TRAIN_JOB_ID": told["job_id"]}
+
+
+def bash(script: str, more: dict[str, str]) -> list[str]:
+    run = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], env=os.environ | more, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout.splitlines()
+
+
+def test_the_workflow_as_printed(tmp_path: Path) -> None:
+    model = onnx_classifier(tmp_path / "model")
+    with gateway(tmp_path) as running:
+        given = registered(running, model) | {"PORT": str(running.port), "IMAGE": data_url(png())}
+        lines = bash(SETUP + START + WAIT + INFER + STOP, given)
+        result = json.loads(lines[lines.index("Inference result:") + 1])
+        assert (result["status"], result["message"]) == ("completed", "Inference completed successfully")
+        job_id = lines[2].rpartition(" ")[2]
+        assert result["job_id"] == job_id
+        stopped = json.loads(lines[lines.index("Stopping inference microservice...") + 1])
+        message = "Inference microservice stopped successfully"
+        assert stopped == {"status": "stopped", "message": message, "job_id": job_id}
+        assert not running.processes()
+        token = running.login(given["NGC_API_KEY"], "acme")
+        base = f"/api/v1/orgs/acme/experiments/{given['EXPERIMENT_ID']}/jobs/{job_id}"
+        for method, verb in (("GET", "status"), ("POST", "inference"), ("POST", "stop")):
+            got = running.ask(method, f"{base}/inference_microservice/{verb}", {"a": 1}, token)
+            assert (got.status, got.json["error_code"]) == (404, 1), (verb, got.body)
+        assert running.ask("GET", base, token=token).json["status"] == "Done"
+        text = running.log + (running.data_dir / "audit.jsonl").read_text()
+        assert given["NGC_API_KEY"] not in text
+        assert token not in text
+        assert running.end() == 0
+
+
+def test_the_workflow_with_the_gateway_killed_between_each_step(tmp_path: Path) -> None:
+    model = onnx_classifier(tmp_path / "model")
+    with gateway(tmp_path) as running:
+        given = registered(running, model) | {"IMAGE": data_url(png())}
+
+        def again() -> None:
+            running.end(9)
+            running.start()
+
+        def step(script: str) -> list[str]:
+            return bash(script, given | {"PORT": str(running.port)})
+
+        given["TOKEN"] = step(SETUP + 'echo "$TOKEN"')[-1]
+        given["BASE_URL"], given["NGC_ORG"] = f"http://127.0.0.1:{running.port}/api/v1", "acme"
+        again()
+        given["INFERENCE_MS_JOB_ID"] = step(START)[-1].rpartition(" ")[2]
+        again()
+        assert step(WAIT)[-1] == "Model is ready!"
+        service = running.processes()
+        assert len(service) == 1
+        again()
+        assert json.loads(step(INFER)[-1])["status"] == "completed"
+        assert running.processes() == service  # the same one, taken up by three gateways
+        again()
+        assert json.loads(step(STOP)[-2])["status"] == "stopped"
+        assert not running.processes()
+        again()
+        assert not running.processes()
+
+
+def test_a_vision_language_model_with_its_media_in_a_bucket(tmp_path: Path) -> None:
+    model = tiny_qwen_vl(tmp_path / "vlm")
+    pictures = {f"images/img{number}.jpg": png(seed=number) for number in (1, 2)}
+    with (
+        StoreStub({"my-bucket": {"videos/sample.mp4": mp4(), **pictures}, "others": {"x.jpg": png()}}) as store,
+        gateway(tmp_path) as running,
+    ):
+        key = running.command("users", "add", "alice", "--org", "acme").strip()
+        token = running.login(key, "acme")
+        details = {"cloud_bucket_name": "my-bucket", **store.metadata("my-bucket")["aws"]["my-bucket"]}
+        wish = {"name": "w", "cloud_type": "aws", "cloud_specific_details": details}
+        made = running.ask("POST", "/api/v1/orgs/acme/workspaces", wish, token)
+        assert made.status == 200, made.body
+        assert SECRET.encode() not in made.body
+        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "cosmos-rl", "--json", "--workspace")
+        told = json.loads(running.command(*words, made.json["id"]))
+        given = {"NGC_API_KEY": key, "EXPERIMENT_ID": told["experiment_id"], "TRAIN_JOB_ID": told["job_id"]}
+        lines = bash(SETUP + START + WAIT + ASK_VLM, given | {"PORT": str(running.port)})
+        for title in ("Inference result:", "Second inference result:"):
+            result = json.loads(lines[lines.index(title) + 1])
+            assert (result["status"], result["message"]) == ("completed", "Inference completed successfully"), result
+            assert isinstance(result["results"]["response"], str)
+        job = lines[2].rpartition(" ")[2]
+        service = running.processes()[0]
+        words_of_it = Path(f"/proc/{service}/cmdline").read_bytes() + Path(f"/proc/{service}/environ").read_bytes()
+        assert SECRET.encode() not in words_of_it
+        base = f"/api/v1/orgs/acme/experiments/{told['experiment_id']}/jobs/{job}/inference_microservice"
+        elsewhere = {"media": "s3://others/x.jpg", "text": "What is this?"}
+        got = running.ask("POST", f"{base}/inference", elsewhere, token)
+        assert (got.status, got.json["status"]) == (400, "error")
+        assert "others" in got.json["error"]
+        assert running.ask("POST", f"{base}/stop", None, token).status == 200
+        assert not running.processes()
+        assert SECRET not in running.log

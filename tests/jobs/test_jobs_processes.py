@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Job service and process driver together, with real processes: a real `headrace microservice`, gateways that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import psutil
+import pytest
+from jobs_tools import RANGE, run, settings_of, started
+from onnx import TensorProto, helper
+from PIL import Image
+
+from headrace.jobs.records import Job
+from headrace.jobs.service import JobService
+from headrace.jobs.settings import JobSettings
+from headrace.launch.identity import stat_of
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("PYTHONPATH", HERE)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield tmp_path
+    left = processes(tmp_path)
+    for each in left:
+        each.kill()
+    assert left == []
+
+
+def processes(folder: Path) -> list[psutil.Process]:
+    """Everything that was started with a word of this folder, zombies apart."""
+    return [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or [])]
+
+
+def onnx_classifier(folder: Path) -> Path:
+    """The mean of each colour as the logit of its class."""
+    folder.mkdir()
+    graph = helper.make_graph(
+        [helper.make_node("ReduceMean", ["pixels"], ["scores"], axes=[2, 3], keepdims=0)],
+        "test",
+        [helper.make_tensor_value_info("pixels", TensorProto.FLOAT, ("batch", 3, 16, 16))],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ("batch", 3))],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    (folder / "labels.txt").write_text("red\ngreen\nblue\n")
+    return folder
+
+
+def picture() -> str:
+    made = io.BytesIO()
+    Image.fromarray(np.full((16, 16, 3), (250, 3, 3), np.uint8)).save(made, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(made.getvalue()).decode()}"
+
+
+def post(url: str, path: str, body: Any) -> tuple[int, Any]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    connection.request("POST", path, json.dumps(body))
+    response = connection.getresponse()
+    told = response.status, json.loads(response.read())
+    connection.close()
+    return told
+
+
+async def until_loaded(service: JobService, job: Job) -> dict[str, Any]:
+    while True:
+        body = (await service.status(job.org, job.experiment_id, job.id)).body
+        assert body["initialization_error"] is None and body["model_load_error"] is None, body
+        if body["model_loaded"]:
+            return body
+        await asyncio.sleep(0.05)
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Files of services, beside locks."""
+    data = folder / "data"
+    found = [*(data / "launch").rglob("*"), *(data / "models").rglob("*")]
+    return [str(each.relative_to(data)) for each in found if each.is_file() and not each.name.startswith(".")]
+
+
+@pytest.mark.timeout(120)
+def test_a_real_microservice(folder: Path) -> None:
+    async def main() -> None:
+        real = JobSettings(folder / "data", port_range=RANGE, callback_url="http://127.0.0.1:1")
+        service = await JobService.open(real)
+        experiment, parent = await service.register(
+            "org", "u", str(onnx_classifier(folder / "m")), "classification_pyt"
+        )
+        job = await service.start(
+            "org", "u", experiment.id, parent.id, {"docker_env_vars": {"WANDB_API_KEY": "w-secret-w"}}
+        )
+        body = await until_loaded(service, job)
+        assert (body["status"], body["pod_status"], body["job_id"]) == ("healthy", "Running", job.id)
+        (process,) = processes(folder)
+        assert "w-secret-w" not in " ".join(process.cmdline()) and body["pod_name"].endswith(str(process.pid))
+        found = await service.endpoint("org", experiment.id, job.id)
+        assert found.url is not None
+        code, told = await asyncio.to_thread(post, found.url, "/api/v1/inference", {"images": [picture()]})
+        assert code == 200 and "red" in json.dumps(told["results"]), told
+        assert "the model is ready" in await service.job_logs("org", job.id)
+        assert (await service.stop("org", "u", experiment.id, job.id)).status == "Done"
+        assert processes(folder) == [] and leftovers(folder) == []
+
+        other = await started(service, parent)
+        await until_loaded(service, other)
+        (process,) = processes(folder)
+        os.kill(process.pid, signal.SIGKILL)
+        while (stat := stat_of(process.pid)) is not None and stat.lives:
+            await asyncio.sleep(0.01)
+        await service.reconcile()
+        record = await service.get_job("org", other.id)
+        assert record.status == "Error" and "SIGKILL" in record.reason and "The log ends" in record.reason
+        assert leftovers(folder) == []
+        await service.close()
+
+    run(main())
+
+
+@pytest.mark.timeout(120)
+def test_a_model_that_cannot_be_loaded_is_told(folder: Path) -> None:
+    async def main() -> None:
+        service = await JobService.open(JobSettings(folder / "data", port_range=RANGE))
+        (folder / "m").mkdir()
+        (folder / "m" / "model.onnx").write_bytes(b"no model")
+        _, parent = await service.register("org", "u", str(folder / "m"), "classification_pyt")
+        job = await started(service, parent)
+        while True:
+            body = (await service.status("org", None, job.id)).body
+            if body["model_load_error"] is not None:
+                break
+            assert not body["model_loaded"] and body["initialization_error"] is None
+            await asyncio.sleep(0.05)
+        await service.stop("org", "u", None, job.id)
+        assert processes(folder) == [] and leftovers(folder) == []
+        await service.close()
+
+    run(main())
+
+
+def test_twenty_at_once_leave_nothing(folder: Path, database_url: str) -> None:
+    async def main() -> None:
+        service = await JobService.open(settings_of(folder, database_url=database_url))
+        _, parent = await service.register("org", "u", str(onnx_classifier(folder / "m")), "arch")
+        jobs = await asyncio.gather(*(started(service, parent) for _ in range(20)))
+        assert len(processes(folder)) == 20 and len({job.id for job in jobs}) == 20
+        await asyncio.gather(*(until_loaded(service, job) for job in jobs[:10]))
+        # Ten of them before they have come up.
+        done = await asyncio.gather(*(service.stop("org", "u", None, job.id) for job in jobs))
+        assert {job.status for job in done} == {"Done"}
+        assert processes(folder) == [] and leftovers(folder) == []
+        for port in range(*RANGE):
+            with socket.socket() as sock:
+                assert sock.connect_ex(("127.0.0.1", port)) != 0
+        assert await service.counts() == {}
+        for job in jobs:
+            await service.delete_job("org", job.id)
+        for table in ("leases", "job_logs"):
+            assert await count(service, table) == 0
+        assert await count(service, "events") == await count(service, "jobs") == 1  # of the trained model
+        await service.close()
+
+    run(main())
+
+
+async def count(service: JobService, table: str) -> int:
+    from sqlalchemy import text
+
+    query = text(f"SELECT count(*) FROM {table}")
+    return int(await service.store.database.read(lambda connection: connection.execute(query).scalar_one()))
+
+
+GATEWAY = """
+import asyncio, os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[4])
+from headrace.jobs.service import JobService
+from headrace.launch.process import ProcessDriver
+from jobs_tools import settings_of
+
+def die():
+    print("died", flush=True)
+    os.kill(os.getpid(), 9)
+
+async def main():
+    step, parent_id = sys.argv[2], sys.argv[3]
+    service = await JobService.open(settings_of(Path(sys.argv[1])))
+    driver = service.driver
+    def dying(name, before):
+        real = getattr(driver, name)
+        async def call(*arguments):
+            if before:
+                die()
+            await real(*arguments)
+            die()
+        setattr(driver, name, call)
+    if step in ("before the launch", "after the launch"):
+        dying("start", step.startswith("before"))
+    job = await service.start("org", "u", None, parent_id, {})
+    if step in ("before the stop", "after the stop"):
+        dying("stop", step.startswith("before"))
+        await service.stop("org", "u", None, job.id)
+    die()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "status"),
+    [
+        ("before the launch", "Error"),
+        ("after the launch", "Running"),
+        ("between", "Running"),
+        ("before the stop", "Done"),
+        ("after the stop", "Done"),
+    ],
+)
+def test_a_gateway_killed_at_any_step(folder: Path, step: str, status: str) -> None:
+    async def prepare() -> Job:
+        service = await JobService.open(settings_of(folder))
+        _, parent = await service.register("org", "u", str(onnx_classifier(folder / "m")), "arch")
+        await service.close()
+        return parent
+
+    parent = run(prepare())
+    words = [sys.executable, "-c", GATEWAY, str(folder), step, parent.id, HERE]
+    env = os.environ | {"PYTHONPATH": f"{HERE}:{Path(HERE).parent}"}
+    killed = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "died\n"), killed.stderr
+
+    async def after() -> None:
+        service = await JobService.open(settings_of(folder))
+        await service.reconcile()
+        (job,) = (await service.list_jobs("org", action="inference_microservice")).jobs
+        assert job.status == status, job.reason
+        if status == "Running":
+            assert "adopted" in job.reason
+            await until_loaded(service, job)
+            await service.stop("org", "u", None, job.id)
+        await service.reconcile()
+        assert processes(folder) == [] and leftovers(folder) == [] and await count(service, "leases") == 0
+        await service.close()
+
+    run(after())
+
+
+def test_what_no_record_knows_is_ended(folder: Path) -> None:
+    async def main() -> None:
+        service = await JobService.open(settings_of(folder))
+        _, parent = await service.register("org", "u", str(onnx_classifier(folder / "m")), "arch")
+        kept, lost = await started(service, parent), await started(service, parent)
+        await service.store.jobs.delete(lost.id)
+        await service.reconcile()
+        assert len(processes(folder)) == 1
+        await until_loaded(service, kept)
+        await service.stop_all()
+        assert processes(folder) == [] and leftovers(folder) == []
+        await service.close()
+
+    run(main())
