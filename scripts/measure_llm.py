@@ -2,16 +2,23 @@
 """How fast the backend `llm` generates on this machine's CPU, with a tiny random Llama made on the spot.
 
     python scripts/measure_llm.py [--streams 16] [--tokens 200] [--threads 1] [--rounds 3]
+    python scripts/measure_llm.py --streaming [--streams 16] [--tokens 500] [--rounds 3]
 
 Prints tokens a second of requests one at a time and of so many at once, through the server's engine (data plane, no
 HTTP); the steps from a newcomer's arrival beside long answers to its first token; and the CPU time of a streamed token.
+
+With `--streaming` it serves over HTTP, clients in another process read streams of /v1/chat/completions, and what is
+printed is the CPU time of a streamed token without the model's own: that of the loop's thread (HTTP, SSE, JSON) and that
+of the engine's thread (planning, detokenising, metrics), from which what the runner took was subtracted.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,11 +28,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from llm_models import tiny_llama
+from serving import Serving, serving
 
+from headrace.api.openai.http import OpenAiHttp
+from headrace.backends.llm.running.runner import Runner, Step
 from headrace.core.generation import Generation, GenerationRequest, Sampling
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.telemetry.registry import Registry
+from headrace.wire.http.routes import Routes
+from headrace.wire.site import Site
 
 PROMPT = "the quick brown fox jumps over the lazy dog while the river runs to the sea"
 
@@ -91,16 +103,21 @@ async def steps_to_first_token(plane: DataPlane, metrics: Registry, streams: int
     return taken
 
 
+def made_repository(folder: Path, threads: int) -> Path:
+    """With the one model."""
+    tiny_llama(folder / "tiny" / "1")
+    (folder / "tiny" / "config.pbtxt").write_text(
+        'backend: "llm"\n'
+        f'parameters {{ key: "threads" value {{ string_value: "{threads}" }} }}\n'
+        'parameters { key: "prefix_cache" value { string_value: "false" } }\n'
+    )
+    return folder
+
+
 async def main(arguments: argparse.Namespace) -> None:
     """Measure all of it."""
     with tempfile.TemporaryDirectory() as place:
-        repository = Path(place)
-        tiny_llama(repository / "tiny" / "1")
-        (repository / "tiny" / "config.pbtxt").write_text(
-            'backend: "llm"\n'
-            f'parameters {{ key: "threads" value {{ string_value: "{arguments.threads}" }} }}\n'
-            'parameters { key: "prefix_cache" value { string_value: "false" } }\n'
-        )
+        repository = made_repository(Path(place), arguments.threads)
         server = open_engine(EngineSettings(repositories=(repository,)))
         await server.start()
         plane = server.plane
@@ -118,11 +135,101 @@ async def main(arguments: argparse.Namespace) -> None:
         await server.close(10)
 
 
+class ModelTime:
+    """What the model takes of the engine's thread: the runner's methods, with a clock around them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.engine = 0.0
+        """The thread's own clock, when the runner was last called."""
+        self._wrap(Runner, "launch")
+        self._wrap(Step, "tokens")
+
+    def _wrap(self, kind: type, name: str) -> None:
+        computed = getattr(kind, name)
+
+        def timed(*arguments: Any, **more: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return computed(*arguments, **more)
+            finally:
+                self.engine = time.thread_time()
+                self.seconds += self.engine - began
+
+        setattr(kind, name, timed)
+
+
+async def read_streams(port: int, streams: int, tokens: int) -> int:
+    """The clients: how many events came."""
+
+    async def one(number: int) -> int:
+        body = json.dumps(
+            {"model": "tiny", "messages": [{"role": "user", "content": f"{number} {PROMPT}"}], "stream": True}
+            | {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        ).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        events, rest = 0, b""
+        while b"data: [DONE]" not in rest:
+            piece = await reader.read(65536)
+            if not piece:
+                raise ConnectionError("a stream was cut")
+            events += piece.count(b"data: {")
+            rest = rest[-16:] + piece
+        writer.close()
+        return events
+
+    return sum(await asyncio.gather(*(one(number) for number in range(streams))))
+
+
+def streaming(arguments: argparse.Namespace) -> None:
+    """The CPU time of a token that is streamed over HTTP, without the model's."""
+    model = ModelTime()
+
+    async def site() -> Site:
+        opened = open_engine(EngineSettings(repositories=(repository,), gpus=0))
+        await opened.start()
+        engines.append(opened)
+        routes = Routes()
+        OpenAiHttp(opened.plane).add_to(routes)
+        return Site(routes)
+
+    def round_(server: Serving, tokens: int) -> tuple[float, float, float, int]:
+        loop, engine, computed = server.call(time.thread_time), model.engine - model.seconds, model.seconds
+        command = [sys.executable, __file__, "--reader", str(server.port), "--streams", str(arguments.streams)]
+        done = subprocess.run([*command, "--tokens", str(tokens)], capture_output=True, text=True, check=True)
+        loop, engine = server.call(time.thread_time) - loop, model.engine - model.seconds - engine
+        return loop, engine, model.seconds - computed, int(done.stdout)
+
+    engines: list[Any] = []
+    with tempfile.TemporaryDirectory() as place:
+        repository = made_repository(Path(place), 1)
+        with serving(site) as server:
+            round_(server, 8)
+            for _ in range(arguments.rounds):
+                loop, engine, computed, events = round_(server, arguments.tokens)
+                tokens = arguments.streams * arguments.tokens
+                print(
+                    f"{arguments.streams} streams: CPU {(loop + engine) / tokens * 1e6:.1f} us a token: "
+                    f"loop {loop / tokens * 1e6:.1f}, engine without the model {engine / tokens * 1e6:.1f} "
+                    f"({events} events for {tokens} tokens; the model itself {computed / tokens * 1e6:.0f})"
+                )
+            server.call(engines[0].close, 10)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streaming", action="store_true")
+    parser.add_argument("--reader", type=int, help=argparse.SUPPRESS)
     logging.disable(logging.INFO)
-    asyncio.run(main(parser.parse_args()))
+    given = parser.parse_args()
+    if given.reader:
+        print(asyncio.run(read_streams(given.reader, given.streams, given.tokens)))
+    elif given.streaming:
+        streaming(given)
+    else:
+        asyncio.run(main(given))

@@ -15,7 +15,7 @@ from headrace.api.openai.errors import Refused, fail
 from headrace.api.openai.events import Chunks
 from headrace.api.openai.fields import Fields, read_document
 from headrace.api.openai.flows import Flow, Writer
-from headrace.api.openai.formats import read_format
+from headrace.api.openai.formats import format_field, read_format
 from headrace.api.openai.media import Reader, read_media
 from headrace.api.openai.messages import Conversation, read_messages
 from headrace.api.openai.models import Models, Target
@@ -65,12 +65,13 @@ class Chat:
             return
         conversation, tools, generation = self._read(fields, target)
         writer = self._writer(exchange, fields, target, tools, generation)
+        names = {**{name: name for name in fields.members}, "response_format": tools.held_by or format_field(fields)}
         if not conversation.media:
-            self._begin(exchange, writer, target, generation)
+            self._begin(exchange, writer, target, generation, names)
             return
         if self._media_reader is None:
             raise Refused(conversation.media[0].param, "this server reads no images and videos")
-        reading = self._with_media(self._media_reader, exchange, writer, target, conversation, generation)
+        reading = self._with_media(self._media_reader, exchange, writer, target, conversation, generation, names)
         task = asyncio.get_running_loop().create_task(reading)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -106,16 +107,20 @@ class Chat:
         target: Target,
         conversation: Conversation,
         generation: Generation,
+        names: Mapping[str, str],
     ) -> None:
         try:
             media = await read_media(reader, conversation.media, self._settings.media_bytes)
-            self._begin(exchange, writer, target, replace(generation, media=media))
+            self._begin(exchange, writer, target, replace(generation, media=media), names)
         except Exception as error:
             if not exchange.closed:
                 fail(exchange, error)
 
-    def _begin(self, exchange: Exchange, writer: Writer, target: Target, generation: Generation) -> None:
-        Flow(self._plane, exchange, writer).begin([GenerationRequest(target.config.name, generation)])
+    def _begin(
+        self, exchange: Exchange, writer: Writer, target: Target, generation: Generation, names: Mapping[str, str]
+    ) -> None:
+        request = GenerationRequest(target.config.name, generation)
+        Flow(self._plane, exchange, writer, lambda _: names).begin([request])
 
     def _writer(
         self, exchange: Exchange, fields: Fields, target: Target, tools: Tools, generation: Generation

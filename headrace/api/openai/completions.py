@@ -14,7 +14,7 @@ from headrace.api.openai.errors import Refused
 from headrace.api.openai.events import Chunks
 from headrace.api.openai.fields import Fields, read_document
 from headrace.api.openai.flows import Flow, Writer
-from headrace.api.openai.formats import read_format
+from headrace.api.openai.formats import format_field, read_format
 from headrace.api.openai.models import Models, Target
 from headrace.api.openai.passing import pass_on
 from headrace.api.openai.sampling import read_sampling, token_ids
@@ -65,7 +65,12 @@ class Completions:
         )
         writer = self._writer(exchange, fields, target, prompts, generation)
         name = target.config.name
-        Flow(self._plane, exchange, writer).begin(
+        own = {**{member: member for member in document}, "response_format": format_field(fields)}
+
+        def names(number: int) -> dict[str, str]:
+            return {**own, "prompt": f"prompt[{number}]"} if len(prompts) > 1 else own
+
+        Flow(self._plane, exchange, writer, names).begin(
             [GenerationRequest(name, replace(generation, prompt=prompt)) for prompt in prompts]
         )
 

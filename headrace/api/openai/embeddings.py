@@ -21,7 +21,7 @@ from headrace.api.openai.models import Models, Target
 from headrace.api.openai.passing import pass_on
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.dtypes import BYTES
-from headrace.core.errors import Internal
+from headrace.core.errors import Internal, InvalidArgument
 from headrace.core.generation import EMBEDDING, TEXT_INPUT
 from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.tensors import Tensor, tensor_from_values
@@ -128,6 +128,9 @@ class _Texts:
             return
         self._running.pop(index, None)
         try:
+            if isinstance(result, InvalidArgument):
+                # The model says it of its input, the client knows of no such thing.
+                raise Refused(f"input[{index}]", result.message.removeprefix(f"input '{TEXT_INPUT}' "))
             if isinstance(result, BaseException):
                 raise result
             self._take(index, result.outputs)

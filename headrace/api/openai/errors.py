@@ -8,6 +8,8 @@ stay wrong is a 400 here even where another protocol has a status of its own for
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Mapping
 from math import ceil
 
 import orjson
@@ -20,6 +22,7 @@ from headrace.wire.http.status import HTTP_STATUS
 
 log = logging.getLogger("headrace.api")
 
+_FIELD = re.compile(r"'?([a-z_]+)'?")
 _WRONG, _OURS = "invalid_request_error", "server_error"
 _KINDS: dict[Code, tuple[int, str, str | None]] = {
     Code.UNAUTHENTICATED: (401, _WRONG, "invalid_api_key"),
@@ -50,6 +53,19 @@ class ModelNotFound(NotFound):
 
     param = "model"
     reason = "model_not_found"
+
+
+def about(error: BaseException, names: Mapping[str, str]) -> BaseException:
+    """What a backend says of a field, said of the member of the request: `names` has these by the fields' names."""
+    if not isinstance(error, InvalidArgument) or isinstance(error, Refused):
+        return error
+    field = _FIELD.match(error.message)
+    if field is None or field[1] not in names:
+        return error
+    param = names[field[1]]
+    told = Refused("", param + error.message[field.end() :])
+    told.param = param
+    return told
 
 
 def error_json(error: BaseException) -> tuple[int, bytes]:

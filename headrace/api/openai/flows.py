@@ -6,10 +6,11 @@ Begun by `chat`, `completions` and `embeddings`; a `Writer` makes of the answers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from headrace.api.openai.errors import about
 from headrace.core.generation import TEXT_OUTPUT, GenerationRequest
 from headrace.core.messages import InferResponse, Parameters
 from headrace.engine.dataplane import DataPlane
@@ -33,10 +34,18 @@ class Writer(Protocol):
 class Flow:
     """All requests of one exchange."""
 
-    def __init__(self, plane: DataPlane, exchange: Exchange, writer: Writer) -> None:
+    def __init__(
+        self,
+        plane: DataPlane,
+        exchange: Exchange,
+        writer: Writer,
+        names: Callable[[int], Mapping[str, str]] = lambda _: {},
+    ) -> None:
+        """`names`: what the client calls the fields of one of the requests, for errors about them."""
         self._plane = plane
         self._exchange = exchange
         self._writer = writer
+        self._names = names
         self._pendings: list[Pending] = []
         self._left = 0
         self._over = False
@@ -64,7 +73,7 @@ class Flow:
             return
         if isinstance(result, BaseException):
             self.cancel()
-            self._writer.failed(result)
+            self._writer.failed(about(result, self._names(number)))
             return
         try:
             if result is not None:

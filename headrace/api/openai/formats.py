@@ -40,6 +40,12 @@ def read_format(fields: Fields) -> OutputFormat | None:
     return wanted[0] if wanted else None
 
 
+def format_field(fields: Fields) -> str:
+    """The member that says what the text must be, of a request that has one."""
+    given = (name for name in (*_GUIDED, "structured_outputs") if fields.get(name) is not None)
+    return next(given, "response_format")
+
+
 def _response_format(fields: Fields) -> OutputFormat | None:
     kind = fields.get("type")
     if kind == "text":

@@ -37,6 +37,8 @@ class Tools:
     output_format: OutputFormat | None = None
     reader: Callable[[], CallReader] | None = None
     """Makes one for each choice; None where a text is only a text."""
+    held_by: str = ""
+    """With `output_format`: the member of the request that it was made of."""
 
 
 NO_TOOLS = Tools()
@@ -63,7 +65,7 @@ def read_tools(fields: Fields, settings: OpenAiSettings, parameters: Mapping[str
         raise fields.refused("tool_choice", "asks for a call, but there are no 'tools'")
     if choice == "required":
         most = _CALLS if fields.boolean("parallel_tool_calls", True) else 1
-        return Tools(tools, OutputFormat("json_schema", _required_schema(names, most)), RequiredCalls)
+        return Tools(tools, OutputFormat("json_schema", _required_schema(names, most)), RequiredCalls, "tools")
     name = _named(choice)
     if name is None:
         raise fields.refused(
@@ -72,7 +74,9 @@ def read_tools(fields: Fields, settings: OpenAiSettings, parameters: Mapping[str
     if name not in names:
         raise fields.refused("tool_choice", f"{name[:128]!a} is not one of the tools")
     schema = names[name].get("parameters") or _ANYTHING
-    return Tools(tools, OutputFormat("json_schema", schema), lambda: NamedCall(name))
+    number = list(names).index(name)
+    field = f"tools[{number}].function.parameters"
+    return Tools(tools, OutputFormat("json_schema", schema), lambda: NamedCall(name), field)
 
 
 def _named(choice: Any) -> str | None:

@@ -8,6 +8,7 @@ as causal models here: tokenizer and weights in the loader's thread, the rest in
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,6 +48,8 @@ class LlmBackend:
 
     def __init__(self) -> None:
         self._metrics: WeakKeyDictionary[Registry, LlmMetrics] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        """Models are loaded in several threads at once."""
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
         """The tensors of a model that generates, or what `embedding` says."""
@@ -75,9 +78,10 @@ class LlmBackend:
             return EmbeddingModel.load(config, folder)
         _check(config)
         settings = read_settings(config, files)
-        metrics = self._metrics.get(services.metrics)
-        if metrics is None:
-            metrics = self._metrics[services.metrics] = LlmMetrics(services.metrics)
+        with self._lock:
+            metrics = self._metrics.get(services.metrics)
+            if metrics is None:
+                metrics = self._metrics[services.metrics] = LlmMetrics(services.metrics)
         return LlmModel(config, files.version, settings, services, metrics)
 
 

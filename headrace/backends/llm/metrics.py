@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from headrace.telemetry.metrics import Counter, Gauge, Histogram
 from headrace.telemetry.registry import Registry
 
@@ -88,19 +90,23 @@ class LlmMetrics:
         )
         self.steps = registry.counter("headrace_llm_steps_total", "Steps that were computed.", _LABELS)
         self._users: dict[tuple[str, str], int] = {}
+        self._lock = threading.Lock()
+        """Instances come and go in threads of their own."""
 
     def of(self, model: str, version: int) -> VersionMetrics:
         """The series of a version, until it closes them."""
         key = (model, str(version))
-        self._users[key] = self._users.get(key, 0) + 1
-        return VersionMetrics(self, model, str(version))
+        with self._lock:
+            self._users[key] = self._users.get(key, 0) + 1
+            return VersionMetrics(self, model, str(version))
 
     def leave(self, model: str, version: str) -> None:
         """One user less; after the last the gauges are no longer told. Counters stay: they must not fall."""
-        self._users[model, version] -= 1
-        if not self._users[model, version]:
-            for gauge in (self.running, self.waiting, self.cache_use):
-                gauge.remove(model=model, version=version)
+        with self._lock:
+            self._users[model, version] -= 1
+            if not self._users[model, version]:
+                for gauge in (self.running, self.waiting, self.cache_use):
+                    gauge.remove(model=model, version=version)
 
 
 class VersionMetrics:

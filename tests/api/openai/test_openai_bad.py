@@ -10,6 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wordy import Wordy
 
+from headrace.api.openai.errors import about
+from headrace.core.errors import InvalidArgument, Unavailable
+
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:8x6", "detail": "low"}}
@@ -264,3 +267,23 @@ def test_no_body_is_our_fault(wordy: Wordy, path: str, more: dict[str, Any]) -> 
     assert status in (200, 400, 404), body
     if status != 200:
         assert set(body["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("said", "names", "told"),
+    [
+        ("messages has 9 tokens", {"messages": "messages"}, ("messages", "messages has 9 tokens")),
+        ("'messages' has a video", {"messages": "messages"}, ("messages", "messages has a video")),
+        ("response_format: no", {"response_format": "guided_json"}, ("guided_json", "guided_json: no")),
+        ("prompt is empty", {"prompt": "prompt[3]"}, ("prompt[3]", "prompt[3] is empty")),
+        ("prompt is empty", {"messages": "messages"}, (None, "prompt is empty")),
+        ("no", {}, (None, "no")),
+    ],
+)
+def test_what_a_backend_says_of_a_field_names_the_requests_own(
+    said: str, names: dict[str, str], told: tuple[str | None, str]
+) -> None:
+    error = about(InvalidArgument(said), names)
+    assert (getattr(error, "param", None), str(error)) == told
+    other = Unavailable("messages wait")
+    assert about(other, {"messages": "messages"}) is other

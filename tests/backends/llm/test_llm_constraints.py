@@ -150,6 +150,12 @@ def test_a_schema_that_cannot_be_followed_is_refused(constraints: Constraints, s
     assert text in error.value.message
 
 
+def test_a_schema_that_means_only_itself_is_the_requests_fault(constraints: Constraints) -> None:
+    constraint = constraints.compile(OutputFormat("json_schema", {"$ref": "#"}))
+    assert constraint.allowed() is None
+    assert isinstance(constraint.error, InvalidArgument)
+
+
 def test_a_deep_schema_is_refused(constraints: Constraints) -> None:
     schema: Any = {"type": "null"}
     for _ in range(2000):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import cache
@@ -531,6 +532,25 @@ def load(folder: Path, **parameters: str) -> None:
 def test_a_bad_parameter_is_named(name: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=name):
         load(llm_models.tiny_llama(tmp_path / "1"), **{name: value})
+
+
+def test_models_that_are_loaded_at_once_share_their_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    version = llm_models.tiny_llama(tmp_path / "tiny" / "1")
+    config = ModelConfig("tiny", "llm", outputs=(OutputSpec("text_output", None, None),), decoupled=True)
+    declared = Registry.histogram
+
+    def slowly(*arguments: Any, **more: Any) -> Any:
+        time.sleep(0.05)  # the others come meanwhile
+        return declared(*arguments, **more)
+
+    async def load() -> None:
+        backend, services, files = LlmBackend(), Services(), ModelFiles(version.parent, 1, version)
+        loading = [asyncio.to_thread(backend.load, config, files, services) for _ in range(3)]  # type: ignore[arg-type]
+        for model in await asyncio.gather(*loading):
+            model.close()
+
+    monkeypatch.setattr(Registry, "histogram", slowly)
+    asyncio.run(load())
 
 
 def test_a_model_path_leads_elsewhere(tmp_path: Path) -> None:

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's own client, unchanged, against `headrace serve`: everything it can ask of models that write, see and embed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from lm_served import ADAPTERS, Server
+from media_made import data_url, image, video
+from openai import AsyncOpenAI, OpenAI
+from web_stub import WebStub, serve
+
+USER: Any = [{"role": "user", "content": "the quick brown fox"}]
+GREEDY: Any = {"temperature": 0, "max_tokens": 16}
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "town": {"enum": ["Delft", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["town", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def said(client: OpenAI, model: str = "llama", messages: Any = USER, **more: Any) -> str:
+    """What a greedy model answers."""
+    answer = client.chat.completions.create(model=model, messages=messages, **{**GREEDY, **more})
+    return answer.choices[0].message.content or ""
+
+
+def test_all_models_and_adapters_are_listed(client: OpenAI) -> None:
+    assert {model.id for model in client.models.list()} == {"llama", "seer", "embedder", *ADAPTERS}
+    assert client.models.retrieve("pirate").id == "pirate"
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        client.models.retrieve("nobody")
+
+
+def test_a_stream_and_a_whole_answer_say_the_same(client: OpenAI) -> None:
+    whole = client.chat.completions.create(model="llama", messages=USER, **GREEDY)
+    stream = client.chat.completions.create(
+        model="llama", messages=USER, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content != ""
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens <= 16
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_the_asynchronous_client(served: Server, client: OpenAI) -> None:
+    async def ask() -> tuple[str, str]:
+        async with AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0, timeout=60) as asking:
+            whole = await asking.chat.completions.create(model="llama", messages=USER, **GREEDY)
+            stream = await asking.chat.completions.create(model="llama", messages=USER, stream=True, **GREEDY)
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return whole.choices[0].message.content or "", "".join(pieces)
+
+    assert asyncio.run(ask()) == (said(client),) * 2
+
+
+def test_completions_of_texts_and_of_tokens(client: OpenAI) -> None:
+    answer = client.completions.create(model="llama", prompt=["the river", "a mill"], n=2, **GREEDY)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    texts = [choice.text for choice in answer.choices]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+    one: Any = [12, 13, 14]
+    assert client.completions.create(model="llama", prompt=one, **GREEDY).choices[0].text
+    echoed = client.completions.create(model="llama", prompt="the river", echo=True, **GREEDY)
+    assert echoed.choices[0].text == "the river" + texts[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_tool_is_called_as_its_schema_says(client: OpenAI, stream: bool) -> None:
+    choice: Any = {"type": "function", "function": {"name": "weather"}}
+    asking: Any = {"model": "llama", "messages": USER, "tools": [TOOL], "tool_choice": choice, "seed": 3}
+    name, arguments, reason = "", "", ""
+    if stream:
+        for chunk in client.chat.completions.create(**asking, stream=True):
+            for call in chunk.choices[0].delta.tool_calls or []:
+                name += call.function.name or ""
+                arguments += call.function.arguments
+            reason = chunk.choices[0].finish_reason or reason
+    else:
+        answer = client.chat.completions.create(**asking).choices[0]
+        (call,) = answer.message.tool_calls or []
+        name, arguments, reason = call.function.name, call.function.arguments, answer.finish_reason
+    assert (name, reason) == ("weather", "tool_calls")
+    assert set(json.loads(arguments)) == {"town", "days"}
+
+
+def test_a_conversation_with_calls_and_their_answers_is_taken(client: OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Rome"}'}}
+    messages: Any = [
+        {"role": "developer", "content": "be brief"},
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "it rains"},
+    ]
+    assert said(client, messages=messages, tools=[TOOL]) != said(client, messages=messages[1:2])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_json_schema_is_followed(client: OpenAI, stream: bool) -> None:
+    schema = TOOL["function"]["parameters"]
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    asking: Any = {"model": "llama", "messages": USER, "response_format": wanted, "seed": 1}
+    if stream:
+        chunks = client.chat.completions.create(stream=True, **asking)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    else:
+        text = client.chat.completions.create(**asking).choices[0].message.content or ""
+    found = json.loads(text)
+    assert found["town"] in ("Delft", "Rome")
+    assert 1 <= found["days"] <= 9
+
+
+def test_choices_and_seeds(client: OpenAI) -> None:
+    def texts(seed: int) -> list[str | None]:
+        answer = client.chat.completions.create(model="llama", messages=USER, n=3, seed=seed, max_tokens=12)
+        return [choice.message.content for choice in answer.choices]
+
+    first = texts(5)
+    assert len(set(first)) == 3
+    assert texts(5) == first != texts(6)
+
+
+def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(client: OpenAI) -> None:
+    whole = said(client)
+    stop = whole[len(whole) // 2 :][:3]
+    answer = client.chat.completions.create(model="llama", messages=USER, stop=[stop, "never said"], **GREEDY)
+    assert answer.choices[0].message.content == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_logprobs(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model="llama", messages=USER, logprobs=True, top_logprobs=3, **GREEDY)
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.content
+    assert answer.usage is not None
+    assert len(told.content) == answer.usage.completion_tokens
+    for each in told.content:
+        assert len(each.top_logprobs) == 3
+        assert each.logprob == max(other.logprob for other in each.top_logprobs) <= 0
+    told_bytes = b"".join(bytes(each.bytes or ()) for each in told.content)
+    assert told_bytes.decode(errors="replace") == answer.choices[0].message.content
+    plain = client.completions.create(model="llama", prompt="the river", logprobs=2, **GREEDY).choices[0]
+    assert plain.logprobs is not None
+    assert plain.logprobs.tokens is not None
+    assert len(plain.logprobs.tokens) == len(plain.logprobs.token_logprobs or ()) > 0
+
+
+def test_an_adapter_is_a_model(client: OpenAI) -> None:
+    texts = {name: said(client, name) for name in ("llama", *ADAPTERS)}
+    assert len(set(texts.values())) == 3
+    answer = client.chat.completions.create(model="poet", messages=USER, **GREEDY)
+    assert answer.model == "poet"
+
+
+def test_embeddings_as_numbers_and_as_base64(client: OpenAI) -> None:
+    texts = ["a mill grinds corn", "to the sea", "a mill grinds corn"]
+    told = client.embeddings.create(model="embedder", input=texts, encoding_format="float")
+    vectors = [np.array(each.embedding, np.float32) for each in told.data]
+    assert [each.index for each in told.data] == [0, 1, 2]
+    assert [len(vector) for vector in vectors] == [32] * 3
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    np.testing.assert_allclose(vectors[0], vectors[2], atol=1e-5)
+    assert np.abs(vectors[0] - vectors[1]).max() > 0.01
+    coded: Any = client.embeddings.create(model="embedder", input=texts[0], encoding_format="base64").data[0].embedding
+    again = np.frombuffer(base64.b64decode(coded), "<f4") if isinstance(coded, str) else np.array(coded, np.float32)
+    np.testing.assert_allclose(again, vectors[0], atol=1e-5)
+    assert told.usage.prompt_tokens > 0
+
+
+def seeing(*items: dict[str, Any]) -> Any:
+    return [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, *items]}]
+
+
+def picture_at(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_an_image_is_the_same_by_data_url_and_by_http(client: OpenAI, web: WebStub) -> None:
+    content, other = image("PNG", (32, 24)), image("PNG", (24, 32))
+    web.routes["/cat.png"] = serve(content)
+    by_data = said(client, "seer", seeing(picture_at(data_url(content, "image/png"))))
+    assert by_data == said(client, "seer", seeing(picture_at(web.url("/cat.png"))))
+    assert by_data != said(client, "seer", seeing(picture_at(data_url(other, "image/png"))))
+    assert by_data != said(client, "seer", seeing())
+
+
+def test_a_video_and_several_pictures(client: OpenAI) -> None:
+    clip = {"type": "video_url", "video_url": {"url": data_url(video(), "video/mp4")}}
+    shown = picture_at(data_url(image("JPEG", (16, 16)), "image/jpeg"))
+    texts = [said(client, "seer", seeing(*items)) for items in ([clip], [shown], [shown, clip], [clip, shown])]
+    assert len(set(texts)) == 4
+
+
+def test_a_seeing_model_streams_too_and_can_be_held_to_a_schema(client: OpenAI) -> None:
+    messages = seeing(picture_at(data_url(image("PNG", (32, 24)), "image/png")))
+    stream = client.chat.completions.create(model="seer", messages=messages, stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == said(client, "seer", messages)
+    answer = client.chat.completions.create(
+        model="seer",
+        messages=messages,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["cat", "dog"]}}},
+    )
+    assert json.loads(answer.choices[0].message.content or "") in ("cat", "dog")
