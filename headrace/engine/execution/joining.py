@@ -34,6 +34,7 @@ class Joiner:
         self.all_names = self._all
         """What a model is asked for when the caller names no outputs."""
         self._plain = plain_output(config)
+        self._single = None if self._batched else _single_output(config)
         self._once = [spec.name for spec in config.inputs if spec.is_shape_tensor] if self._batched else ()
         """Inputs that a batch has once: requests that share one have the same values there."""
         self._reshapes = {
@@ -89,6 +90,15 @@ class Joiner:
                 answers.append(self._outputs_of(pending, whole, slice(start, stop)))
             start = stop
         return answers
+
+    def takes(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether they are right as they are: one, the only one of a model without batches. Most of a stream's are."""
+        if self._single is None or len(outputs) != 1:
+            return False
+        name, dtype, dims = self._single
+        tensor = outputs[0]
+        array = tensor.array
+        return tensor.dtype is dtype and tensor.name == name and array.dtype == dtype.numpy and fits(array.shape, dims)
 
     def split_alone(self, pending: Pending, result: Mapping[str, Array]) -> Sequence[Tensor]:
         """The outputs of a request that was computed alone."""
@@ -167,6 +177,16 @@ class Joiner:
                 raise self._missing(name)
             outputs.append(Tensor(name, tensor.dtype, tensor.array[rows]))
         return outputs
+
+
+def _single_output(config: ModelConfig) -> tuple[str, DType, Dims] | None:
+    """The output of a model that has one, of a type that is told and given as it is."""
+    if len(config.outputs) != 1:
+        return None
+    spec = config.outputs[0]
+    if spec.dtype is None or spec.dims is None or spec.reshape is not None:
+        return None
+    return spec.name, spec.dtype, spec.dims
 
 
 def plain_output(config: ModelConfig) -> tuple[str, DType, np.dtype[Any], Dims] | None:
