@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.ab import ab
+from headrace.cli.batch import batch
 from headrace.cli.bench import bench
 from headrace.cli.config import config
 from headrace.cli.gateway import gateway
@@ -35,6 +36,7 @@ app.command()(infer)
 app.command()(router)
 app.command()(microservice)
 app.command()(gateway)
+app.command()(batch)
 app.command()(bench)
 app.command()(tune)
 app.add_typer(models)

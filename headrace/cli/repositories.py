@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from headrace.cli.flags import Given
 from headrace.configuration.staging import Staging
 from headrace.core.errors import InvalidArgument
 from headrace.engine.engine import EngineSettings
 from headrace.engine.repository.settings import Mode, RepositorySettings
+from headrace.storage.locations import CLOUD_SCHEMES, ObjectPlace, parse_location, scheme_of
+from headrace.storage.mirror_once import mirror_once
+from headrace.storage.mirroring import Mirror, mirror_folder
 
 log = logging.getLogger("headrace.cli")
 
@@ -18,7 +23,7 @@ log = logging.getLogger("headrace.cli")
 def engine_settings(given: Given, folders: Sequence[str], staging: Staging | None = None) -> EngineSettings:
     """The engine that the options ask for. `staging`: a model that is served straight from its path."""
     mode = mode_of(given)
-    folders = (*folders, *given.texts("model-repository"))
+    folders, mirrors = mirrored((*folders, *given.texts("model-repository")))
     load = given.texts("load-model")
     if staging is not None:
         folders = (*folders, str(staging.repository))
@@ -43,13 +48,46 @@ def engine_settings(given: Given, folders: Sequence[str], staging: Staging | Non
             exit_on_error=given.truth("exit-on-error"),
             model_load_thread_count=given.whole("model-load-thread-count"),
             strict_model_config=given.truth("strict-model-config"),
-            refresh=None if staging is None else staging.refresh,
+            refresh=_together([each.refresh for each in (*mirrors, *([staging] if staging is not None else ()))]),
+            stop_refresh=_together([mirror.stop for mirror in mirrors]),
         ),
         strict_readiness=given.truth("strict-readiness"),
         cache_bytes=cache_bytes_of(given),
         cache_ttl_seconds=given.number("cache-ttl-s"),
         rate_limit_resources=dict(resource_of(text) for text in given.texts("rate-limit-resource")),
     )
+
+
+def mirrored(repositories: Sequence[str]) -> tuple[tuple[str, ...], tuple[Mirror, ...]]:
+    """The repositories as folders: what lies in object stores is mirrored now, which may take long, and then followed.
+
+    Credentials are the environment's. Mirrors stay in the user's cache, so that the next start downloads what has changed.
+    """
+    folders, mirrors = [], []
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "repositories"
+    for text in repositories:
+        place = parse_location(text) if scheme_of(text) in CLOUD_SCHEMES else None
+        if not isinstance(place, ObjectPlace):
+            folders.append(text)
+            continue
+        mirror = Mirror(place, mirror_folder(base, place))
+        mirror_once(place, mirror.folder)
+        log.info("repository %s is mirrored in %s", place, mirror.folder)
+        folders.append(str(mirror.folder))
+        mirrors.append(mirror)
+    return tuple(folders), tuple(mirrors)
+
+
+def _together(calls: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
+    """One call for all of them, in order; none for none."""
+    if len(calls) < 2:
+        return calls[0] if calls else None
+
+    def call() -> None:
+        for each in calls:
+            each()
+
+    return call
 
 
 def mode_of(given: Given) -> Mode:

@@ -42,8 +42,8 @@ def config_json(single: SingleModel, detected: Detected, labels: Mapping[int, st
         message.response_cache.enable = True
     _add_parameters(message, single, detected, labels)
     values = to_json(message)
-    if unbatched:
-        values["max_batch_size"] = 0  # which says something else than nothing
+    if not (message.max_batch_size or unbatched):
+        del values["max_batch_size"]  # 0 says something else than nothing
     text = json.dumps(values, indent=2)
     draft_from_json(single.path, text)  # what is wrong is told now
     return text

@@ -137,6 +137,11 @@ VERBS = (
     "ab report",
     "config show",
     "models load",
+    "microservice",
+    "gateway",
+    "batch",
+    "users add",
+    "jobs register",
 )
 
 
