@@ -48,7 +48,7 @@ class OpenAiHttp:
         """Answer for a path or a method that is not there."""
         path = exchange.head.path.decode("latin-1")
         allowed = b"POST" if path in self._posts else b"GET" if path == "/v1/models" or path.startswith(_MODEL) else b""
-        if allowed:
+        if allowed and allowed != exchange.head.method:
             error = NotFound(f"{path[:256]} is not there for this method: use {allowed.decode()}")
             head = ResponseHead(405, [(CONTENT_TYPE, JSON), (b"allow", allowed)])
         else:
