@@ -67,6 +67,8 @@ def _memory_back(server: DescribedServer, document: dict[str, Any]) -> Iterator[
     """RSS is back within 5% after 10 seconds, counted from when the allocator has the reserve that large bodies leave it."""
     for path in ("/openapi.json", "/docs", "/metrics", "/v2/models/stats", "/api/status"):
         assert ask(server.port, "GET", path).status == 200
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+        assert ask(server.port, "POST", path, b"{}").status == 400
     for _ in range(REHEARSALS):
         test_tensors(server, document, nested(1_000_000))
         test_bodies_are_counted(server, document)
