@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpacks .tar and .tar.gz into a folder, trusting nothing in them: `unpack`.
+"""Unpacks .tar, .tar.gz and .zip into a folder, trusting nothing in them: `unpack`.
 
 Called by `bringing`. Takes plain files and folders only. Links, devices, absolute names and `..` are refused rather than
 skipped: an archive that has them is not what its owner thinks it is. A compressed archive is never inflated further than
@@ -8,33 +8,29 @@ the limit, and no header makes us read much at once.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import logging
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from headrace.core.errors import Cancelled, InvalidArgument
+from headrace.core.errors import Cancelled, FailedPrecondition, InvalidArgument
 from headrace.core.limits import MIB
 from headrace.storage.fetching import never
+from headrace.storage.unpacking import UnpackLimits, inside
+from headrace.storage.zips import unpack_zip
 
 log = logging.getLogger("headrace.storage")
 
-SUFFIXES = (".tar", ".tar.gz", ".tgz")
+SUFFIXES = (".tar", ".tar.gz", ".tgz", ".zip")
 _PIECE = MIB
+_ZIP_HEADS = (b"PK\x03\x04", b"PK\x05\x06")
 _READ_BYTES = 4 * MIB
 """The most a header may make tarfile read at once: names and attributes, which are short."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnpackLimits:
-    """How much may come out of one archive."""
-
-    max_bytes: int = 1024 * 1024 * MIB
-    max_files: int = 100_000
 
 
 def is_archive(name: str) -> bool:
@@ -62,15 +58,23 @@ def unpack(
     name = name or archive.name
     try:
         with archive.open("rb") as file:
-            compressed = file.read(2) == b"\x1f\x8b"
+            head = file.read(4)
             file.seek(0)
+            if head in _ZIP_HEADS:
+                unpack_zip(file, folder, limits, cancelled, name)
+                return
+            compressed = head[:2] == b"\x1f\x8b"
             source = cast("IO[bytes]", gzip.GzipFile(fileobj=file, mode="rb")) if compressed else file
             bounded = cast("IO[bytes]", _Bounded(source, limits.max_bytes + 64 * MIB, name))
             with tarfile.open(fileobj=bounded, mode="r:") as members:
                 _take_all(members, folder, limits, cancelled, name)
-    except (tarfile.TarError, zlib.error, EOFError, ValueError, OSError) as error:
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError) as error:
         log.info("unpacking %s failed: %s", name, error)
-        raise InvalidArgument(f"{name} is not a whole .tar or .tar.gz archive, or could not be written here") from None
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise FailedPrecondition(f"there is no room to unpack {name} in {folder.parent}; make room") from None
+        raise InvalidArgument(
+            f"{name} is not a whole .tar, .tar.gz or .zip archive, or could not be written here"
+        ) from None
 
 
 class _Bounded:
@@ -124,10 +128,7 @@ def _take_all(
 def _target(member: tarfile.TarInfo, folder: Path, name: str) -> Path:
     if not (member.isdir() or member.type in {tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}):
         raise InvalidArgument(f"{name} holds a link, device or other special file; pack plain files and folders only")
-    parts = [part for part in member.name.split("/") if part not in {"", "."}]
-    if member.name.startswith("/") or ".." in parts or "\\" in member.name or "\0" in member.name:
-        raise InvalidArgument(f"{name} holds a name that leads out of its folder; pack it with relative names")
-    return folder.joinpath(*parts)
+    return inside(folder, member.name, name)
 
 
 def _take(members: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:

@@ -14,10 +14,8 @@ import http.client
 import io
 import ipaddress
 import logging
-import os
 import socket
 import ssl
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +27,8 @@ from headrace.core.errors import Cancelled, HeadraceError, InvalidArgument, Unav
 from headrace.core.limits import MIB
 from headrace.storage.addresses import Address, is_listed, may_reach
 from headrace.storage.locations import public_text
+from headrace.storage.partial_file import PartialFile
+from headrace.storage.problems import DiskFull
 from headrace.storage.urls import WebUrl, parse_web_url
 
 log = logging.getLogger("headrace.storage")
@@ -38,6 +38,7 @@ Resolve = Callable[[str, int], Sequence[Address]]
 
 _PIECE = 256 * 1024
 _GLANCE_SECONDS = 0.2
+_NOT_THE_REST = (206, 416)
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -88,16 +89,18 @@ def fetch(
     progress: Callable[[int, int | None], None] | None = None,
     cancelled: Callable[[], bool] = never,
     resolve: Resolve = addresses_of,
+    journal: Path | None = None,
 ) -> Fetched:
     """Fetch a URL into the file `to`: whole, or not at all.
 
-    `progress` hears of the bytes so far and of all, if known. Raises InvalidArgument for what will stay wrong, Unavailable
+    `progress` hears of the bytes so far and of all, if known. With `journal`, a file of notes, what is cut off stays beside
+    `to` and is continued by the next call with the same one. Raises InvalidArgument for what will stay wrong, Unavailable
     for what may be better later, Cancelled when told so.
     """
     shown = public_text(url)
     pace = _Pace(shown, policy, cancelled)
     try:
-        return _follow(url, shown, to, policy, pace, progress, resolve)
+        return _follow(url, shown, to, policy, pace, progress, resolve, PartialFile(to, journal))
     except HeadraceError:
         raise
     except TimeoutError:
@@ -178,12 +181,13 @@ def _follow(
     pace: _Pace,
     progress: Callable[[int, int | None], None] | None,
     resolve: Resolve,
+    partial: PartialFile,
 ) -> Fetched:
     at = parse_web_url(url)
     for hop in range(policy.redirects + 1):
-        with _answer(at, shown, policy, pace, resolve, redirected=hop > 0) as answer:
+        with _answer(at, shown, policy, pace, resolve, partial.asked(), redirected=hop > 0) as answer:
             if answer.status not in _REDIRECTS:
-                return _take(answer, shown, to, policy, pace, progress)
+                return _take(answer, shown, to, policy, pace, progress, partial)
             at = _next(at, answer.headers.get("Location", ""), shown)
     raise InvalidArgument(f"{shown} redirects more than {policy.redirects} times; give the URL that it ends at")
 
@@ -204,7 +208,14 @@ def _next(at: WebUrl, location: str, shown: str) -> WebUrl:
 
 @contextlib.contextmanager
 def _answer(
-    at: WebUrl, shown: str, policy: FetchPolicy, pace: _Pace, resolve: Resolve, *, redirected: bool
+    at: WebUrl,
+    shown: str,
+    policy: FetchPolicy,
+    pace: _Pace,
+    resolve: Resolve,
+    more: dict[str, str],
+    *,
+    redirected: bool,
 ) -> Iterator[http.client.HTTPResponse]:
     """Ask for a URL at an address that was judged."""
     if policy.allow_hosts and not is_listed(at.host, policy.allow_hosts):
@@ -227,6 +238,7 @@ def _answer(
                 ("Accept-Encoding", "identity"),
                 ("User-Agent", "headrace"),
                 ("Connection", "close"),
+                *more.items(),
             ):
                 connection.putheader(name, value)
             connection.endheaders()
@@ -279,24 +291,29 @@ def _take(
     policy: FetchPolicy,
     pace: _Pace,
     progress: Callable[[int, int | None], None] | None,
+    partial: PartialFile,
 ) -> Fetched:
-    if answer.status != 200:
+    start = partial.begins_at(answer)
+    if start is None:
+        if answer.status in _NOT_THE_REST and partial.asked():
+            partial.forget()
+            raise Unavailable(f"the server of {shown} could not go on where it was cut off; try again from the start")
         kind = Unavailable if answer.status >= 500 or answer.status == 429 else InvalidArgument
         raise kind(f"the server of {shown} answered {answer.status}, not the file")
     if answer.headers.get("Content-Encoding", "identity").strip().lower() not in {"", "identity"}:
         raise InvalidArgument(f"the server of {shown} sent the file compressed, although asked not to; it is not read")
-    total = answer.length
+    total = None if answer.length is None else start + answer.length
     too_large = InvalidArgument(f"{shown} is larger than {policy.max_bytes} bytes, the most that this server fetches")
-    if total is not None and total > policy.max_bytes:
+    if max(total or 0, start) > policy.max_bytes:
         raise too_large
-    with _whole(to) as file:
-        size = 0
+    with partial.written(answer, start) as file:
+        size = start
         while piece := answer.read(min(_PIECE, policy.max_bytes - size + 1)):
             pace.left()
             size += len(piece)
             if size > policy.max_bytes:
                 raise too_large
-            _write(file, piece, shown)
+            _write(file, piece, shown, total)
             if progress is not None:
                 progress(size, total)
         if answer.length:
@@ -304,23 +321,9 @@ def _take(
     return Fetched(to, size, answer.headers.get_content_type() if "Content-Type" in answer.headers else "")
 
 
-def _write(file: IO[bytes], piece: bytes, shown: str) -> None:
+def _write(file: IO[bytes], piece: bytes, shown: str, total: int | None) -> None:
     try:
         file.write(piece)
     except OSError:
         log.exception("writing what came from %s failed", shown)
-        raise Unavailable(f"this server has no room to keep {shown} for now") from None
-
-
-@contextlib.contextmanager
-def _whole(to: Path) -> Iterator[IO[bytes]]:
-    """A file that gets its name when all is written, and goes away otherwise."""
-    handle, name = tempfile.mkstemp(prefix=".fetch-", dir=to.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        Path(name).replace(to)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+        raise DiskFull(f"this server has no room to keep {shown} for now", total) from None

@@ -8,6 +8,7 @@ default only weights in safetensors, JSON and the files of tokenizers are taken:
 from __future__ import annotations
 
 import contextlib
+import errno
 import fnmatch
 import functools
 import logging
@@ -27,9 +28,11 @@ from headrace.core.errors import (
     PermissionDenied,
     Unavailable,
 )
+from headrace.storage.checksums import from_hex
 from headrace.storage.fetching import never
 from headrace.storage.locations import HubPlace, public_text
 from headrace.storage.objects import unheard
+from headrace.storage.problems import DataDamaged, DiskFull
 from headrace.storage.together import Stopped, together
 
 log = logging.getLogger("headrace.storage")
@@ -48,6 +51,8 @@ class HubListing:
     commit: str
     files: tuple[tuple[str, int], ...]
     """Names and sizes."""
+    hashes: tuple[tuple[str, str], ...] = ()
+    """Names and SHA-256 of those that the Hub knows one of: large files."""
 
     @property
     def size(self) -> int:
@@ -66,6 +71,7 @@ class HubSource:
         self._token = token or os.environ.get("HF_TOKEN") or None
         self._max_bytes = max_bytes
         self._patterns = files
+        self._size: int | None = None
 
     def look(self) -> HubListing:
         """What there is to download. Raises NotFound, PermissionDenied, Unavailable with what to do about it."""
@@ -88,7 +94,14 @@ class HubSource:
             raise InvalidArgument(
                 f"{place} has no weights in {_WEIGHTS}; pickled ones (.bin, .pt) are not loaded, because they can hold code"
             )
-        listing = HubListing(str(info.sha), tuple(sorted(chosen)))
+        names = {name for name, _ in chosen}
+        hashes = [
+            (str(entry.rfilename), str(entry.lfs.sha256))
+            for entry in info.siblings or ()
+            if entry.rfilename in names and entry.lfs is not None and entry.lfs.sha256
+        ]
+        listing = HubListing(str(info.sha), tuple(sorted(chosen)), tuple(sorted(hashes)))
+        self._size = listing.size
         if self._max_bytes is not None and listing.size > self._max_bytes:
             raise InvalidArgument(f"{place} has {listing.size} bytes; {self._max_bytes} are the most that are taken")
         return listing
@@ -100,16 +113,27 @@ class HubSource:
         progress: Callable[[int], None] = unheard,
         cancelled: Callable[[], bool] = never,
     ) -> None:
-        """Download all files of a commit into an empty folder. `progress` hears of bytes, in any thread."""
+        """Download all files of a commit into a folder. `progress` hears of bytes, in any thread.
+
+        What an earlier call has left in the folder is continued, where the Hub's library can.
+        """
+        hashes = dict(listing.hashes)
         works = [
-            functools.partial(self._download_one, listing.commit, file, folder, progress) for file in listing.files
+            functools.partial(self._download_one, listing.commit, file, hashes.get(file[0], ""), folder, progress)
+            for file in listing.files
         ]
         together(works, _AT_ONCE, cancelled)
         # Notes that the Hub's library keeps of what it has downloaded.
         shutil.rmtree(folder / ".cache", ignore_errors=True)
 
     def _download_one(
-        self, commit: str, file: tuple[str, int], folder: Path, progress: Callable[[int], None], stopped: Stopped
+        self,
+        commit: str,
+        file: tuple[str, int],
+        sha256: str,
+        folder: Path,
+        progress: Callable[[int], None],
+        stopped: Stopped,
     ) -> None:
         name, size = file
 
@@ -132,7 +156,10 @@ class HubSource:
                 tqdm_class=_bar(heard),
             )
         if size and Path(path).stat().st_size != size:
-            raise Unavailable(f"{name} of {self._place} came with another size than the Hub says it has; try again")
+            raise DataDamaged(f"{name} of {self._place} came with another size than the Hub says it has; try again")
+        wanted = from_hex("sha256", sha256)
+        if wanted is not None and not wanted.fits(Path(path), stopped):
+            raise DataDamaged(f"{name} of {self._place} came with another SHA-256 than the Hub says it has; try again")
 
     def _is_wanted(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in self._patterns)
@@ -176,6 +203,8 @@ class HubSource:
             ) from None
         except OSError as error:
             log.warning("%s: %s", place, error)
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise DiskFull(f"there is no room for {place}", self._size) from None
             raise FailedPrecondition(f"{place} could not be written: {os.strerror(error.errno or 0)}") from None
         except (ValueError, errors.EntryNotFoundError, RuntimeError) as error:
             log.warning("%s at %s: %s", place, hub, error)

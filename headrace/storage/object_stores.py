@@ -6,18 +6,27 @@ Where keys are given, nothing of the environment is used with them: neither its 
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
 from headrace.storage.credentials import BucketKeys
 from headrace.storage.locations import ObjectPlace
 
+# In the order in which obstore looks at them.
+_ENDPOINTS = {
+    "aws": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "azure": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    "gcp": ("GOOGLE_BASE_URL", "GOOGLE_SERVICE_ACCOUNT_BASE_URL"),
+}
+
 
 def open_store(place: ObjectPlace, keys: BucketKeys | None, idle_seconds: float, retry_seconds: float) -> Any:
     """A store that knows this bucket. Without keys it looks for them where the clouds' own tools do."""
     from obstore import store
 
-    plain = keys is not None and keys.endpoint_url.startswith("http://")
+    endpoint = environment_endpoint(place) if keys is None else keys.endpoint_url
+    plain = endpoint.lower().startswith("http://")
     options: Any = {
         "allow_http": plain,
         "connect_timeout": timedelta(seconds=min(idle_seconds, 10.0)),
@@ -34,6 +43,15 @@ def open_store(place: ObjectPlace, keys: BucketKeys | None, idle_seconds: float,
     if place.cloud == "gcp":
         return store.GCSStore(place.bucket, config=_google(keys), **common)
     return store.S3Store(place.bucket, **_amazon(keys), **common)
+
+
+def environment_endpoint(place: ObjectPlace) -> str:
+    """Where the environment says that a store is; "" where its maker has it.
+
+    Who writes http:// there means it, as who writes it into a workspace does.
+    """
+    names = _ENDPOINTS.get(place.cloud, _ENDPOINTS["aws"])
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def _amazon(keys: BucketKeys | None) -> dict[str, Any]:

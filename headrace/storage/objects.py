@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects of S3, Google and Azure stores, as local files: `ObjectSource`.
 
-Called in threads by `bringing` (models) and `media` (one file). A source lists what a place means, then downloads all of it
-or leaves nothing. Keys come from whoever may write to the bucket, so none may lead out of the folder.
+Called in threads by `bringing` and `mirroring` (models) and `media` (one file). A source lists what a place means, then
+downloads all of it, or keeps a journal of what it has. Keys come from whoever may write to the bucket, so none may lead out
+of the folder.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import errno
 import functools
 import hashlib
 import logging
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from headrace.core.errors import (
     Cancelled,
@@ -28,16 +28,22 @@ from headrace.core.errors import (
     Unavailable,
 )
 from headrace.core.limits import MIB
+from headrace.storage.checksums import etag_is_md5, from_etag, from_headers
 from headrace.storage.credentials import CloudCredentials
 from headrace.storage.fetching import never
+from headrace.storage.journal import Journal, Range, missing
 from headrace.storage.locations import ObjectPlace
+from headrace.storage.object_heads import headers_of
 from headrace.storage.object_stores import open_store
+from headrace.storage.part_files import empty, is_whole, make_file, write_at
+from headrace.storage.problems import DataDamaged, NoRoom, no_room
 from headrace.storage.together import Stopped, together
 
 log = logging.getLogger("headrace.storage")
 
-_PIECE = 4 * MIB
-_AT_ONCE = 8
+_PIECE = 64 * 1024  # larger ones are put together first, which is one copy more
+_CHECKS_AT_ONCE = 4
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +55,10 @@ class ObjectLimits:
     idle_seconds: float = 60.0
     retry_seconds: float = 30.0
     """How long errors of the store's and of the network are tried again."""
-    part_bytes: int = 64 * MIB
+    part_bytes: int = 32 * MIB
     """Larger objects come in parts of this size, several at once."""
+    at_once: int = 8
+    """How many requests are under way at the same time."""
 
 
 DEFAULT_LIMITS = ObjectLimits()
@@ -101,9 +109,10 @@ class ObjectSource:
     ) -> None:
         self._place = place
         self._limits = limits
-        keys = None if credentials is None else credentials.keys_of(place.cloud, place.bucket)
+        self._logged = ""
+        self._keys = None if credentials is None else credentials.keys_of(place.cloud, place.bucket)
         with self._told():
-            self._store = open_store(place, keys, limits.idle_seconds, limits.retry_seconds)
+            self._store = open_store(place, self._keys, limits.idle_seconds, limits.retry_seconds)
 
     def look(self) -> Listing:
         """Look: the object of this key, or all below it. Raises NotFound when there is neither."""
@@ -132,51 +141,114 @@ class ObjectSource:
         folder: Path,
         progress: Callable[[int], None] = unheard,
         cancelled: Callable[[], bool] = never,
+        journal: Path | None = None,
     ) -> None:
-        """Download all of a listing into an empty folder, several at once. `progress` hears of bytes, in any thread.
+        """Download all of a listing into a folder, large objects in parts, several at once; then check what can be.
 
-        What was written when it raises is the caller's to remove.
+        `progress` hears of bytes, in any thread. Without `journal` the folder is empty, and what was written when this
+        raises is the caller's to remove. With one, what an earlier try of the same listing has left is kept, and heard of
+        at once.
         """
-        for entry in listing.objects:
-            self._make(folder / entry.name, entry)
-        part = self._limits.part_bytes
-        works = [
-            functools.partial(self._download_part, folder, entry, start, min(start + part, entry.size), progress)
-            for entry in listing.objects
-            # None of no bytes: a marker of an empty folder cannot be had by the name it is shown under.
-            for start in range(0, entry.size, part)
-        ]
-        together(works, _AT_ONCE, cancelled)
-
-    def _make(self, path: Path, entry: StoredObject) -> None:
+        book = None
+        if journal is not None:
+            with self._told(folder, listing.size):
+                book = Journal(journal, listing.digest)
+                if not book.continues:
+                    empty(folder)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch(exist_ok=False)
-            os.truncate(path, entry.size)
+            works = self._works(listing, folder, book, progress)
+            together(works, self._limits.at_once, cancelled)
+        finally:
+            if book is not None:
+                book.close()
+        checks = [functools.partial(self._check, folder, entry) for entry in listing.objects if entry.size]
+        together(checks, _CHECKS_AT_ONCE, cancelled)
+
+    def _works(
+        self, listing: Listing, folder: Path, book: Journal | None, progress: Callable[[int], None]
+    ) -> list[Callable[[Stopped], None]]:
+        """What is left to do."""
+        works: list[Callable[[Stopped], None]] = []
+        come = 0
+        for entry in listing.objects:
+            path = folder / entry.name
+            had: list[Range] = []
+            if book is not None and is_whole(path, entry.size):
+                had = book.had(entry.name)
+            if not had:
+                self._make(path, entry, anew=book is not None)
+            come += sum(end - start for start, end in had)
+            # None of no bytes: a marker of an empty folder cannot be had by the name it is shown under.
+            for start, end in missing(had, entry.size, self._limits.part_bytes):
+                works.append(functools.partial(self._download_part, path, entry, start, end, book, progress))
+        if come:
+            progress(come)
+        return works
+
+    def _make(self, path: Path, entry: StoredObject, *, anew: bool) -> None:
+        try:
+            make_file(path, entry.size, anew=anew)
         except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise NoRoom(no_room(str(self._place), path.parent, entry.size)) from None
             log.warning("cannot write %s: %s", path, error)
             raise FailedPrecondition(f"{entry.name} cannot be written into {path.parent}; is there room?") from None
 
     def _download_part(
-        self, folder: Path, entry: StoredObject, start: int, end: int, progress: Callable[[int], None], stopped: Stopped
+        self,
+        path: Path,
+        entry: StoredObject,
+        start: int,
+        end: int,
+        book: Journal | None,
+        progress: Callable[[int], None],
+        stopped: Stopped,
     ) -> None:
         """Bytes `start` to `end` of an object, into their place in its file."""
         at = start
-        with self._told(), (folder / entry.name).open("r+b") as file:
-            file.seek(start)
-            if not stopped():
-                for piece in self._store.get(entry.key, options=_asked(entry, start, end)).stream(
-                    min_chunk_size=_PIECE
-                ):
-                    at += len(piece)
-                    if stopped() or at > end:
+        beyond = False
+        try:
+            with self._told(path.parent, entry.size), path.open("r+b", buffering=0) as file:
+                pieces = () if stopped() else self._pieces(entry, start, end)
+                for piece in pieces:
+                    beyond = at + len(piece) > end
+                    if beyond or stopped():
                         break
-                    file.write(piece)
+                    write_at(file.fileno(), piece, at)
+                    at += len(piece)
                     progress(len(piece))
+        finally:
+            if book is not None and at > start:
+                book.wrote(entry.name, start, at)
         if stopped():
             raise Cancelled(f"downloading {self._place} was cancelled")
-        if at != end:
+        if beyond or at != end:
             raise self._changed()
+
+    def _pieces(self, entry: StoredObject, start: int, end: int) -> Iterable[Any]:
+        answer = self._store.get(entry.key, options=_asked(entry, start, end))
+        if not _is_same(entry.etag, answer.meta.get("e_tag") or ""):
+            raise self._changed()
+        return cast("Iterable[Any]", answer.stream(min_chunk_size=_PIECE))
+
+    def _check(self, folder: Path, entry: StoredObject, stopped: Stopped) -> None:
+        """Compare a file with what its store says of it. Raises DataDamaged."""
+        from_tag = from_etag(entry.etag) if self._place.cloud in {"aws", "seaweedfs"} else None
+        wanted = from_tag
+        if from_tag is None and not stopped():
+            headers = headers_of(self._store, self._place, self._keys, entry.key)
+            same = headers is not None and _is_same(entry.etag, headers.get("etag", ""))
+            wanted = from_headers(headers) if headers is not None and same else None
+        if wanted is None or wanted.fits(folder / entry.name, stopped):
+            return
+        if from_tag is not None:
+            headers = headers_of(self._store, self._place, self._keys, entry.key)
+            if headers is not None and not etag_is_md5(headers):
+                return
+        raise DataDamaged(
+            f"{entry.name} of {self._place} came with another {wanted.kind} than its store says it has; try again, and "
+            "if that does not help, upload it anew"
+        )
 
     def _changed(self) -> Unavailable:
         return Unavailable(f"{self._place} changed or was cut off while it was downloaded; try again")
@@ -199,9 +271,18 @@ class ObjectSource:
                 raise InvalidArgument(f"{self._place} has objects that would be file and folder of the same name")
         return listing
 
+    def _log(self, text: str) -> None:
+        """Once, not every time that it is so again."""
+        if text != self._logged:
+            log.warning("%s: %s", self._place, text)
+        self._logged = text
+
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """What obstore says, in our words; its own, which hold addresses and requests, go to the log."""
+    def _told(self, folder: Path | None = None, size: int = 0) -> Iterator[None]:
+        """What obstore says, in our words; its own, which hold addresses and requests, go to the log.
+
+        `folder` and `size`: where bytes are written meanwhile, and how many.
+        """
         place = self._place
         try:
             from obstore import exceptions
@@ -222,9 +303,13 @@ class ObjectSource:
                 f"{place} has an object whose key cannot be a file's name (`..`, `.`, `//`)"
             ) from None
         except (exceptions.BaseError, ValueError, OSError) as error:
-            log.warning("%s: %s", place, _without_secrets(str(error)))
+            if any(name in str(error) for name in _NO_BUCKET):
+                raise NotFound(
+                    f"there is no bucket {place.bucket} for {place}; check its name and the region"
+                ) from None
+            self._log(_without_secrets(str(error)))
             if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                raise FailedPrecondition(f"there is no room for {place} on this machine; make room") from None
+                raise NoRoom(no_room(str(place), folder, size)) from None
             raise Unavailable(
                 f"{place} could not be read: the store did not answer as expected; check the endpoint, the region and the "
                 "network (the server's log has more)"
@@ -232,10 +317,15 @@ class ObjectSource:
 
 
 def _asked(entry: StoredObject, start: int, end: int) -> Any:
-    """A part is of the state that was listed, or not at all; the whole is measured when it has come."""
+    """A part is of the state that was listed, or not at all; of the whole, its answer says which state it is."""
     if (start, end) == (0, entry.size):
         return None
     return {"range": (start, end), **({"if_match": entry.etag} if entry.etag else {})}
+
+
+def _is_same(listed: str, said: str) -> bool:
+    """Whether two ETags are of one state: stores put quotes around them or do not. Who says none is believed."""
+    return not listed or not said or listed.strip('"') == said.strip('"')
 
 
 def _entry(meta: Any, above: str) -> StoredObject:

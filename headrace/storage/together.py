@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from headrace.core.errors import Cancelled
 
@@ -27,7 +27,12 @@ def together(works: Iterable[Callable[[Stopped], None]], at_once: int, cancelled
             raise
 
     with ThreadPoolExecutor(at_once, thread_name_prefix="storage") as pool:
-        tasks = [pool.submit(one, work) for work in works]
+        try:
+            tasks = [pool.submit(one, work) for work in works]
+            wait(tasks)
+        except BaseException:
+            stop.set()  # an interrupt from the keyboard must not wait for what is still queued
+            raise
     failures = [failure for task in tasks if (failure := task.exception()) is not None]
     # Those that were stopped because another had failed say only that.
     first = next((failure for failure in failures if not isinstance(failure, Cancelled)), None)

@@ -19,6 +19,8 @@ class HubStub(WebStub):
         super().__init__(default=self._answer)
         self.files = files
         self.token = token
+        self.hashes: dict[str, str] = {}
+        """SHA-256 of files that are large ones."""
 
     def _answer(self, handler: Handler) -> None:
         path = unquote(handler.path.partition("?")[0])
@@ -29,7 +31,9 @@ class HubStub(WebStub):
         elif "org/broken" in path:
             reply(handler, b"{}", status=500)
         elif path in ("/api/models/org/name", *(f"/api/models/org/name/revision/{r}" for r in ("main", "v1", COMMIT))):
-            siblings = [{"rfilename": name, "size": len(body)} for name, body in self.files.items()]
+            siblings = [
+                {"rfilename": name, "size": len(body), **self._large(name)} for name, body in self.files.items()
+            ]
             info = {"id": "org/name", "sha": COMMIT, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
             reply(handler, json.dumps(info).encode(), content_type="application/json")
         elif path.startswith("/api/models/org/name/revision/"):
@@ -39,3 +43,8 @@ class HubStub(WebStub):
             reply(handler, body, etag=f'"{hashlib.sha1(body).hexdigest()}"', x_repo_commit=COMMIT)
         else:
             reply(handler, b"{}", status=404, x_error_code="RepoNotFound")
+
+    def _large(self, name: str) -> dict[str, object]:
+        if name not in self.hashes:
+            return {}
+        return {"lfs": {"sha256": self.hashes[name], "size": len(self.files[name]), "pointerSize": 134}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -25,6 +26,14 @@ class StoreStub(WebStub):
         self.signed = signed
         self.cut_off: set[str] = set()
         """Keys of which only half is sent."""
+        self.etags: dict[str, str] = {}
+        """ETags that are not the MD5 of the content."""
+        self.headers: dict[str, dict[str, str]] = {}
+        """More headers of a key's answers."""
+        self.before: Callable[[str], None] = lambda key: None
+        """Called with the key before an object is sent."""
+        self.down = False
+        """Every request fails."""
 
     def metadata(self, bucket: str) -> dict[str, dict[str, dict[str, str]]]:
         """A job's cloud_metadata for this store."""
@@ -40,23 +49,29 @@ class StoreStub(WebStub):
         if self.signed and not _is_signed(handler):
             reply(handler, b"<Error><Code>SignatureDoesNotMatch</Code></Error>", status=403)
             return
+        if self.down:
+            reply(handler, b"<Error><Code>Forbidden</Code></Error>", status=403)
+            return
         parts = urlsplit(handler.path)
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
         objects = self.buckets.get(bucket)
         if objects is None:
             reply(handler, b"<Error><Code>NoSuchBucket</Code></Error>", status=404)
         elif not key:
-            reply(handler, _listing(objects, dict(parse_qsl(parts.query))), content_type="application/xml")
+            reply(handler, _listing(objects, dict(parse_qsl(parts.query)), self.etags), content_type="application/xml")
         elif key not in objects:
             reply(handler, b"<Error><Code>NoSuchKey</Code></Error>", status=404)
         else:
             self._send(handler, key, objects[key])
 
     def _send(self, handler: Handler, key: str, body: bytes) -> None:
-        if handler.headers.get("If-Match", _etag(body)) != _etag(body):
+        etag = self.etags.get(key) or _etag(body)
+        if handler.command == "GET":
+            self.before(key)
+        if handler.headers.get("If-Match", etag) != etag:
             reply(handler, b"<Error><Code>PreconditionFailed</Code></Error>", status=412)
             return
-        more = {"etag": _etag(body), "last_modified": "Sun, 15 Nov 2026 00:00:00 GMT"}
+        more = {**self.headers.get(key, {}), "etag": etag, "last_modified": "Sun, 15 Nov 2026 00:00:00 GMT"}
         status, total = 200, len(body)
         if wanted := handler.headers.get("Range"):
             start, end = map(int, wanted.removeprefix("bytes=").split("-"))
@@ -70,13 +85,14 @@ def _etag(body: bytes) -> str:
     return f'"{hashlib.md5(body).hexdigest()}"'
 
 
-def _listing(objects: dict[str, bytes], query: dict[str, str]) -> bytes:
+def _listing(objects: dict[str, bytes], query: dict[str, str], etags: dict[str, str]) -> bytes:
     """Two objects a page, so that there are pages."""
     keys = sorted(key for key in objects if key.startswith(query.get("prefix", "")))
     start = int(query.get("continuation-token", "0"))
     page, more = keys[start : start + 2], start + 2 < len(keys)
     entries = "".join(
-        f"<Contents><Key>{escape(key)}</Key><Size>{len(objects[key])}</Size><ETag>{escape(_etag(objects[key]))}</ETag>"
+        f"<Contents><Key>{escape(key)}</Key><Size>{len(objects[key])}</Size>"
+        f"<ETag>{escape(etags.get(key) or _etag(objects[key]))}</ETag>"
         "<LastModified>2026-11-15T00:00:00.000Z</LastModified></Contents>"
         for key in page
     )

@@ -95,16 +95,17 @@ def test_a_file_behind_a_url(tmp_path: Path) -> None:
             bring(web.url("/models/a%20b.onnx"), tmp_path)
 
 
-def test_what_fails_leaves_nothing_and_is_tried_anew(store: StoreStub, tmp_path: Path) -> None:
-    (tmp_path / ".bringing-old").mkdir()
+def test_what_is_cut_off_is_no_entry_and_is_continued(store: StoreStub, tmp_path: Path) -> None:
     store.cut_off.add("m/1/model.bin")
     events: list[ProgressEvent] = []
     with pytest.raises(Unavailable):
         bring("s3://bkt/m", tmp_path, keys(store), events.append)
     assert events[-1].state == "failed"
-    assert visible(tmp_path) == [".bringing-old"]
+    assert all(name.startswith(".bringing-") for name in visible(tmp_path))
     store.cut_off.clear()
-    assert bring("s3://bkt/m", tmp_path, keys(store)).is_dir()
+    path = bring("s3://bkt/m", tmp_path, keys(store))
+    assert (path / "1" / "model.bin").read_bytes() == b"x" * 1000
+    assert visible(tmp_path) == [path.name]
 
 
 def test_a_bad_archive_leaves_nothing(store: StoreStub, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,9 +120,20 @@ def test_size_has_a_limit(hub: HubStub) -> None:
         HubSource(HubPlace("org/name"), max_bytes=1000).look()
 
 
-def test_a_download_that_is_cancelled_leaves_nothing(hub: HubStub, tmp_path: Path) -> None:
+def test_a_download_that_is_cancelled_is_no_entry_and_is_continued(hub: HubStub, tmp_path: Path) -> None:
     started: list[ProgressEvent] = []
     with pytest.raises(Cancelled):
-        bring("hf_model://org/name", tmp_path, progress=started.append, cancelled=lambda: bool(started))
-    assert files_in(tmp_path) <= {f".locks/{path.name}" for path in (tmp_path / ".locks").iterdir()}
+        bring("hf://org/name", tmp_path, progress=started.append, cancelled=lambda: len(started) > 1)
     assert started[-1].state == "failed"
+    assert all(path.name.startswith(".") for path in tmp_path.iterdir())
+    assert files_in(bring("hf://org/name", tmp_path)) == WANTED
+
+
+def test_what_came_is_what_the_hub_says_it_has(hub: HubStub, tmp_path: Path) -> None:
+    right = hashlib.sha256(FILES["model.safetensors"]).hexdigest()
+    hub.hashes = {"model.safetensors": "0" * 64}
+    with pytest.raises(Unavailable, match="another SHA-256"):
+        bring("hf_model://org/name", tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.name != ".locks"]
+    hub.hashes = {"model.safetensors": right}
+    assert files_in(bring("hf_model://org/name", tmp_path)) == WANTED

@@ -31,6 +31,7 @@ from headrace.storage.locations import HubPlace, LocalPlace, ObjectPlace, Place,
         ("hf_model://org/name", HubPlace("org/name")),
         ("hf_model://org/name@v1.0", HubPlace("org/name", "v1.0")),
         ("hf_model://gpt2", HubPlace("gpt2")),
+        ("hf://org/name@v1.0", HubPlace("org/name", "v1.0")),
         ("https://host/a?b=c", WebPlace("https://host/a?b=c")),
     ],
 )
@@ -43,7 +44,6 @@ def test_places(text: str, place: Place) -> None:
     [
         "",
         "a\0b",
-        "hf://org/name",
         "cs://bkt/a",
         "ssh://host/a",
         "file://host/a",

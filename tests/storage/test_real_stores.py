@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
 import shutil
 import socket
@@ -23,8 +24,10 @@ from ports import free_port
 
 from headrace.core.errors import NotFound, PermissionDenied
 from headrace.storage.bringing import bring
+from headrace.storage.checksums import Checksum, from_headers
 from headrace.storage.credentials import CloudCredentials
 from headrace.storage.locations import ObjectPlace, parse_location
+from headrace.storage.object_heads import headers_of
 from headrace.storage.objects import ObjectLimits, ObjectSource
 
 pytestmark = pytest.mark.platform
@@ -113,6 +116,10 @@ def test_azurite(tmp_path: Path) -> None:
         )
         details = {"account_name": ACCOUNT, "access_key": KEY, "secret_key": KEY, "endpoint_url": endpoint}
         check(store, "az://cont", {"azure": {"cont": details}}, tmp_path / "cache")
+        body = OBJECTS["m/config.json"]
+        place = ObjectPlace("azure", "cont", "m/config.json")
+        said = headers_of(store, place, None, place.key)
+        assert said is not None and from_headers(said) == Checksum("md5", hashlib.md5(body).digest())
         wrong = {**details, "access_key": base64.b64encode(b"x" * 64).decode()}
         with pytest.raises(PermissionDenied):
             bring("az://cont/m", tmp_path / "cache", CloudCredentials.from_metadata({"azure": {"cont": wrong}}))
@@ -120,7 +127,6 @@ def test_azurite(tmp_path: Path) -> None:
 
 def _make_container(endpoint: str) -> None:
     """obstore makes no containers."""
-    import hashlib
     import hmac
     from email.utils import formatdate
 

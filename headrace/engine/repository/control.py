@@ -112,6 +112,8 @@ class RepositoryControl:
     async def close(self, grace_seconds: float) -> None:
         """Stop looking and loading, and retire everything, also what is retiring already, in this time."""
         self._shop.closing = True
+        if self._settings.stop_refresh is not None:
+            self._settings.stop_refresh()
         end = self._shop.clock.monotonic() + grace_seconds
         if self._polling is not None:
             self._polling.cancel()
@@ -129,8 +131,7 @@ class RepositoryControl:
 
     async def poll_once(self) -> bool:
         """Look at the folders and begin what has changed; whether something is not yet settled there."""
-        if self._settings.refresh is not None:
-            await self._shop.with_files(self._settings.refresh)
+        await self._shop.refresh()
         snapshot = await self._shop.with_files(scan, self._repositories)
         changes = self._watch.compare(snapshot, self._shop.clock.wall())
         if self._shop.closing:
@@ -233,6 +234,7 @@ class RepositoryControl:
             override = await self._shop.with_files(self._shop.write_override, name, files)
             found = await self._shop.with_files(scan_model, (override.folder.parent,), name)
             return Wish(found or _empty(name, override), config_json, override)
+        await self._shop.refresh()
         found = await self._shop.with_files(scan_model, self._repositories, name)
         if found is None:
             raise NotFound("failed to poll from model repository")

@@ -23,7 +23,7 @@ from headrace.core.names import is_name, parse_version
 log = logging.getLogger("headrace.engine.repository")
 
 _VERSION = re.compile(r"0|[1-9][0-9]{0,17}")
-_CLOUD = re.compile(r"(gs|s3|az|as|azure|abfss?|https?|hf)://", re.IGNORECASE)
+_CLOUD = re.compile(r"(gs|s3|aws|az|as|azure|abfss?|seaweedfs|https?|hf(_model)?)://", re.IGNORECASE)
 _DEPTH = 12
 _ENTRIES = 20_000
 """Of one version: enough for a tree of weights, too few for a symlink to `/` to keep a thread busy."""
@@ -84,8 +84,8 @@ def open_repositories(paths: Sequence[str | Path]) -> tuple[Path, ...]:
         # A Path has folded the two slashes into one.
         if _CLOUD.match(text) or _CLOUD.match(text.replace(":/", "://", 1)):
             raise Unimplemented(
-                f"repository {text!a}: repositories in cloud storage are not served yet, they come with storage; "
-                "meanwhile sync it to a folder and serve that"
+                f"repository {text!a} is not a folder of this machine: `headrace serve` mirrors s3://, gs:// and az:// into "
+                "one; for others, sync it to a folder and give that"
             )
         folder = Path(text)
         if not folder.is_dir():

@@ -35,4 +35,7 @@ class RepositorySettings:
     gpus: int = 0
     """How many GPUs this machine has; configurations are completed with it."""
     refresh: Callable[[], None] | None = None
-    """Called in a thread before each look at the folders, by whoever keeps one of them like something else."""
+    """Called in a thread before each look at the folders, by whoever keeps one of them like something else: at each poll,
+    and when `explicit` is asked to load."""
+    stop_refresh: Callable[[], None] | None = None
+    """Called when the control closes: a refresh that is under way should end soon."""

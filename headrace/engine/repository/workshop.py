@@ -51,6 +51,8 @@ class Workshop:
         self._loaders = ThreadPoolExecutor(settings.model_load_thread_count, "headrace-load")
         # Its own thread, so that looking at the folders does not wait for models that take long to read.
         self._files = ThreadPoolExecutor(1, "headrace-repository")
+        # Nor does whoever looks at the folders wait for one that is being brought up to date from far away.
+        self._refreshing = ThreadPoolExecutor(1, "headrace-refresh")
         self.closing = False
         """Nothing new is begun any more."""
         self._closed = False
@@ -68,6 +70,13 @@ class Workshop:
         if self._closed:
             raise Unavailable("the server is closing")
         return await asyncio.get_running_loop().run_in_executor(self._files, work, *arguments)
+
+    async def refresh(self) -> None:
+        """Let whoever keeps a folder like something else bring it up to date."""
+        if self._closed:
+            raise Unavailable("the server is closing")
+        if self.settings.refresh is not None:
+            await asyncio.get_running_loop().run_in_executor(self._refreshing, self.settings.refresh)
 
     def reporter(self, name: str, version: int) -> Reporter:
         """Who tells how far the load of a version is, to the states and to whoever looks on."""
@@ -136,6 +145,7 @@ class Workshop:
         self._closed = True
         self._loaders.shutdown(wait=False, cancel_futures=True)
         self._files.shutdown(wait=False)
+        self._refreshing.shutdown(wait=False, cancel_futures=True)
 
 
 def told(error: Exception, doing: str) -> HeadraceError:

@@ -81,8 +81,8 @@ def test_repositories_must_be_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["gs://bucket/models", "s3://b", "az://a/b", Path("s3://b/models")])
-def test_cloud_repositories_are_told_to_come_later(path: str | Path) -> None:
-    with pytest.raises(Unimplemented, match="meanwhile sync it to a folder"):
+def test_cloud_repositories_are_for_the_command_line_to_mirror(path: str | Path) -> None:
+    with pytest.raises(Unimplemented, match="`headrace serve` mirrors s3://"):
         open_repositories([path])
 
 
