@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Debian packages for the tests marked `platform`: load generators, a curl that speaks HTTP/2, Prometheus, Redis, proxies.
+# Debian packages for the tests marked `platform`: load generators, a curl that speaks HTTP/2, Prometheus, Redis, proxies, PostgreSQL.
 set -euo pipefail
-packages=(wrk nghttp2-client curl netcat-openbsd prometheus redis-server nginx-light haproxy)
+packages=(wrk nghttp2-client curl netcat-openbsd prometheus redis-server nginx-light haproxy postgresql)
 missing=()
 for package in "${packages[@]}"; do
   dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package")
@@ -15,7 +15,7 @@ if [ ${#missing[@]} -gt 0 ]; then
   apt-get update -qq
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
   # The tests start their own; a package's service has no business here, unless it was here before.
-  for service in prometheus redis-server nginx haproxy; do
+  for service in prometheus redis-server nginx haproxy postgresql; do
     if [[ " ${missing[*]} " == *" $service"* && -d /run/systemd/system ]]; then
       systemctl disable --now "$service" >/dev/null 2>&1 || true
     fi
