@@ -81,6 +81,9 @@ def gateway(
     concurrency: Annotated[
         int, typer.Option(min=1, help="Inference requests of one service in flight.", rich_help_panel=_SERVICES)
     ] = 256,
+    max_batches: Annotated[
+        int, typer.Option(min=1, help="Jobs over many items at the same time.", rich_help_panel=_SERVICES)
+    ] = 2,
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Let models bring their own Python code.", rich_help_panel=_SERVICES),
@@ -143,6 +146,7 @@ def gateway(
             trust_remote_code,
             grace_seconds,
             access_log=access_log,
+            max_batches=max_batches,
             api=JobsApiSettings(inference_seconds=inference_timeout, concurrency=concurrency),
         )
         code = run_gateway(settings, lambda address, key: _show(settings, address, key))

@@ -59,6 +59,7 @@ def job_settings(settings: GatewaySettings, callback_url: str) -> JobSettings:
         idle_timeout_minutes=settings.idle_timeout_minutes,
         service_target=_SERVICE,
         service_words=(),
+        max_batches=settings.max_batches,
     )
 
 

@@ -42,6 +42,8 @@ class GatewaySettings:
     reconcile_seconds: float = 5.0
     """How often records are held against what runs."""
     access_log: bool = False
+    max_batches: int = 2
+    """Jobs of the action `inference` that run at once; others wait."""
     api: JobsApiSettings = field(default_factory=JobsApiSettings)
     limits: Limits = field(default_factory=lambda: Limits(body_bytes=_BODY_BYTES))
     """The longest body, but of inference requests, which are passed on as they come."""

@@ -161,11 +161,20 @@ class Desk:
     # Jobs
 
     async def create_job(
-        self, org: str, user_id: str, experiment_id: str, wish: JobWish, *, trusted: bool = False
+        self,
+        org: str,
+        user_id: str,
+        experiment_id: str,
+        wish: JobWish,
+        *,
+        trusted: bool = False,
+        place: str = "",
+        work: Mapping[str, Any] | None = None,
     ) -> Job:
         """Register a trained model as a completed job (Done), or record work for a runner (Pending).
 
-        `trusted`: of the operator, who may name any path of this machine.
+        `trusted`: of the operator, who may name any path of this machine. `place`: where it is to run, with what its
+        runner has to know in `work`; "" for a runner that is not ours.
         """
         experiment = await self.get_experiment(org, experiment_id)
         status, reason = self._fate(wish, experiment)
@@ -188,8 +197,8 @@ class Desk:
             num_gpu=wish.num_gpu,
             checkpoint=await asyncio.to_thread(self._checkpoint, wish.checkpoint, trusted),
             specs_json=check_json(wish.specs, "specs"),
-            details_json=check_json({"backend_details": dict(wish.backend_details)}, "backend_details"),
-            place="",
+            details_json=check_json({"backend_details": dict(wish.backend_details), **(work or {})}, "backend_details"),
+            place=place,
             created_on=now,
             last_modified=now,
             stopped_on=None,

@@ -57,15 +57,22 @@ class Planner:
         self._vault = vault
         self._settings = settings
 
-    async def plan(self, org: str, experiment_id: str | None, parent_id: str | None, extra: Mapping[str, Any]) -> Plan:
-        """See `JobService.start` for what it raises."""
+    async def plan(
+        self,
+        org: str,
+        experiment_id: str | None,
+        parent_id: str | None,
+        extra: Mapping[str, Any],
+        what: str = "start the inference microservice",
+    ) -> Plan:
+        """See `JobService.start` for what it raises. `what`: which cannot be done, for the text of an error."""
         specs = {name: value for name, value in extra.items() if name not in _NOT_SPECS}
         specs_json = check_json(specs, "the request")
         self._check_specs(specs)
         row = await self._store.experiments.get(org, experiment_id) if experiment_id is not None else None
         if row is None and experiment_id is not None:
             raise NotFound(f"Experiment {experiment_id} not found")
-        parent = await self._parent(org, parent_id)
+        parent = await self._parent(org, parent_id, what)
         if row is None and parent is not None:
             row = await self._store.experiments.get(org, parent.experiment_id)
         experiment, secret = row if row is not None else (None, "")
@@ -112,17 +119,22 @@ class Planner:
             raise InvalidArgument(f"there is no model at {str(path)[:200]!a}")
         return real
 
-    async def _parent(self, org: str, parent_id: str | None) -> Job | None:
+    async def credentials(self, experiment: Experiment, secret: str) -> tuple[dict[str, Any], dict[str, str]]:
+        """Of an experiment's workspace, as `cloud_metadata` of a job; and the variables that its jobs get."""
+        workspace, details = await self._workspace(experiment.org, experiment)
+        metadata = cloud_metadata(workspace.cloud_type, details) if workspace is not None else {}
+        return metadata, check_variables(self._vault.decrypt(secret, f"experiment {experiment.id}"))
+
+    async def _parent(self, org: str, parent_id: str | None, what: str) -> Job | None:
         if parent_id is None or parent_id == "":
             return None
         wanted = check_id(parent_id, "Parent job")
         parent = await self._store.jobs.get(wanted)
         if parent is None or parent.org != org or parent.is_service:
-            raise InvalidArgument(f"Cannot start the inference microservice: parent job {wanted} not found")
+            raise InvalidArgument(f"Cannot {what}: parent job {wanted} not found")
         if parent.status != "Done":
             raise InvalidArgument(
-                f"Cannot start the inference microservice: parent job {wanted} is not in 'Done' state "
-                f"(current status: {parent.status})"
+                f"Cannot {what}: parent job {wanted} is not in 'Done' state (current status: {parent.status})"
             )
         return parent
 

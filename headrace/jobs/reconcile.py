@@ -12,7 +12,8 @@ import logging
 
 from headrace.core.errors import HeadraceError
 from headrace.jobs.acting import Busy
-from headrace.jobs.records import Job
+from headrace.jobs.batches import WAITING, Batches
+from headrace.jobs.records import BATCH, Job
 from headrace.jobs.services import Services
 from headrace.jobs.store.jobs import Change
 from headrace.launch.contract import Observed
@@ -24,12 +25,13 @@ _AT_ONCE = 16
 _GONE = Observed("gone")
 
 
-async def reconcile(services: Services) -> None:
+async def reconcile(services: Services, batches: Batches) -> None:
     """One look at everything. What fails is logged and tried again at the next look."""
     try:
         # In this order: a service's record is older than the service, so what was found has its record by now.
         found = await services.driver.found()
         jobs = await services.store.jobs.unfinished(services.driver.place)
+        jobs += await services.store.jobs.unfinished(services.driver.place, BATCH)
         await services.store.leases.drop_stale(services.clock.wall())
         strays = found.keys() - {job.id for job in jobs}
         records = await services.store.jobs.among(sorted(strays))
@@ -41,11 +43,13 @@ async def reconcile(services: Services) -> None:
     async def one(job_id: str, job: Job | None) -> None:
         async with limit:
             try:
-                await (
-                    _stray(services, job_id, records.get(job_id))
-                    if job is None
-                    else _known(services, job, found.get(job_id, _GONE))
-                )
+                observed = found.get(job_id, _GONE)
+                if job is None:
+                    await _stray(services, job_id, records.get(job_id))
+                elif job.action == BATCH:
+                    await batches.reconcile(job, observed)
+                else:
+                    await _known(services, job, observed)
             except Busy:
                 pass  # somebody is at it
             except HeadraceError as error:
@@ -55,6 +59,8 @@ async def reconcile(services: Services) -> None:
 
     tasks = [one(job.id, job) for job in jobs] + [one(job_id, None) for job_id in strays]
     await asyncio.gather(*tasks)
+    if any(job.action == BATCH and job.status in WAITING for job in jobs):
+        batches.wake()
 
 
 async def _known(services: Services, job: Job, observed: Observed) -> None:

@@ -18,6 +18,8 @@ Status = Literal[
 FINAL: frozenset[str] = frozenset({"Done", "Error", "Canceled"})
 SERVICE = "inference_microservice"
 """The action of a job that is a running service."""
+BATCH = "inference"
+"""The action of a job that runs a model once over many items."""
 
 MOVES: Mapping[str, frozenset[str]] = {
     "Pending": frozenset({"Started", "Running", "Done", "Error", "Canceling", "Canceled"}),

@@ -19,12 +19,13 @@ from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import FailedPrecondition, HeadraceError, NotFound, Unauthenticated
 from headrace.jobs.acting import Acting
 from headrace.jobs.asking import Asking, AskStatus
+from headrace.jobs.batches import Batches
 from headrace.jobs.checks import check_id, check_org
 from headrace.jobs.desk import Desk
 from headrace.jobs.idle import read_update
 from headrace.jobs.planning import Planner
 from headrace.jobs.reconcile import reconcile
-from headrace.jobs.records import Endpoint, Event, Job, ServiceStatus
+from headrace.jobs.records import BATCH, Endpoint, Event, Job, JobWish, ServiceStatus
 from headrace.jobs.secrets import Vault
 from headrace.jobs.services import STOPPED, Services
 from headrace.jobs.settings import JobSettings
@@ -50,6 +51,7 @@ class JobService(Desk):
         self._own_ask = Asking() if ask is None else None
         acting = Acting(store.leases, own_name(secrets.token_hex(4)), clock, settings.lease_seconds)
         self.services = Services(store, driver, vault, settings, clock, ask or self._own_ask or Asking(), acting)
+        self.batches = Batches(store, driver, settings, clock, acting, planner)
 
     @classmethod
     async def open(
@@ -82,8 +84,9 @@ class JobService(Desk):
         return cls(store, vault, driver, settings, clock or SystemClock(), ask)
 
     async def close(self) -> None:
-        """Finish what is under way; services run on."""
+        """Finish what is under way; services and batches run on."""
         await self.services.close()
+        await self.batches.close()
         if self._own_ask is not None:
             self._own_ask.close()
         await self.driver.close()
@@ -158,10 +161,10 @@ class JobService(Desk):
 
     async def reconcile(self) -> None:
         """Compare records with what runs, and set right what is not. Call it at start and every few seconds."""
-        await reconcile(self.services)
+        await reconcile(self.services, self.batches)
 
     async def stop_all(self) -> None:
-        """Stop every service of this place, several at once."""
+        """Stop every service of this place, several at once. Batches are paused: the next gateway takes them up."""
         owner = self.services.acting.owner
 
         async def stop(job: Job) -> None:
@@ -174,7 +177,8 @@ class JobService(Desk):
             except HeadraceError as error:
                 log.warning("job %s is not stopped: %s", job.id, error.message)
 
-        await asyncio.gather(*map(stop, await self.store.jobs.unfinished(self.driver.place)))
+        services = await self.store.jobs.unfinished(self.driver.place)
+        await asyncio.gather(self.batches.pause_all(), *map(stop, services))
 
     async def counts(self) -> dict[str, int]:
         """How many services of this place have which status, apart from those that have ended."""
@@ -182,11 +186,29 @@ class JobService(Desk):
 
     # Jobs of every kind
 
+    async def create_batch(self, org: str, user_id: str, experiment_id: str, wish: JobWish) -> Job:
+        """Have a model run once over many items; it is launched when it is its turn. See `batch_specs` for `wish.specs`.
+
+        InvalidArgument names the field that is wrong. PermissionDenied: users may not name this path.
+        """
+        experiment = await self.get_experiment(org, experiment_id)
+        work = await self.batches.checked(experiment, wish)
+        job = await self.create_job(org, user_id, experiment.id, wish, place=self.driver.place, work=work)
+        self.batches.wake()
+        return job
+
+    async def look_at_job(self, org: str, job_id: str, experiment_id: str | None = None) -> Job:
+        """As `get_job`; of a batch that runs, with how far it is."""
+        job = await self.get_job(org, job_id, experiment_id)
+        return await self.batches.look(job) if job.action == BATCH else job
+
     async def cancel_job(self, org: str, user_id: str, job_id: str, experiment_id: str | None = None) -> Job:
-        """Stop a service; ask a runner to give up its job."""
+        """Stop a service; have a batch ended, or ask a runner to give up its job."""
         job = await self.get_job(org, job_id, experiment_id)
         if job.is_service:
             return await self.services.stop(org, user_id, experiment_id, job.id)
+        if job.action == BATCH:
+            return await self.batches.cancel(job, user_id)
 
         def decide(job: Job) -> Change | None:
             if job.is_final:

@@ -42,8 +42,16 @@ class JobSettings:
     max_services: int = 1000
     """At once on this place."""
 
+    max_batches: int = 2
+    """At once on this place; others wait."""
+    batch_restarts: int = 5
+    """How often a batch whose process was killed is started again, to go on where it was."""
+    batch_target: str = "headrace.cli.main:main"
+    """The program of a batch, and below its first words."""
+    batch_words: tuple[str, ...] = ("batch",)
+
     runner_actions: frozenset[str] = frozenset({"inference"})
-    """Actions for which a runner takes Pending jobs (batch)."""
+    """Actions whose jobs begin as Pending. `inference` is run here (`batches`), others by who calls `move_job`."""
 
     @property
     def key_path(self) -> Path:
@@ -59,6 +67,14 @@ class JobSettings:
     def models_folder(self) -> Path:
         """Downloads of all services."""
         return self.data_dir / "models"
+
+    def files_folder(self, org: str) -> Path:
+        """Where relative paths of an organisation's batches begin."""
+        return self.data_dir.absolute() / "batches" / org / "files"
+
+    def batch_cache(self, org: str) -> Path:
+        """Downloads of an organisation's batches, and results on their way to a bucket. Never another one's."""
+        return self.data_dir.absolute() / "batches" / org / "cache"
 
     @property
     def url(self) -> str:

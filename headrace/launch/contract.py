@@ -17,6 +17,9 @@ PORT = "{port}"
 SECRET = "{secret:%s}"  # noqa: S105  # a form, not a secret
 """A word of `LaunchSpec.argv` for which the started program reads a secret text: `SECRET % "job"`."""
 
+FILE = "{file:%s}"
+"""A word of `LaunchSpec.argv` that the driver replaces by the path of a secret file: `FILE % "credentials"`."""
+
 Phase = Literal["starting", "running", "ended", "gone"]
 """`ended`: it ran and does no more, and its log can still be read. `gone`: the platform knows nothing of it."""
 
@@ -45,6 +48,8 @@ class LaunchSpec:
     """Variables to set, beside the few that are passed on. They may be secret."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Texts for the words `SECRET % name`: neither on the command line nor in the environment."""
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    """JSON for the words `FILE % name`: each is a file that its owner alone may read, and is gone with the service."""
     gpus: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     """For platforms that have labels: org, experiment."""

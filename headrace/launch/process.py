@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from headrace.core.errors import AlreadyExists, FailedPrecondition, InvalidArgument, Unavailable
 from headrace.launch.child import GO
-from headrace.launch.contract import PORT, Check, Handle, LaunchSpec, Observed
+from headrace.launch.contract import FILE, PORT, Check, Handle, LaunchSpec, Observed
 from headrace.launch.folders import META, is_id, read_meta, write_whole
 from headrace.launch.identity import Stat, boot, command_of, session_members, stat_of
 from headrace.launch.logs import keep_end, last_lines
@@ -171,7 +171,12 @@ class ProcessDriver:
     def _spawn(self, spec: LaunchSpec, folder: Path, port: int) -> Handle:
         write_whole(folder / "secrets.json", dict(spec.secrets))
         (folder / "tmp").mkdir(mode=0o700)
-        words = [str(port) if word == PORT else word for word in spec.argv]
+        (folder / "files").mkdir(mode=0o700)
+        filled = {PORT: str(port)}
+        for name, content in spec.files.items():
+            filled[FILE % name] = str(folder / "files" / f"{name}.json")
+            write_whole(Path(filled[FILE % name]), content)
+        words = [filled.get(word, word) for word in spec.argv]
         program = [sys.executable, "-P", "-m", "headrace.launch.child"]
         argv = [*program, spec.job_id, str(folder / "secrets.json"), spec.target]
         descriptor = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -8,7 +8,7 @@ from headrace.api.jobs.reading import Fields, number_of, uuid_of
 from headrace.api.jobs.workspaces import experiment_wish
 from headrace.api.jobs.writing import JobTexts, event, whole_job
 from headrace.core.errors import InvalidArgument
-from headrace.jobs.records import JobWish
+from headrace.jobs.records import BATCH, Job, JobWish
 from headrace.jobs.service import JobService
 
 _MOST_NAME = 255
@@ -41,7 +41,7 @@ class Jobs:
         wish = _job_wish(fields)
         if self._nested:
             experiment = uuid_of(call.ids[0], "Experiment")
-            made = await self._jobs.create_job(call.org, call.user_id, experiment, wish)
+            made = await self._made(call, experiment, wish)
             return Answer(made.id)
         kind = fields.text("kind") or "experiment"
         if kind != "experiment":
@@ -49,11 +49,15 @@ class Jobs:
         wished = experiment_wish(fields, *_JOB)
         found = await self._jobs.create_experiment(call.org, call.user_id, wished)
         try:
-            made = await self._jobs.create_job(call.org, call.user_id, found.id, wish)
+            made = await self._made(call, found.id, wish)
         except BaseException:
             await self._jobs.delete_experiment(call.org, found.id)
             raise
         return Answer(whole_job(made), 201)
+
+    async def _made(self, call: Call, experiment: str, wish: JobWish) -> Job:
+        make = self._jobs.create_batch if wish.action == BATCH else self._jobs.create_job
+        return await make(call.org, call.user_id, experiment, wish)
 
     async def list(self, call: Call) -> Answer:
         """The newest first; `skip` and `size` cut a part out."""
@@ -68,7 +72,7 @@ class Jobs:
     async def show(self, call: Call) -> Answer:
         """All that is known of one."""
         experiment, job = self._ids(call)
-        return Answer(whole_job(await self._jobs.get_job(call.org, job, experiment)))
+        return Answer(whole_job(await self._jobs.look_at_job(call.org, job, experiment)))
 
     async def cancel(self, call: Call) -> Answer:
         """End one that is not over."""

@@ -96,9 +96,9 @@ class JobRows:
                 memory[job.id, job.version, job.created_on] = job
         return [found for mark in marks if (found := memory.get(mark)) is not None]
 
-    async def unfinished(self, place: str) -> list[Job]:
-        """Services of a place whose status is not final."""
-        where = and_(jobs.c.place == place, jobs.c.action == SERVICE, jobs.c.status.not_in(sorted(FINAL)))
+    async def unfinished(self, place: str, action: str = SERVICE) -> list[Job]:
+        """Services, or other jobs, of a place whose status is not final."""
+        where = and_(jobs.c.place == place, jobs.c.action == action, jobs.c.status.not_in(sorted(FINAL)))
 
         def work(connection: Connection) -> list[Job]:
             return [Job._make(row) for row in connection.execute(select(jobs).where(where))]

@@ -13,6 +13,7 @@ import pytest
 from job_api import Api, Got, job_api
 from sqlalchemy import select
 
+from headrace.jobs.records import JobWish
 from headrace.jobs.store.tables import jobs
 
 V1, V2 = "/api/v1/orgs/acme", "/api/v2/orgs/acme"
@@ -172,8 +173,7 @@ def test_a_service_needs_a_parent_that_is_done(api: Api, token: str) -> None:
         got = api.ask("POST", start, {name: NOBODY}, token)
         assert got.status == 400, got.body
         assert f"parent job {NOBODY} not found" in got.json["error_desc"]
-    jobs = f"{V1}/experiments/{experiment_id}/jobs"
-    pending = told(api.ask("POST", jobs, {"action": "inference", "specs": {}}, token))
+    pending = api.server.call(api.jobs.create_job, "acme", "op", experiment_id, JobWish("inference")).id
     got = api.ask("POST", start, {"parent_id": pending}, token)
     assert got.status == 400
     assert "is not in 'Done' state (current status: Pending)" in got.json["error_desc"]

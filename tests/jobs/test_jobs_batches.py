@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches as records: turns, restarts, cancels, killed gateways. In memory; tests/gateway has real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs_tools import FakeDriver, GatewayKilled, JobWish, opened, run, started, trained
+
+from headrace.batch.delivering import target_of
+from headrace.batch.job_file import JobFile, job_path, write_job
+from headrace.batch.settings import BatchSettings, Shard
+from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.jobs.batch_ends import judge, read_progress
+from headrace.jobs.batch_specs import progress_path
+from headrace.jobs.records import Job
+from headrace.jobs.service import JobService
+from headrace.launch.contract import Handle, Observed
+
+SUMMARY = {
+    "state": "finished",
+    "reason": "",
+    "output": "/r.jsonl",
+    "total": 9,
+    "succeeded": 8,
+    "failed": 1,
+    "seconds": 2.0,
+}
+FINISHED = "INFO loaded\n" + json.dumps(SUMMARY)
+KILLED = Observed("ended", word="Failed", exit_code=-9, reason="the process was ended by SIGKILL")
+
+
+class Platform(FakeDriver):
+    """What ends here was killed, unless its log has a summary."""
+
+    async def status(self, handle: Handle) -> Observed:
+        found = await super().status(handle)
+        if found.phase != "ended":
+            return found
+        return Observed("ended", word="Succeeded") if "state" in self.ended[handle.job_id] else KILLED
+
+
+async def settled(service: JobService) -> None:
+    """One look, and what it began in the background."""
+    await service.reconcile()
+    await service.batches.close()
+
+
+async def batch(service: JobService, parent: Job, output: str = "r.jsonl", **specs: Any) -> Job:
+    wish = JobWish("inference", parent.id, specs={"input": "items.jsonl", "output": output, **specs})
+    job = await service.create_batch("org", "user", parent.experiment_id, wish)
+    await service.batches.close()
+    return await service.get_job("org", job.id)
+
+
+def given(folder: Path) -> None:
+    files = folder / "data/batches/org/files"
+    files.mkdir(parents=True, exist_ok=True)
+    (files / "items.jsonl").write_text("{}\n")
+
+
+def test_turns_results_and_the_next(tmp_path: Path) -> None:
+    async def main() -> None:
+        given(tmp_path)
+        driver = Platform()
+        async with opened(tmp_path, driver, max_batches=2) as service:
+            parent = await trained(service, tmp_path)
+            jobs = [await batch(service, parent, f"{number}.jsonl") for number in range(3)]
+            assert [job.status for job in jobs] == ["Running", "Running", "Pending"]
+            served = await started(service, parent)
+            assert await service.counts() == {"Running": 1}  # of services
+            driver.crash(jobs[0].id, FINISHED)
+            await settled(service)
+            first, _, third = [await service.get_job("org", job.id) for job in jobs]
+            assert (first.status, third.status) == ("Done", "Running")
+            assert first.reason == "9 items: 8 done, 1 failed; results: /r.jsonl"
+            assert first.details["progress"] == {"done": 9, "failed": 1, "total": 9}
+            assert set(driver.running) == {jobs[1].id, jobs[2].id, served.id} and not driver.ended
+            assert '"state"' in await service.job_logs("org", first.id)
+
+    run(main())
+
+
+def test_what_is_started_has_no_words_of_users_on_its_command_line(tmp_path: Path) -> None:
+    async def main() -> None:
+        given(tmp_path)
+        driver = Platform()
+        async with opened(tmp_path, driver) as service:
+            parent = await trained(service, tmp_path)
+            specs = {"parameters": {"prompt": "whisper"}, "limit": 5, "ordered": True, "shard": "2/4"}
+            job = await batch(service, parent, "out-{shard}.jsonl", **specs)
+            spec = driver.running[job.id]
+        words = " ".join(spec.argv)
+        assert not any(each in words for each in ("whisper", "items.jsonl", "out-", "trained"))
+        for each in ("--limit 5", "--ordered", "--shard 2/4", "--credentials {file:credentials}", "--json"):
+            assert each in words
+        assert spec.secrets["input"] == str(tmp_path / "data/batches/org/files/items.jsonl")
+        assert json.loads(spec.secrets["parameters"]) == {"prompt": "whisper"}
+        assert spec.files == {"credentials": {}}
+
+    run(main())
+
+
+def test_a_killed_one_is_started_again_and_not_for_ever(tmp_path: Path) -> None:
+    async def main() -> None:
+        given(tmp_path)
+        driver = Platform()
+        async with opened(tmp_path, driver, batch_restarts=2) as service:
+            job = await batch(service, await trained(service, tmp_path))
+            for deaths in (1, 2):
+                driver.crash(job.id)
+                job = await service.look_at_job("org", job.id)
+                assert (job.status, job.details["deaths"]) == ("Running", deaths) and job.id in driver.running
+            driver.crash(job.id)
+            await settled(service)
+            job = await service.get_job("org", job.id)
+            assert job.status == "Error" and "SIGKILL, 3 times" in job.reason
+            assert not driver.running and not driver.ended
+
+    run(main())
+
+
+def test_cancel_at_every_point(tmp_path: Path) -> None:
+    async def main() -> None:
+        given(tmp_path)
+        driver = Platform()
+        async with opened(tmp_path, driver, max_batches=1) as service:
+            parent = await trained(service, tmp_path)
+            running, waiting = await batch(service, parent), await batch(service, parent, "2.jsonl")
+            assert (await service.cancel_job("org", "u", waiting.id)).status == "Canceled"
+            write_job(progress_path(running, service.settings), JobFile({}, 7, "cancelled", finished=3, failed=1))
+            assert (await service.cancel_job("org", "u", running.id)).status == "Canceling"
+            await service.batches.close()
+            running = await service.get_job("org", running.id)
+            assert running.status == "Canceled" and "3 of 7 items are done and kept" in running.reason
+            with pytest.raises(FailedPrecondition):
+                await service.cancel_job("org", "u", running.id)
+            late = await batch(service, parent, "3.jsonl")
+            driver.crash(late.id, FINISHED)
+            await service.cancel_job("org", "u", late.id)
+            await service.batches.close()
+            assert (await service.get_job("org", late.id)).status == "Done"  # it was, before anybody canceled it
+            assert not driver.running and not driver.ended
+
+    run(main())
+
+
+@pytest.mark.parametrize("where", ["start", "started"])
+def test_a_gateway_killed_while_it_launches(tmp_path: Path, where: str) -> None:
+    driver = Platform()
+
+    async def first() -> str:
+        given(tmp_path)
+        async with opened(tmp_path, driver) as service:
+            parent = await trained(service, tmp_path)
+            wish = JobWish("inference", parent.id, specs={"input": "items.jsonl", "output": "r.jsonl"})
+            service.batches.wake = lambda: None  # type: ignore[method-assign]
+            job = await service.create_batch("org", "u", parent.experiment_id, wish)
+            driver.killed_at = where
+            with pytest.raises(GatewayKilled):
+                await service.batches.launch_waiting()
+            return job.id
+
+    async def second(job_id: str) -> None:
+        async with opened(tmp_path, driver) as service:
+            await settled(service)
+            job = await service.get_job("org", job_id)
+            assert job.status == "Running" and list(driver.running) == [job_id]
+            assert ("adopted" in job.reason) == (where == "started")
+
+    run(second(run(first())))
+
+
+def test_ended_with_the_gateway_and_taken_up_by_the_next(tmp_path: Path) -> None:
+    async def main() -> None:
+        given(tmp_path)
+        driver = Platform()
+        async with opened(tmp_path, driver) as service:
+            job = await batch(service, await trained(service, tmp_path))
+            await service.stop_all()
+            assert (await service.get_job("org", job.id)).status == "Paused" and not driver.running
+        async with opened(tmp_path, driver) as service:
+            await settled(service)
+            assert (await service.get_job("org", job.id)).status == "Running" and job.id in driver.running
+            told = [event.status for event in await service.job_events("org", job.id)]
+            assert told == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
+
+    run(main())
+
+
+def test_a_launch_that_fails_is_an_error(tmp_path: Path) -> None:
+    async def main() -> None:
+        given(tmp_path)
+        driver = Platform()
+        driver.fail_start = FailedPrecondition("no room")
+        async with opened(tmp_path, driver) as service:
+            job = await batch(service, await trained(service, tmp_path))
+            assert (job.status, job.reason) == ("Error", "could not be launched: no room")
+            wish = JobWish("inference", specs={"input": "items.jsonl", "output": "r.jsonl"})
+            (tmp_path / "data/batches/org/files/own.parquet").write_bytes(b"somebody's own")
+            with pytest.raises(InvalidArgument, match=r"specs\.output exists and is not of a batch"):
+                await batch(service, await trained(service, tmp_path), "own.parquet")
+            with pytest.raises(InvalidArgument, match="model_path is required"):
+                await service.create_batch("org", "u", job.experiment_id, wish)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "status", "reason"),
+    [
+        (0, FINISHED, "Done", "8 done"),
+        (3, FINISHED, "Done", "1 failed"),
+        (None, FINISHED, "Done", "9 items"),
+        (-9, FINISHED, "", "ended"),
+        (1, FINISHED.replace("finished", "failed").replace('"reason": ""', '"reason": "full"'), "Error", "full"),
+        (2, "x\nheadrace: no such model", "Error", "no such model"),
+        (1, "Traceback\nboom", "Error", "Traceback | boom"),
+        (None, "loading", "", "ended"),
+        (143, FINISHED.replace("finished", "cancelled"), "", "ended"),
+        (None, '{"state": "finished"}', "", "ended"),
+    ],
+)
+def test_what_an_end_means(code: int | None, log: str, status: str, reason: str) -> None:
+    verdict = judge(Observed("ended", exit_code=code, reason="it has ended"), log)
+    assert verdict.status == status and reason in verdict.reason
+
+
+@pytest.mark.parametrize("output", ["/o/r.jsonl", "/o/r.parquet", "/o/r-{shard}.jsonl", "s3://bucket/a/r.jsonl"])
+def test_progress_lies_where_the_batch_writes_it(tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.batch.delivering._store", lambda place, settings: None)
+    monkeypatch.setattr("headrace.batch.parquet.pyarrow_for", lambda what: None)
+
+    async def main() -> None:
+        given(tmp_path)
+        async with opened(tmp_path, Platform()) as service:
+            job = await batch(service, await trained(service, tmp_path), shard="2/4")
+            job = job._replace(details_json=json.dumps({**job.details, "output": output}))
+            folder = service.settings.batch_cache("org")
+            told = BatchSettings("m", "i", output, shard=Shard(2, 4), folder=folder)
+            assert progress_path(job, service.settings) == job_path(target_of(told).results)
+
+    run(main())
+
+
+def test_progress_is_read_from_what_the_batch_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl.job.json"
+    assert read_progress(path) is None
+    write_job(path, JobFile({}, 7, finished=3, failed=1))
+    assert read_progress(path) == {"done": 3, "failed": 1, "total": 7}
+    write_job(path, JobFile({}, 7, "finished", finished=7))
+    assert read_progress(path) is None  # of an earlier job with the same output
+    path.write_text("half")
+    assert read_progress(path) is None
