@@ -49,6 +49,9 @@ class Upstream(asyncio.Protocol):
         self._read_paused = False
         self._mode = Mode.HEAD
         self._begun = b""
+        self._last: AnswerHead | None = None
+        self._last_text = b"\n"
+        """The last head that was known, and as it came; before there is one, what no answer begins with."""
         self._head: AnswerHead | None = None
         self._pieces: list[bytes] = []
         self._left = 0
@@ -70,8 +73,15 @@ class Upstream(asyncio.Protocol):
             self.abort()
             return
         if self._mode == Mode.HEAD and not self._begun:
-            end = data.find(b"\r\n\r\n") + 4
-            head = self._known.get(data[:end])
+            # Nearly always the head of the answer before, for a second at least.
+            text = self._last_text
+            if data.startswith(text):
+                end, head = len(text), self._last
+            else:
+                end = data.find(b"\r\n\r\n") + 4
+                head = self._known.get(data[:end])
+                if head is not None:
+                    self._last, self._last_text = head, data[:end]
             if (
                 head is not None
                 and head.length == len(data) - end

@@ -56,6 +56,9 @@ class RequestReader:
         "_filled",
         "_head_bytes",
         "_known",
+        "_last",
+        "_last_size",
+        "_last_text",
         "_limits",
         "_parser",
         "_pieces",
@@ -82,6 +85,10 @@ class RequestReader:
         self._scheme = scheme
         self._known = connection.site.routes.known_heads(scheme)
         self._candidate: bytes | None = None
+        self._last: KnownHead
+        self._last_text = b""
+        self._last_size = -1
+        """The last request that was known: its head as it came, and its length with the body."""
         self._parser: Any = httptools.HttpRequestParser(self)
         self.phase = Phase.BETWEEN
         self.since = 0.0
@@ -163,6 +170,15 @@ class RequestReader:
         """
         connection = self._connection
         size = len(data)
+        if size == self._last_size and data.startswith(self._last_text):
+            # The same again on the same connection: not even looked up.
+            last = self._last
+            exchange = Http1Exchange(connection, last.head, last.route, True)
+            if last.params:
+                exchange.params = last.params
+            exchange.body = data[len(self._last_text) :]
+            connection.request_complete(exchange)
+            return b""
         start = 0
         while True:
             end = data.find(b"\r\n\r\n", start, start + _KNOWN_HEAD_BYTES) + 4
@@ -187,6 +203,8 @@ class RequestReader:
                 self.direct[: self._filled] = data[end:]
                 return b""
             exchange.body = data[end:stop]
+            if not start:
+                self._last, self._last_text, self._last_size = known, text, stop
             connection.request_complete(exchange)
             if stop == size or not connection.open:
                 return b""
