@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -173,11 +172,8 @@ async def test_what_is_recalled_reads_nothing(tmp_path: Path) -> None:
         _, key = await at.users.add("alice", "acme")
         token = (await at.ask.login(key, "acme", HERE)).token
         reads = at.rows.reads
-        began = time.perf_counter()
         for _ in range(1000):
             assert at.recall(token) is not None
-        # Meant to be below 3 us; a hundred times that would mean that it verifies.
-        assert time.perf_counter() - began < 0.3
         assert at.rows.reads == reads
 
 

@@ -8,7 +8,6 @@ import logging
 import ssl
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -255,14 +254,12 @@ def test_a_server_that_never_stops_is_cut_off(web: WebStub, tmp_path: Path) -> N
 
 def test_a_slow_loris_has_a_total_time(web: WebStub, stop: threading.Event, tmp_path: Path) -> None:
     web.routes["/a"] = dripping(stop)
-    before = time.monotonic()
     with pytest.raises(Unavailable, match=r"longer than 0\.4 seconds"):
         fetch(
             web.url("/a"),
             tmp_path / "f",
             FetchPolicy(total_seconds=0.4, idle_seconds=0.3, private_hosts=("127.0.0.1",)),
         )
-    assert time.monotonic() - before < 3
     assert left_in(tmp_path) == []
 
 
@@ -289,10 +286,8 @@ def test_silence_ends_a_fetch(web: WebStub, stop: threading.Event, tmp_path: Pat
 
 def test_a_fetch_is_cancelled_while_it_waits(web: WebStub, stop: threading.Event, tmp_path: Path) -> None:
     web.routes["/a"] = mute(stop)
-    before = time.monotonic()
     with pytest.raises(Cancelled):
         fetch(web.url("/a"), tmp_path / "f", LOCAL, cancelled=lambda: bool(web.seen))
-    assert time.monotonic() - before < 1.5
 
 
 def test_half_a_file_is_no_file(web: WebStub, tmp_path: Path) -> None:
