@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.backends.contract import Array
 from headrace.backends.tabular.lightgbm_numbers import LONGEST, check_numbers, whole_of
-from headrace.backends.tabular.trees import checkers, whole_numbers
+from headrace.backends.tabular.trees import whole_numbers
 
 _LARGEST = 2**31 - 1
 _AT_ONCE = 1 << 20
@@ -57,16 +57,14 @@ class _Tree:
 
 def read_trees(data: bytes, begin: int, end: int, columns: int) -> list[bytes]:
     """The lines of each tree as LightGBM reads them, with `Tree=` and the two empty ones at its end."""
+    written: list[bytes] = []
     waiting: list[_Tree] = []
-    with checkers() as beside:
-        checks = []
-        for tree, place in _found(data, begin, end):
-            waiting.append(tree)
-            if place - begin >= _AT_ONCE:
-                checks.append(beside.submit(_checked, waiting, columns))
-                waiting, begin = [], place
-        checks.append(beside.submit(_checked, waiting, columns))
-        return [tree for check in checks for tree in check.result()]
+    for tree, place in _found(data, begin, end):
+        waiting.append(tree)
+        if place - begin >= _AT_ONCE:
+            written += _checked(waiting, columns)
+            waiting, begin = [], place
+    return written + _checked(waiting, columns)
 
 
 def _found(data: bytes, begin: int, end: int) -> Iterator[tuple[_Tree, int]]:

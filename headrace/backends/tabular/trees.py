@@ -6,8 +6,6 @@ None of the libraries looks: an index past the end reads memory that is not thei
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -35,8 +33,3 @@ def whole_numbers(values: Any, count: int | None, low: int, high: int) -> Array:
     if array.size and (array.min() < low or array.max() > high):
         raise ValueError(f"a number is not between {low} and {high}")
     return array.astype(np.int64)
-
-
-def checkers() -> ThreadPoolExecutor:
-    """Threads that check trees while others are found: numpy, which does most of it, lets them run at the same time."""
-    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), "headrace-trees")

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import struct
 import sys
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.backends.contract import Array
-from headrace.backends.tabular.trees import checkers
 
 NOWHERE = 2**31 - 1
 _AT_ONCE = 1 << 16
@@ -40,25 +38,23 @@ class PackedTrees:
 def packed_trees(data: bytearray, position: int, count: int) -> tuple[PackedTrees, int] | None:
     """The trees that begin at `position`, and where they end."""
     # Nothing of it may be left when it returns: data that is looked at cannot change its size.
-    with memoryview(data) as view, checkers() as beside:
-        walk = _Walk(data, view, position, beside)
-        if count < 1 or not all(map(walk.step, range(count))) or not walk.are_trees():
+    with memoryview(data) as view:
+        walk = _Walk(data, view, position)
+        if count < 1 or not all(map(walk.step, range(count))) or not walk.check():
             return None
         return PackedTrees(position, walk.position, count, walk.columns), walk.position
 
 
 class _Walk:
-    """Goes from tree to tree by their sizes, and has what it has passed checked beside."""
+    """Goes from tree to tree by their sizes, and checks what it has passed."""
 
-    def __init__(self, data: bytearray, view: memoryview, position: int, beside: Executor) -> None:
+    def __init__(self, data: bytearray, view: memoryview, position: int) -> None:
         self._data = data
         self._view = view
         self.position = position
         self.columns = 0
         self._layouts: dict[int, _Layout] = {}
         self._passed = _Passed()
-        self._beside = beside
-        self._checks: list[Future[bool]] = []
 
     def step(self, index: int) -> bool:
         """Pass a tree, unless it is not laid out as it should be."""
@@ -96,19 +92,12 @@ class _Walk:
         passed.right.append(view[after + right : after + right + bytes_of_whole])
         passed.parents.append(view[after + parents : after + parents + bytes_of_whole])
         passed.features.append(view[after + features : after + features + bytes_of_whole])
-        if passed.nodes >= _AT_ONCE:
-            self._check()
-        return True
+        return passed.nodes < _AT_ONCE or self.check()
 
-    def are_trees(self) -> bool:
-        """Whether all that were passed are trees."""
-        self._check()
-        results = [check.result() for check in self._checks]  # of all of them: they must let go of the data
-        return all(results)
-
-    def _check(self) -> None:
+    def check(self) -> bool:
+        """Whether those that were passed since the last time are trees."""
         passed, self._passed = self._passed, _Passed()
-        self._checks.append(self._beside.submit(passed.are_trees, self.columns))
+        return passed.are_trees(self.columns)
 
     def _layout(self, place: int) -> _Layout | None:
         if place + len(_FIRST) + 8 > len(self._data):
