@@ -35,17 +35,44 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class Mount:
+    """A folder or file of the host that a container sees, to be read only."""
+
+    host: str
+    inside: str
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What platforms run that are given a command and not a function of this package."""
+
+    image: str
+    """"" where the platform is to run the command without a container: bare processes of Slurm."""
+    command: str
+    """One line for a POSIX shell, the same on all platforms; it has nothing secret in it."""
+    port: int = 8080
+    """Where the command listens."""
+    mounts: tuple[Mount, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchSpec:
     """One service to be started."""
 
     job_id: str
     """A UUID: it names the service on every platform."""
-    target: str
-    """The function that is the program, "module:function"."""
-    argv: tuple[str, ...]
+    target: str = ""
+    """For `process`: the function that is the program, "module:function"."""
+    argv: tuple[str, ...] = ()
     """Its words, with `PORT` and `SECRET` for what is filled in. Everybody on the machine may read the others."""
+    container: Container | None = None
+    """For every other platform."""
+    host_port: int | None = None
+    """Where the service is to be reached on the machine that publishes or forwards it; None: the driver chooses."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables to set, beside the few that are passed on. They may be secret."""
+    """Variables to set, beside the few that are passed on. For `process` they may be secret."""
+    secret_environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables to set that nobody may see: not on a command line, in a manifest, or where the platform shows a service."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Texts for the words `SECRET % name`: neither on the command line nor in the environment."""
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
@@ -62,7 +89,7 @@ class Handle:
     job_id: str
     driver: str
     data: Mapping[str, Any] = field(default_factory=dict)
-    """For people who look for it: pid, port. A driver does not need it."""
+    """For people and for the registry: pid, port, the platform's own id, node. A driver does without it where it can."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,13 @@ class ProcessDriver:
             for name, value in self._environ.items()
             if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
         }
-        return {**kept, "PYTHONUNBUFFERED": "1", **spec.environment, "TMPDIR": str(folder / "tmp")}
+        return {
+            **kept,
+            "PYTHONUNBUFFERED": "1",
+            **spec.environment,
+            **spec.secret_environment,
+            "TMPDIR": str(folder / "tmp"),
+        }
 
     def _status(self, job_id: str) -> Observed:
         folder = self._folder(job_id)
