@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by servers.py: the commands that start Headrace's router, nginx and HAProxy in front of a server.
+"""Called by servers.py: the commands that start Headrace's router, nginx, HAProxy and a bare pump in front of a server.
 
 All with one worker, without access log, and with connections to the server behind that are kept. The files of nginx and
 HAProxy are written before each start, under .work/.
@@ -51,6 +51,11 @@ backend behind
 def headrace_router(ports: Ports) -> Launch:
     command = str(Path(sys.executable).with_name("headrace"))
     return Launch([command, "router", "--backend", f"http://127.0.0.1:{ports.backend}", "--port", str(ports.http)])
+
+
+def pump(ports: Ports) -> Launch:
+    file = Path(__file__).parent / "peers/pump/pump_server.py"
+    return Launch([sys.executable, str(file), str(ports.http), str(ports.backend)])
 
 
 def nginx(ports: Ports) -> Launch:

@@ -25,7 +25,7 @@ from bench.models import (
     resnet50_repository,
     triton_mlp_repository,
 )
-from bench.proxies import haproxy, headrace_router, nginx
+from bench.proxies import haproxy, headrace_router, nginx, pump
 from bench.server import Launch, Ports, Server
 from bench.torchscript import torchscript_file
 from bench.venvs import PEERS, site_packages, venv_of
@@ -235,6 +235,7 @@ SERVERS: dict[str, Server] = {
         Server("fastapi-seed", ("predict",), _fastapi_seed, "/healthz", dialect=PREDICT, environment="fastapi"),
         Server("headrace-overload", (OVERLOAD,), _headrace_overload, READY, PREDICT, environment=OURS, one_core=True),
         _proxy("headrace-router", headrace_router),
+        _proxy("bare-pump", pump),
         _proxy("nginx", nginx, needs="nginx"),
         _proxy("haproxy", haproxy, needs="haproxy"),
         *(server for kind in FORMATS.values() for server in _of_format(kind)),

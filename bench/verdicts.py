@@ -50,6 +50,8 @@ LOADING_AT_MOST = 1.2
 START_SECONDS_BELOW = 1.5
 IDLE_MEGABYTES_BELOW = 120.0
 ROUTER_MICROSECONDS_AT_MOST = 40.0
+ROUTER_TIMES_PUMP_AT_MOST = 40.0 / 19.0
+"""The same on any machine: 40 us where a bare proxy takes 18 to 20."""
 GOODPUT_AT_LEAST = 0.90
 ACCEPTED_TIMES_BUDGET = 2
 REJECTED_MILLISECONDS_BELOW = 5.0
@@ -89,6 +91,7 @@ def verdicts_of(summary: Summary) -> list[Verdict]:
         _below("start (s)", "example repository", summary.start, _start_seconds, START_SECONDS_BELOW, " s"),
         _below("idle-memory (RSS MB)", "nothing loaded", summary.memory, _resident, IDLE_MEGABYTES_BELOW, " MB"),
         _router_verdict(known),
+        _router_beside_pump(known),
         *_overload_verdicts(summary.overload),
     ]
 
@@ -246,6 +249,20 @@ def _router_verdict(known: Known) -> Verdict:
         target=f"<= {ROUTER_MICROSECONDS_AT_MOST:.0f} us",
         result=_result(microseconds is not None and microseconds <= ROUTER_MICROSECONDS_AT_MOST, ours),
         unit=" us",
+    )
+
+
+def _router_beside_pump(known: Known) -> Verdict:
+    ours, pump = known.get(("headrace-router", "router")), known.get(("bare-pump", "router"))
+    times = _ratio(ours, pump, _cpu)
+    return Verdict(
+        workload="router (CPU)",
+        against="bare-pump",
+        ours=_cpu(ours) if ours else None,
+        theirs=_cpu(pump) if pump else None,
+        compared=times,
+        target=f"<= {ROUTER_TIMES_PUMP_AT_MOST:.1f}",
+        result=_result(times is not None and times <= ROUTER_TIMES_PUMP_AT_MOST, ours, pump),
     )
 
 
