@@ -18,8 +18,8 @@ from headrace.backends.contract import Placement
 from headrace.backends.openai_proxy.child import Child
 from headrace.backends.openai_proxy.client import Pool, fetch
 from headrace.backends.openai_proxy.origin import Origin
-from headrace.backends.openai_proxy.restarts import Backoff
 from headrace.backends.openai_proxy.settings import MODELS_PATH, ProxySettings
+from headrace.backends.restarts import Backoff
 from headrace.core.errors import INTERNAL_TEXT, FailedPrecondition, HeadraceError, Internal, Unavailable
 
 log = logging.getLogger("headrace.backends.openai_proxy")
@@ -47,7 +47,7 @@ class Engine:
         self._placement = placement
         self._loop = loop
         self._lost = lost
-        self._backoff = Backoff()
+        self._backoff = Backoff((0.5, 1.0), longest=60.0, lived=120.0)
         self._task: asyncio.Task[None] | None = None
         self._opened: asyncio.Future[None] = loop.create_future()
         self._child: Child | None = None

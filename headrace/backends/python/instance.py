@@ -21,9 +21,9 @@ from headrace.backends.python.launch import Launch
 from headrace.backends.python.measures import Families
 from headrace.backends.python.packing import Packed, Unpacker
 from headrace.backends.python.process import Process
-from headrace.backends.python.restarts import Backoff
 from headrace.backends.python.self_calls import SelfCalls
 from headrace.backends.python.work import Outstanding, packed_request
+from headrace.backends.restarts import Backoff
 from headrace.core.errors import INTERNAL_TEXT, FailedPrecondition, HeadraceError, Internal, Unavailable
 from headrace.core.messages import NO_PARAMETERS
 
@@ -66,7 +66,7 @@ class PythonInstance:
         self._closed: Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._look: asyncio.TimerHandle | None = None
-        self._backoff = Backoff()
+        self._backoff = Backoff((0.0, 0.1), longest=30.0, lived=60.0)
         self._down: Unavailable | None = None
         """What requests are told while there is no process, nor one within reach."""
         self._out = Outstanding(launch.max_batch_size)

@@ -7,6 +7,6 @@ PyTorch sees them, `compiled` opens the third kind, which is native code, `calls
 a configuration's names in a model, `instance` computes, `settings` reads the parameters.
 """
 
-from headrace.backends.pytorch import one_thread
+from headrace.backends import torch_on_one_thread
 
-__all__ = ["one_thread"]
+__all__ = ["torch_on_one_thread"]

@@ -5,6 +5,6 @@
 `weights` loads them, `instance` computes, `settings` reads the parameters.
 """
 
-from headrace.backends.vision import one_thread
+from headrace.backends import torch_on_one_thread
 
-__all__ = ["one_thread"]
+__all__ = ["torch_on_one_thread"]

@@ -19,7 +19,7 @@ import pytest
 from backends.python.harness import ECHO, WAIT, FakeWork, Stage, staged, tensor
 
 from headrace.backends.python import arena, process
-from headrace.backends.python.restarts import Backoff
+from headrace.backends.restarts import Backoff
 from headrace.core.errors import FailedPrecondition, Unavailable
 from headrace.core.messages import InferRequest
 
@@ -114,7 +114,7 @@ def test_a_process_that_keeps_dying_is_started_ever_more_rarely(stage: Stage) ->
 
 
 def test_delays_double_up_to_half_a_minute_and_start_again_after_a_minute() -> None:
-    backoff = Backoff()
+    backoff = Backoff((0.0, 0.1), longest=30.0, lived=60.0)
     delays = [backoff.next_delay(0) for _ in range(12)]
     assert delays[:5] == pytest.approx([0, 0.1, 0.2, 0.4, 0.8])
     assert delays[-1] == 30

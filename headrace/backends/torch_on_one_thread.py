@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports PyTorch so that it computes with the threads it is told, and no others. Imported by the package, before all else.
+"""Imports PyTorch so that it computes with the threads it is told, and no others. Packages that use it import this first.
 
 `torch.set_num_threads(1)` does not reach the matrix library below (OpenBLAS on ARM): a ResNet-50 of two images took 0.47 s
 and 0.60 s of CPU by "one" thread. That library asks OMP_NUM_THREADS once, when it is loaded, so the variable is there for
