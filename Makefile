@@ -47,9 +47,11 @@ check: $(VENV)/.testing
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_forbidden.py
 	$(BIN)/python scripts/compile_protos.py --check
+	$(BIN)/python scripts/generate_crds.py --check
 
 test-platforms: $(VENV)/.testing
 	bash scripts/install_platform_packages.sh
+	for platform in scripts/platforms/*.sh; do bash $$platform install || exit 1; done
 	$(BIN)/python -m pytest -m platform
 
 bench: $(VENV)/.testing

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Debian packages for the tests marked `platform`: load generators, a curl that speaks HTTP/2, Prometheus, Redis, proxies, PostgreSQL.
+# Debian packages for the tests marked `platform`: load generators, a curl that speaks HTTP/2, jq, Prometheus, Redis, proxies,
+# PostgreSQL.
 set -euo pipefail
-packages=(wrk nghttp2-client curl netcat-openbsd prometheus redis-server nginx-light haproxy postgresql)
+packages=(wrk nghttp2-client curl netcat-openbsd prometheus redis-server nginx-light haproxy postgresql jq)
 missing=()
 for package in "${packages[@]}"; do
   dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package")

@@ -31,6 +31,7 @@ OPERATIONS: Mapping[str, frozenset[Role]] = MappingProxyType(
     {
         "workspaces.read": _SEE,
         "workspaces.write": _RUN,
+        "workspaces.backup": _MANAGE,  # and restore: all that the organisation has
         "experiments.read": _SEE,
         "experiments.write": _RUN,
         "jobs.read": _SEE,

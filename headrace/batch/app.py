@@ -28,6 +28,7 @@ from headrace.batch.summary import BatchSummary
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, InvalidArgument, NotFound
 from headrace.microservice.threads import in_thread
+from headrace.storage.cache import CacheUse
 from headrace.storage.locations import HubPlace, LocalPlace, ObjectPlace, parse_location
 from headrace.telemetry.progress import Progress, Reporter, silent
 
@@ -117,13 +118,18 @@ async def run_job(
     clock: Clock | None = None,
 ) -> BatchSummary:
     """Compute what is not done yet. Raises what kept it from beginning; what came after is in the summary."""
-    clock = clock or SystemClock()
-    stopping = stopping or Stopping()
+    with CacheUse() as use:
+        return await _run_job(settings, progress, stopping or Stopping(), clock or SystemClock(), use)
+
+
+async def _run_job(
+    settings: BatchSettings, progress: Progress, stopping: Stopping, clock: Clock, use: CacheUse
+) -> BatchSummary:
     began = clock.monotonic()
     target = target_of(settings)
-    input_path, base, brought = await _unless_stopped(_bring_input(settings, progress, stopping), stopping)
+    input_path, base, brought = await _unless_stopped(_bring_input(settings, progress, stopping, use), stopping)
     folders = () if base and "://" in base else (Path(base),)
-    opening = open_model(settings, folders, progress, lambda: stopping.asked)
+    opening = open_model(settings, folders, progress, lambda: stopping.asked, use)
     model = await _unless_stopped(opening.__aenter__(), stopping)
     try:
         source = await in_thread(
@@ -299,7 +305,9 @@ class _Told:
         self._reporter.update(done=finished, message=", ".join(words))
 
 
-async def _bring_input(settings: BatchSettings, progress: Progress, stopping: Stopping) -> tuple[Path, str, bool]:
+async def _bring_input(
+    settings: BatchSettings, progress: Progress, stopping: Stopping, use: CacheUse
+) -> tuple[Path, str, bool]:
     """The input as a local path; where the paths in it begin; whether it is a copy."""
     place = parse_location(settings.input)
     if isinstance(place, HubPlace):
@@ -310,7 +318,7 @@ async def _bring_input(settings: BatchSettings, progress: Progress, stopping: St
             raise NotFound(f"the input {settings.input} does not exist: give a folder, a .jsonl or a .parquet file")
         return path, str(path if path.is_dir() else path.parent), False
     path = await in_thread(
-        lambda: bring_to(settings, place, progress, lambda: stopping.asked), "headrace-batch-download"
+        lambda: bring_to(settings, place, progress, lambda: stopping.asked, use), "headrace-batch-download"
     )
     if path.is_dir():
         return path, str(path), True

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from headrace.batch.blocks import PlainInput, is_plain
 from headrace.batch.rows import Row, RowsOf
 from headrace.batch.shaping import Item
 from headrace.core.dtypes import BYTES
@@ -34,6 +35,8 @@ log = logging.getLogger("headrace.batch")
 
 Outcome = Mapping[str, Any] | HeadraceError
 _TRIES = 4
+_TAKEN = ("id", "inputs")
+"""Words of an item that are not its values."""
 _PAUSE_SECONDS = 0.1
 _INTERNAL = "internal error; the job's log has the details"
 
@@ -107,6 +110,25 @@ class RowsAsker:
         instances = sum(each.count * max(1, len(each.gpus)) for each in config.instance_groups) or 1
         # For each instance the batch that it computes, the next one, and one that is being read.
         self.in_flight = 3 * instances + 1 if self._batched else max(16, 4 * instances)
+
+    @property
+    def plain(self) -> PlainInput | None:
+        """For the short way (`blocks`), if the model has one input, of a list of numbers, and is batched."""
+        alone = len(self._inputs) == 1 and self._batched and self.group > 1
+        found = next(iter(self._inputs.values())).plain if alone else None
+        return None if found is None or found.name in _TAKEN else found
+
+    async def ask_block(self, rows: Sequence[bytes]) -> Mapping[str, Any] | list[Outcome]:
+        """What came of rows of the one input: a row of each output for each, or what `ask` would say."""
+        ((name, rows_of),) = self._inputs.items()
+        try:
+            joined = [rows_of.joined(rows)]
+            outputs = await _tried(lambda: compute(self._plane, self._model, joined))
+            if is_plain(outputs) and all(len(array) == len(rows) for array in outputs.values()):
+                return dict(outputs)
+        except Exception:
+            log.debug("%d items are asked again, each for itself", len(rows), exc_info=True)
+        return await self.ask([{name: row} for row in rows])
 
     def prepare(self, item: Item) -> tuple[Any, dict[str, Row]]:
         """See `Asker.prepare`."""

@@ -12,13 +12,14 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from headrace.batch.blocks import BlockResult, lines_of
 from headrace.batch.job_file import JobFile, State, job_path, read_job, write_job
 from headrace.batch.marks import Marks
 from headrace.batch.settings import Shard
@@ -50,10 +51,24 @@ class Ledger:
         """Whether an item of this job needs nothing more."""
         return self._shard.place(index) in self.marks
 
-    def write(self, results: Iterable[Result]) -> None:
+    def write(self, results: Iterable[Result | BlockResult]) -> None:
         """Append. All of them or none; raises FailedPrecondition if there is no room."""
-        made = [_line(result) for result in results]
-        lines = b"".join([line for _, line, _ in made])
+        texts: list[bytes] = []
+        made: list[tuple[int, bool]] = []
+        blocks: list[BlockResult] = []
+        for result in results:
+            if isinstance(result, BlockResult):
+                try:
+                    texts.append(lines_of(result))
+                    blocks.append(result)
+                    continue
+                except TypeError:
+                    pass  # each for itself: the long way tells which
+            for each in _apart(result) if isinstance(result, BlockResult) else (result,):
+                index, line, failed = _line(each)
+                texts.append(line)
+                made.append((index, failed))
+        lines = b"".join(texts)
         view = memoryview(lines)
         try:
             while view:
@@ -62,8 +77,20 @@ class Ledger:
             self._take_back()
             raise _unwritable(self.path, error) from None
         self._size += len(lines)
-        for index, _, failed in made:
+        for index, failed in made:
             self.marks.add(self._shard.place(index), failed=failed)
+        for block in blocks:
+            self._mark(block.indices)
+
+    def _mark(self, indices: list[int]) -> None:
+        """Items of a block, which are in order; without gaps, nearly always."""
+        place = self._shard.place
+        first, last = place(indices[0]), place(indices[-1])
+        if last - first + 1 == len(indices):
+            self.marks.add_run(first, len(indices))
+        else:
+            for index in indices:
+                self.marks.add(place(index), failed=False)
 
     def checkpoint(self, state: State = "running", reason: str = "", summary: Mapping[str, Any] | None = None) -> None:
         """See to it that what was written lasts, and say so beside it."""
@@ -206,6 +233,11 @@ def _without_failed(path: Path, descriptor: int) -> int:
         raise
     os.close(descriptor)
     return made
+
+
+def _apart(block: BlockResult) -> Iterator[Result]:
+    for number, (index, given) in enumerate(zip(block.indices, block.ids, strict=True)):
+        yield index, given, {"outputs": {name: array[number] for name, array in block.arrays.items()}}
 
 
 def _line(result: Result) -> tuple[int, bytes, bool]:

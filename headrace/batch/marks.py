@@ -42,6 +42,13 @@ class Marks:
         self.finished += 1
         self.failed += failed
 
+    def add_run(self, first: int, count: int) -> None:
+        """Items that follow each other are done, and none has failed. Once."""
+        if self._marks.count(_TODO, first, first + count) != count:
+            raise InvalidArgument(f"an item from {first} on is done twice")
+        self._marks[first : first + count] = bytes((_DONE,)) * count
+        self.finished += count
+
     def as_ranges(self) -> dict[str, list[Range]]:
         """For a file: first and last places of runs of items that are done, and of those that failed."""
         return {"finished": _runs(_FINISHED_RUN, self._marks), "failed": _runs(_FAILED_RUN, self._marks)}

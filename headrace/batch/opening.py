@@ -36,6 +36,7 @@ from headrace.microservice.profiles import profile_named
 from headrace.microservice.settings import MicroserviceSettings
 from headrace.microservice.threads import in_thread
 from headrace.storage.bringing import BringSettings, bring
+from headrace.storage.cache import CacheUse
 from headrace.storage.locations import CLOUD_SCHEMES, LocalPlace, Place, parse_location, scheme_of
 from headrace.telemetry.progress import Progress
 from headrace.wire.sockets import Address
@@ -59,9 +60,13 @@ class OpenModel:
 
 @asynccontextmanager
 async def open_model(
-    settings: BatchSettings, folders: tuple[Path, ...], progress: Progress, cancelled: Callable[[], bool]
+    settings: BatchSettings,
+    folders: tuple[Path, ...],
+    progress: Progress,
+    cancelled: Callable[[], bool],
+    use: CacheUse,
 ) -> AsyncIterator[OpenModel]:
-    """Load the model; it is gone at the end. `folders`: whose media it may read."""
+    """Load the model; it is gone at the end. `folders`: whose media it may read. `use`: holds what was downloaded."""
     as_service = _as_service(settings)
     temporary = Path(tempfile.mkdtemp(prefix="headrace-batch-"))
     engine: Engine | None = None
@@ -72,7 +77,7 @@ async def open_model(
             fingerprint = f"{staged.name}:{_files_digest(staged.folder, brought=False)}"
         else:
             place = await in_thread(lambda: _place(settings, as_service), "headrace-place")
-            path = await in_thread(lambda: bring_to(settings, place, progress, cancelled), "headrace-download")
+            path = await in_thread(lambda: bring_to(settings, place, progress, cancelled, use), "headrace-download")
             fingerprint = _files_digest(path, brought=not isinstance(place, LocalPlace))
             staged = await in_thread(lambda: _staged(path, as_service, temporary), "headrace-stage")
             engine = engine_for(temporary, progress)
@@ -87,12 +92,14 @@ async def open_model(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def bring_to(settings: BatchSettings, place: Place, progress: Progress, cancelled: Callable[[], bool]) -> Path:
+def bring_to(
+    settings: BatchSettings, place: Place, progress: Progress, cancelled: Callable[[], bool], use: CacheUse
+) -> Path:
     """What lies at a place, as a path here. Blocks."""
     if isinstance(place, LocalPlace):
         return place.path.absolute()
     wanted = BringSettings(private_hosts=settings.private_hosts)
-    return bring(place, settings.folder / "brought", settings.credentials, progress, cancelled, wanted)
+    return bring(place, settings.folder / "brought", settings.credentials, progress, cancelled, wanted, use)
 
 
 def _described(settings: BatchSettings, engine: Engine, name: str, kind: Kind, fingerprint: str) -> OpenModel:
@@ -168,10 +175,10 @@ def _as_service(settings: BatchSettings) -> MicroserviceSettings:
 
 
 def _place(settings: BatchSettings, as_service: MicroserviceSettings) -> Place:
-    # The microservice of a launcher has no cloud; who runs a job may use the credentials of the environment.
+    # The microservice of a launcher has no cloud and no hf://; who runs a job may use the environment's credentials.
     return (
         parse_location(settings.model)
-        if scheme_of(settings.model) in CLOUD_SCHEMES
+        if scheme_of(settings.model) in (*CLOUD_SCHEMES, "hf")
         else place_of(settings.model, as_service)
     )
 

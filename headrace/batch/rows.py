@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.batch.blocks import PlainInput
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument
 from headrace.core.tensors import Tensor, tensor_from_values
@@ -57,6 +58,14 @@ class RowsOf:
                 return len(values), packed
         array = self._array(values)
         return array.shape, array
+
+    @property
+    def plain(self) -> PlainInput | None:
+        """For the short way, if an item of this input is a list of so many numbers."""
+        dims = self._spec.dims
+        if not self._code or dims is None or len(dims) != 1 or dims[0] < 1:
+            return None
+        return PlainInput(self._spec.name, dims[0], _packer(dims[0], self._code).pack)
 
     def joined(self, rows: Sequence[Row]) -> Tensor:
         """Rows of one sort as a batch."""

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.batch.asking import Asker
+from headrace.batch.asking import Asker, RowsAsker
+from headrace.batch.blocks import Block, BlockResult, Chunk, read_blocks
 from headrace.batch.ledger import Ledger, Result
 from headrace.batch.settings import BatchSettings
 from headrace.batch.shaping import Item
-from headrace.batch.sources import Source
+from headrace.batch.sources import LinesSource, Source
 from headrace.batch.summary import Failure
 from headrace.core.clock import Clock
 from headrace.core.errors import FailedPrecondition, HeadraceError
 
 _READ_AT_ONCE = 256
-_WRITE_AT_ONCE = 256
+_WRITE_AT_ONCE = 512
 _WRITE_SECONDS = 0.1
 _SHOWN_FAILURES = 5
 Told = Callable[[int, int], None]
@@ -96,7 +97,13 @@ class Runner:
         self._most_unwritten = max(2048, 4 * slots * asker.group)
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._results: list[Result] = []
+        self._plain = asker.plain if isinstance(asker, RowsAsker) and isinstance(source, LinesSource) else None
+        """For the short way of usual items (`blocks`), where the order of results does not matter."""
+        if settings.ordered:
+            self._plain = None
+        self._results: list[Result | BlockResult] = []
+        self._computed = 0
+        """Items that these are of."""
         self._unwritten = 0
         """Items that were sent, or found wrong, and are not in the ledger yet."""
         self._written = asyncio.Event()
@@ -149,7 +156,10 @@ class Runner:
         reading = asyncio.create_task(asyncio.to_thread(next, chunks, None))
         while (chunk := await reading) is not None and not self._stopping.is_set():
             reading = asyncio.create_task(asyncio.to_thread(next, chunks, None))
-            for ready in chunk:
+            for block in chunk.blocks:
+                self._unwritten += len(block.rows)
+                await self._begin(self._ask_block, block)
+            for ready in chunk.others:
                 self._unwritten += 1
                 if ready.error is not None:
                     self._answered(ready.item, ready.error)
@@ -178,13 +188,16 @@ class Runner:
             await self._written.wait()
 
     async def _send(self, group: list[_Ready]) -> None:
+        await self._begin(self._ask, group)
+
+    async def _begin(self, ask: Callable[[Any], Coroutine[Any, Any, None]], what: Any) -> None:
         if self._stopping.is_set():
             return
         await self._slots.acquire()
         if self._stopping.is_set():
             self._slots.release()
             return
-        task = asyncio.create_task(self._ask(group))
+        task = asyncio.create_task(ask(what))
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
 
@@ -202,6 +215,20 @@ class Runner:
         for ready, outcome in zip(group, outcomes, strict=True):
             self._answered(ready.item, outcome)
 
+    async def _ask_block(self, block: Block) -> None:
+        if not isinstance(self._asker, RowsAsker):
+            raise TypeError("blocks are of rows")
+        try:
+            outcome = await self._asker.ask_block(block.rows)
+        finally:
+            self._slots.release()
+        if isinstance(outcome, list):
+            for index, given, each in zip(block.indices, block.ids, outcome, strict=True):
+                self._answered(Item(index, given, {}), each)
+            return
+        self._results.append(BlockResult(block.indices, block.ids, outcome))
+        self._came(len(block.rows))
+
     async def _wait_for_those_under_way(self) -> None:
         while self._tasks:
             if not self._stopping.is_set():
@@ -218,12 +245,17 @@ class Runner:
         result = (item.index, item.id, outcome)
         if self._order is None:
             self._results.append(result)
-        else:
-            self._held[item.index] = result
-            while self._next in self._held:
-                self._results.append(self._held.pop(self._next))
-                self._next = next(self._order, -1)
-        if len(self._results) >= _WRITE_AT_ONCE:
+            self._came(1)
+            return
+        self._held[item.index] = result
+        while self._next in self._held:
+            self._results.append(self._held.pop(self._next))
+            self._next = next(self._order, -1)
+            self._came(1)
+
+    def _came(self, count: int) -> None:
+        self._computed += count
+        if self._computed >= _WRITE_AT_ONCE:
             self._wake.set()
 
     async def _write_all(self) -> None:
@@ -232,9 +264,10 @@ class Runner:
         while True:
             last = self._all_sent
             results, self._results = self._results, []
+            count, self._computed = self._computed, 0
             if results:
                 await loop.run_in_executor(self._writer, self._ledger.write, results)
-                self._unwritten -= len(results)
+                self._unwritten -= count
                 self._written.set()
                 marks = self._ledger.marks
                 self._told(marks.finished, marks.failed)
@@ -244,7 +277,7 @@ class Runner:
             if self._clock.monotonic() >= due:
                 await loop.run_in_executor(self._writer, self._ledger.checkpoint)
                 due = self._clock.monotonic() + self._settings.checkpoint_seconds
-            if not last and len(self._results) < _WRITE_AT_ONCE:
+            if not last and self._computed < _WRITE_AT_ONCE:
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), _WRITE_SECONDS)
@@ -262,21 +295,27 @@ class Runner:
                 "run the same again with a larger number, or with --retry-failed"
             )
 
-    def _chunks(self) -> Iterator[Any]:
+    def _chunks(self) -> Iterator[Chunk[_Ready]]:
         """Items that are not done, read and prepared, some at a time. In a thread."""
+        if self._plain is not None:
+            yield from read_blocks(self._entries(), self._plain, self._asker.group, self._read)
+            return
         # Little where an item is much: it is the batch that counts.
         most = max(16, min(_READ_AT_ONCE, 2 * self._asker.group)) if self._asker.group > 1 else 32
         chunk: list[_Ready] = []
         for index, entry in self._entries():
             chunk.append(self._read(index, entry))
             if len(chunk) >= most:
-                yield chunk
+                yield Chunk(others=chunk)
                 chunk = []
         if chunk:
-            yield chunk
+            yield Chunk(others=chunk)
 
     def _entries(self) -> Iterator[tuple[int, Any]]:
         settings, ledger = self._settings, self._ledger
+        if settings.limit is None and settings.shard.count == 1 and not ledger.resumed:
+            yield from self._source.entries()
+            return
         for index, entry in self._source.entries():
             if settings.limit is not None and index >= settings.limit:
                 return

@@ -79,7 +79,7 @@ class LinesSource:
         self._base = base
         digest = hashlib.sha256()
         self.total = 0
-        with path.open("rb") as file:
+        with path.open("rb", buffering=_PIECE) as file:
             for line in _lines(file):
                 digest.update(line)
                 self.total += _is_item(line)
@@ -88,9 +88,10 @@ class LinesSource:
     def entries(self) -> Iterator[tuple[int, tuple[int, bytes]]]:
         """See `Source.entries`."""
         index = 0
-        with self._path.open("rb") as file:
+        with self._path.open("rb", buffering=_PIECE) as file:
             for number, line in enumerate(_lines(file), 1):
-                if _is_item(line):
+                # Most begin with what only an item begins with.
+                if line[:1] == b"{" or _is_item(line):
                     yield index, (number, line)
                     index += 1
 

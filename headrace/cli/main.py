@@ -20,6 +20,7 @@ from headrace.cli.microservice import microservice
 from headrace.cli.models import models
 from headrace.cli.router import router
 from headrace.cli.serve import ServeCommand, serve
+from headrace.cli.service import service
 from headrace.cli.tune import tune
 from headrace.cli.users import users
 from headrace.version import __version__
@@ -44,6 +45,7 @@ app.add_typer(config)
 app.add_typer(keys)
 app.add_typer(users)
 app.add_typer(jobs)
+app.add_typer(service)
 app.add_typer(ab)
 
 

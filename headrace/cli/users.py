@@ -100,6 +100,75 @@ def grant(
 
 
 @users.command()
+def withdraw(
+    name: Name, org: Org, data_dir: DataDir = DATA_DIR, database_url: DatabaseUrl = "", as_json: Json = False
+) -> None:
+    """Take a user's role in an organisation away. Their tokens for it are refused within a second or so.
+
+    Example:
+
+        headrace users withdraw alice --org other
+    """
+    user = _with_users(data_dir, database_url, "users.withdraw", name, lambda every: every.withdraw(name, org))
+    typer.echo(json.dumps(_row(user), indent=2) if as_json else f"{name}: no role in {org} any more")
+
+
+@users.command("revoke-tokens")
+def revoke_tokens(
+    name: Name, data_dir: DataDir = DATA_DIR, database_url: DatabaseUrl = "", as_json: Json = False
+) -> None:
+    """Refuse every token that a user has now, within a second or so. Their key stays good: they log in again.
+
+    Example:
+
+        headrace users revoke-tokens alice
+    """
+    user = _with_users(data_dir, database_url, "users.revoke-tokens", name, lambda every: every.revoke_tokens(name))
+    typer.echo(json.dumps(_row(user), indent=2) if as_json else f"{name}: all tokens are revoked")
+
+
+@users.command("rotate-signing-key")
+def rotate_signing_key(
+    drop_old: Annotated[
+        bool, typer.Option("--drop-old", help="Refuse all tokens there are: for when the old key may have leaked.")
+    ] = False,
+    data_dir: DataDir = DATA_DIR,
+    database_url: DatabaseUrl = "",
+    as_json: Json = False,
+) -> None:
+    """Sign new tokens with a new key. Tokens of the old one stay good to their end, 24 hours at most.
+
+    Gateways that run on the same data directory take it up at once. One that was started with --token-key signs with that
+    file: put another key into it.
+
+    Examples:
+
+        headrace users rotate-signing-key --data-dir ./gateway
+
+        headrace users rotate-signing-key --drop-old
+    """
+    from headrace.access.audit import AUDIT_FILE, Audit
+    from headrace.access.tokens import SIGNING_KEYS_FILE, SigningKeys
+    from headrace.core.errors import NotFound
+
+    del database_url  # as all verbs take it; but signing keys are in the data directory alone
+    folder = data_dir.expanduser()
+    with told(FAILED):
+        if not (folder / SIGNING_KEYS_FILE).exists():
+            raise NotFound(f"{folder} has no signing keys: name the --data-dir of a gateway")
+        key_id = SigningKeys(folder / SIGNING_KEYS_FILE).rotate(keep_old=not drop_old)
+        audit = Audit(folder / AUDIT_FILE)
+        try:
+            audit.record("users.rotate-signing-key", "allowed", None, "", key_id, "command line")
+        finally:
+            audit.close()
+    old = "dropped: everybody logs in again" if drop_old else "good for the tokens that it has signed"
+    typer.echo(
+        json.dumps({"kid": key_id, "dropped_old": drop_old}) if as_json else f"{key_id} signs; the old key is {old}"
+    )
+
+
+@users.command()
 def rotate(
     name: Name,
     grace: Annotated[

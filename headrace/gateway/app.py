@@ -81,6 +81,7 @@ async def _serve(settings: GatewaySettings, ports: HeldPorts, found: Opened, on_
     reconciling = Reconciling(jobs, metrics, settings.reconcile_seconds)
     try:
         http.start()
+        await http.warm()
         for server in servers:
             await server.start()
         ports.release()

@@ -3,7 +3,8 @@
 
     Pending     waits for its turn
     Running     launched; if its process is killed it is started again and goes on where it was
-    Pausing     to be ended with the gateway; Paused: it was, and a gateway takes it up (Resuming)
+    Pausing     to be ended with the gateway, or because a user asked; Paused: it was, and a gateway takes it up, or the
+                user has it go on (Resuming)
     Canceling   to be ended for good; then Canceled, or Done if it was
     Done        every item has a result or an error; the summary is in the details
     Error       ended by a failure, or killed too often; why is in the reason
@@ -16,52 +17,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import uuid
 from pathlib import Path
 from typing import Any
 
-from headrace.core.clock import Clock
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, PermissionDenied
-from headrace.jobs.acting import Acting, Busy
-from headrace.jobs.background import Background
+from headrace.jobs.acting import Busy
 from headrace.jobs.batch_ends import Verdict, judge, read_progress
+from headrace.jobs.batch_pauses import Pausing
 from headrace.jobs.batch_specs import Places, batch_launch, check_fields, progress_path
-from headrace.jobs.planning import Planner
+from headrace.jobs.batch_tools import WAITING, handle_of, waits
 from headrace.jobs.records import BATCH, Experiment, Job, JobWish
-from headrace.jobs.settings import JobSettings
 from headrace.jobs.store.jobs import Change
-from headrace.jobs.store.store import Store
-from headrace.launch.contract import Driver, Handle, Observed
+from headrace.launch.contract import Observed
 from headrace.launch.identity import is_surely_dead
 
 log = logging.getLogger("headrace.jobs")
 
-WAITING = frozenset({"Pending", "Paused", "Resuming"})
-"""For their turn."""
-_LOG_LINES = 1000
-_MOST_LOG = 256 * 1024
 _ENDED = ("finished", "cancelled", "failed", "running")
 
 
-class Batches:
+class Batches(Pausing):
     """All batches of one place, through one driver."""
-
-    def __init__(
-        self, store: Store, driver: Driver, settings: JobSettings, clock: Clock, acting: Acting, planner: Planner
-    ) -> None:
-        self._store = store
-        self._driver = driver
-        self._settings = settings
-        self._clock = clock
-        self._acting = acting
-        self._planner = planner
-        self._background = Background()
-        self._turn = str(uuid.uuid5(uuid.NAMESPACE_URL, driver.place))
-        """The lease of whoever launches: two at once would be more than there may be."""
-
-    async def close(self) -> None:
-        """Finish what is under way; batches run on."""
-        await self._background.close()
 
     # Start
 
@@ -83,27 +59,23 @@ class Batches:
         found = await asyncio.to_thread(lambda: (places.input(specs["input"]), places.output(specs["output"])))
         return {"model_path": plan.model_path, "input": found[0], "output": found[1]}
 
-    def wake(self) -> None:
-        """Launch what waits, if there is room."""
-        self._background.leave(self._quietly("batches are not launched", self.launch_waiting()))
-
     async def launch_waiting(self) -> None:
         """The oldest first, as many as there is room for."""
         async with self._acting.alone(self._turn, self._settings.lease_seconds):
             found = await self._store.jobs.unfinished(self._driver.place, BATCH)
-            waiting = sorted((job for job in found if job.status in WAITING), key=lambda job: job.created_on)
-            room = self._settings.max_batches - (len(found) - len(waiting))
+            waiting = sorted(filter(waits, found), key=lambda job: job.created_on)
+            room = self._settings.max_batches - sum(job.status not in WAITING for job in found)
             for job in waiting[: max(0, room)]:
                 await self._quietly(f"job {job.id} is not launched", self._take_up(job.id))
 
     async def _take_up(self, job_id: str) -> None:
         async with self._acting.alone(job_id):
             job = await self._store.jobs.get(job_id)
-            if job is None or job.status not in WAITING:
+            if job is None or not waits(job):
                 return
             if job.status == "Paused":
                 job = await self._change(job, Change("Resuming", "a gateway takes it up", self._acting.owner))
-            observed = await self._driver.status(_handle(job))
+            observed = await self._driver.status(handle_of(job))
             if observed.phase in ("starting", "running"):
                 await self._adopt(job)
                 return
@@ -139,7 +111,7 @@ class Batches:
         """The job as it is now: with its progress, and its end if it has just come."""
         if job.place != self._driver.place or job.status not in ("Running", "Canceling", "Pausing"):
             return job
-        if job.status == "Running" and (await self._driver.status(_handle(job))).phase in ("ended", "gone"):
+        if job.status == "Running" and (await self._driver.status(handle_of(job))).phase in ("ended", "gone"):
             try:
                 job = await self.settle(job.id)
             except Busy:
@@ -171,7 +143,7 @@ class Batches:
             job = await self._known(job_id)
             if job.status != "Running":
                 return job
-            observed = await self._driver.status(_handle(job))
+            observed = await self._driver.status(handle_of(job))
             if observed.phase in ("starting", "running"):
                 return job
             verdict = judge(observed, await self._keep_log(job))
@@ -221,7 +193,7 @@ class Batches:
             job = await self._known(job_id)
             if job.status != "Canceling":
                 return
-            observed = await self._driver.status(_handle(job))
+            observed = await self._driver.status(handle_of(job))
             text = await self._keep_log(job)
             verdict = judge(observed, text) if observed.phase == "ended" else Verdict("", "")
             await self._clear(job_id)
@@ -232,40 +204,7 @@ class Batches:
             await self._change(job, Change(verdict.status, verdict.reason, self._acting.owner, verdict.details))
         self.wake()
 
-    async def pause_all(self) -> None:
-        """End the processes of all batches of this place; the next gateway takes them up."""
-        found = await self._store.jobs.unfinished(self._driver.place, BATCH)
-        running = [job for job in found if job.status in ("Running", "Pausing")]
-
-        async def pause(job: Job) -> None:
-            asked = Change("Pausing", "the gateway ends, and its batches with it", self._acting.owner)
-            await self._change(job, asked)
-            await self._finish_pausing(job.id)
-
-        await asyncio.gather(*(self._quietly(f"job {job.id} is not paused", pause(job)) for job in running))
-
-    async def _finish_pausing(self, job_id: str) -> None:
-        async with self._acting.alone(job_id, self._settings.lease_seconds):
-            job = await self._known(job_id)
-            if job.status == "Pausing":
-                await self._keep_log(job)
-                await self._clear(job_id)
-                await self._change(job, Change("Paused", "goes on when a gateway takes it up", self._acting.owner))
-
     # Tools
-
-    async def _known(self, job_id: str) -> Job:
-        job = await self._store.jobs.get(job_id)
-        if job is None:
-            raise NotFound(f"Job {job_id} not found")
-        return job
-
-    async def _change(self, job: Job, change: Change) -> Job:
-        """Unless somebody has changed its status meanwhile: who cancels does not wait for us."""
-        expected = job.status
-        return await self._store.jobs.change(
-            job.id, lambda now: change if now.status == expected else None, self._clock.wall()
-        )
 
     async def _adopt(self, job: Job) -> None:
         by = self._acting.owner
@@ -277,29 +216,9 @@ class Batches:
         gateway = str(job.details.get("gateway", ""))
         return gateway != self._acting.owner and is_surely_dead(gateway)
 
-    async def _clear(self, job_id: str) -> None:
-        await self._driver.stop(Handle(job_id, self._driver.name), self._settings.grace_seconds)
-
-    async def _keep_log(self, job: Job) -> str:
-        text = (await self._driver.logs(_handle(job), _LOG_LINES))[-_MOST_LOG:]
-        if text:
-            await self._store.jobs.keep_log(job.id, text)
-        return text
-
     def _make_folders(self, org: str) -> None:
         for folder in (self._settings.files_folder(org), self._settings.batch_cache(org)):
             _private(folder, self._settings.data_dir)
-
-    async def _quietly(self, what: str, work: Any) -> None:
-        """What fails is logged, and tried again when records are next held against what runs."""
-        try:
-            await work
-        except Busy:
-            pass  # somebody is at it
-        except HeadraceError as error:
-            log.warning("%s: %s", what, error.message)
-        except Exception:
-            log.exception("%s", what)
 
 
 def _private(folder: Path, above: Path) -> None:
@@ -317,7 +236,3 @@ def _canceled(progress: dict[str, Any] | None) -> str:
         return "canceled by a user before the first item"
     kept = f"canceled by a user; {progress['done']} of {progress['total']} items are done and kept"
     return f"{kept}: a new job with the same output goes on"
-
-
-def _handle(job: Job) -> Handle:
-    return Handle(job.id, job.place.partition(":")[0], job.details.get("handle") or {})

@@ -17,6 +17,7 @@ from headrace.jobs.checks import check_json, check_text, strings_in
 from headrace.storage.credentials import CloudCredentials
 from headrace.storage.locations import CLOUD_SCHEMES, ObjectPlace, parse_location
 from headrace.storage.objects import ObjectLimits, ObjectSource
+from headrace.storage.problems import NoSuchBucket
 
 log = logging.getLogger("headrace.jobs")
 
@@ -74,6 +75,10 @@ def check_access(cloud_type: str, details: Mapping[str, Any]) -> None:
     place = ObjectPlace(CLOUD_SCHEMES.get(cloud_type, "gcp"), bucket, f".headrace-check-{uuid.uuid4()}")
     try:
         ObjectSource(place, credentials, _CHECK).look()
+    except NoSuchBucket:
+        raise InvalidArgument(
+            f"{INVALID}: there is no bucket {bucket[:64]}; check its name, the region and endpoint_url"
+        ) from None
     except NotFound:
         pass
     except HeadraceError as error:

@@ -12,7 +12,6 @@ from typing import Any
 
 from sqlalchemy.exc import IntegrityError
 
-from headrace.core.clock import Clock
 from headrace.core.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Unimplemented
 from headrace.jobs.checks import (
     MOST_NAME,
@@ -21,101 +20,28 @@ from headrace.jobs.checks import (
     check_json,
     check_org,
     check_text,
-    check_version,
 )
-from headrace.jobs.clouds import check_access, check_details
 from headrace.jobs.environment import check_variables
-from headrace.jobs.planning import Planner
 from headrace.jobs.records import (
     MOVES,
     SERVICE,
     Experiment,
+    ExperimentChange,
     ExperimentWish,
     Job,
     JobPage,
     JobWish,
-    Workspace,
-    WorkspaceWish,
 )
-from headrace.jobs.secrets import Vault
-from headrace.jobs.settings import JobSettings
 from headrace.jobs.store.jobs import Change
-from headrace.jobs.store.store import Store
+from headrace.jobs.workspace_desk import WorkspaceDesk
 from headrace.storage.locations import LocalPlace, parse_location
 
 _MOST_GPUS = 1024
 _MOST_SKIP = 1 << 40
 
 
-class Desk:
+class Desk(WorkspaceDesk):
     """See `JobService`."""
-
-    def __init__(self, store: Store, vault: Vault, settings: JobSettings, planner: Planner, clock: Clock) -> None:
-        self.store = store
-        self.settings = settings
-        self._vault = vault
-        self._clock = clock
-        self._models = planner
-
-    # Workspaces
-
-    async def create_workspace(self, org: str, user_id: str, wish: WorkspaceWish) -> tuple[Workspace, bool]:
-        """The workspace, and whether it is new: the same configuration again gives the one that is there."""
-        check_org(org)
-        details = dict(wish.cloud_specific_details or {})
-        cloud_type = check_text(wish.cloud_type, "cloud_type", 64)
-        bucket = check_details(cloud_type, details)
-        await asyncio.to_thread(check_access, cloud_type, details)
-        now = self._clock.wall()
-        workspace = Workspace(
-            str(uuid.uuid4()),
-            org,
-            user_id,
-            check_text(wish.name, "name", MOST_NAME) or "My Workspace",
-            bool(wish.shared),
-            check_version(wish.version or "1.0.0"),
-            cloud_type,
-            bucket,
-            now,
-            now,
-        )
-        mark = self._mark(workspace, details, again=wish.force_create)
-        return await self.store.workspaces.insert(workspace, self._sealed(workspace, details), mark)
-
-    async def list_workspaces(self, org: str) -> list[Workspace]:
-        """Newest first."""
-        return await self.store.workspaces.all_of(check_org(org))
-
-    async def get_workspace(self, org: str, workspace_id: str) -> Workspace:
-        """Raises NotFound."""
-        return (await self._workspace(org, workspace_id))[0]
-
-    async def update_workspace(self, org: str, workspace_id: str, wish: WorkspaceWish) -> Workspace:
-        """Change what the wish names; its credentials as a whole."""
-        old, secret = await self._workspace(org, workspace_id)
-        details: dict[str, Any] = self._vault.decrypt(secret, f"workspace {old.id}")
-        if wish.cloud_specific_details is not None:
-            details = dict(wish.cloud_specific_details)
-        cloud_type = check_text(wish.cloud_type, "cloud_type", 64) or old.cloud_type
-        bucket = check_details(cloud_type, details)
-        await asyncio.to_thread(check_access, cloud_type, details)
-        new = replace(
-            old,
-            name=check_text(wish.name, "name", MOST_NAME) or old.name,
-            shared=old.shared if wish.shared is None else bool(wish.shared),
-            version=check_version(wish.version or old.version),
-            cloud_type=cloud_type,
-            bucket=bucket,
-            last_modified=self._clock.wall(),
-        )
-        await self.store.workspaces.update(new, self._sealed(new, details), self._mark(new, details))
-        return new
-
-    async def delete_workspace(self, org: str, workspace_id: str) -> Workspace:
-        """FailedPrecondition while experiments use it."""
-        workspace = await self.get_workspace(org, workspace_id)
-        await self.store.workspaces.delete(workspace.id)
-        return workspace
 
     # Experiments
 
@@ -146,11 +72,31 @@ class Desk:
 
     async def get_experiment(self, org: str, experiment_id: str) -> Experiment:
         """Raises NotFound."""
-        wanted = check_id(experiment_id, "Experiment")
-        row = await self.store.experiments.get(check_org(org), wanted)
-        if row is None:
-            raise NotFound(f"Experiment {wanted} not found")
-        return row[0]
+        return (await self._experiment(org, experiment_id))[0]
+
+    async def update_experiment(self, org: str, experiment_id: str, change: ExperimentChange) -> Experiment:
+        """Change what is named. Services that run keep what they were started with."""
+        old, secret = await self._experiment(org, experiment_id)
+        merged = {**old.details, **change.details}
+        details = {name: value for name, value in merged.items() if value is not None}
+        check_json(details, "the experiment")
+        workspace = old.workspace
+        if change.workspace is not None:
+            workspace = (await self.get_workspace(org, change.workspace)).id if change.workspace else ""
+        if change.docker_env_vars is not None:
+            secret = self._vault.encrypt(check_variables(change.docker_env_vars), f"experiment {old.id}")
+        new = replace(
+            old,
+            name=old.name if change.name is None else check_text(change.name, "name", MOST_NAME),
+            description=old.description
+            if change.description is None
+            else check_text(change.description, "description"),
+            workspace=workspace,
+            details=details,
+            last_modified=self._clock.wall(),
+        )
+        await self.store.experiments.update(new, secret)
+        return new
 
     async def delete_experiment(self, org: str, experiment_id: str) -> Experiment:
         """With its jobs; FailedPrecondition while one of them is not finished."""
@@ -271,19 +217,12 @@ class Desk:
 
         return await self.store.jobs.change(check_id(job_id, "Job"), decide, self._clock.wall())
 
-    async def _workspace(self, org: str, workspace_id: str) -> tuple[Workspace, str]:
-        wanted = check_id(workspace_id, "Workspace")
-        row = await self.store.workspaces.get(check_org(org), wanted)
+    async def _experiment(self, org: str, experiment_id: str) -> tuple[Experiment, str]:
+        wanted = check_id(experiment_id, "Experiment")
+        row = await self.store.experiments.get(check_org(org), wanted)
         if row is None:
-            raise NotFound(f"Workspace {wanted} not found")
+            raise NotFound(f"Experiment {wanted} not found")
         return row
-
-    def _sealed(self, workspace: Workspace, details: Mapping[str, Any]) -> str:
-        return self._vault.encrypt(details, f"workspace {workspace.id}")
-
-    def _mark(self, workspace: Workspace, details: Mapping[str, Any], *, again: bool = False) -> str:
-        told = {"name": workspace.name, "cloud_type": workspace.cloud_type, "details": dict(details)}
-        return self._vault.fingerprint({**told, "again": workspace.id} if again else told)
 
     def _fate(self, wish: JobWish, experiment: Experiment) -> tuple[str, str]:
         """The first status of a job, and why."""

@@ -24,7 +24,7 @@ from headrace.jobs.secrets import Vault
 from headrace.jobs.settings import JobSettings
 from headrace.jobs.store.store import Store
 from headrace.storage.credentials import CloudCredentials
-from headrace.storage.locations import LocalPlace, ObjectPlace, parse_location, scheme_of
+from headrace.storage.locations import HubPlace, LocalPlace, ObjectPlace, parse_location, scheme_of
 
 _NOT_SPECS = frozenset({"parent_id", "parent_job_id", "model_path", "hf_model", "network_arch", "docker_env_vars"})
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -76,7 +76,9 @@ class Planner:
         if row is None and parent is not None:
             row = await self._store.experiments.get(org, parent.experiment_id)
         experiment, secret = row if row is not None else (None, "")
-        workspace, details = await self._workspace(org, experiment)
+        # v2 has no experiment that says it.
+        named = check_id(extra["workspace"], "Workspace") if extra.get("workspace") else ""
+        workspace, details = await self._workspace(org, named or (experiment.workspace if experiment else ""))
         metadata = cloud_metadata(workspace.cloud_type, details) if workspace is not None else {}
         given_arch = extra.get("network_arch") or (parent.network_arch if parent is not None else "")
         arch = check_arch(given_arch or (experiment.network_arch if experiment is not None else "tao-dataservices"))
@@ -84,7 +86,8 @@ class Planner:
         if not model:
             if parent is None:
                 raise InvalidArgument("parent_id is required: the job id of a completed training job")
-            model = await self._checkpoint(parent, arch, experiment, workspace, metadata)
+            said = {**(experiment.details if experiment is not None else {}), **_choosing(extra)}
+            model = await self._checkpoint(parent, arch, said, workspace, metadata)
         variables = check_variables(self._vault.decrypt(secret, f"experiment {experiment.id}") if experiment else {})
         variables |= check_variables(extra.get("docker_env_vars"))
         gpus = _gpus(extra)
@@ -121,7 +124,7 @@ class Planner:
 
     async def credentials(self, experiment: Experiment, secret: str) -> tuple[dict[str, Any], dict[str, str]]:
         """Of an experiment's workspace, as `cloud_metadata` of a job; and the variables that its jobs get."""
-        workspace, details = await self._workspace(experiment.org, experiment)
+        workspace, details = await self._workspace(experiment.org, experiment.workspace)
         metadata = cloud_metadata(workspace.cloud_type, details) if workspace is not None else {}
         return metadata, check_variables(self._vault.decrypt(secret, f"experiment {experiment.id}"))
 
@@ -138,19 +141,19 @@ class Planner:
             )
         return parent
 
-    async def _workspace(self, org: str, experiment: Experiment | None) -> tuple[Workspace | None, dict[str, Any]]:
-        if experiment is None or not experiment.workspace:
+    async def _workspace(self, org: str, workspace_id: str) -> tuple[Workspace | None, dict[str, Any]]:
+        if not workspace_id:
             return None, {}
-        row = await self._store.workspaces.get(org, experiment.workspace)
+        row = await self._store.workspaces.get(org, workspace_id)
         if row is None:
-            raise NotFound(f"Workspace {experiment.workspace} not found")
+            raise NotFound(f"Workspace {workspace_id} not found")
         return row[0], self._vault.decrypt(row[1], f"workspace {row[0].id}")
 
     def _given_model(self, extra: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
         hub = check_text(extra.get("hf_model"), "hf_model")
         if hub:
             text = hub if scheme_of(hub) else f"hf_model://{hub}"
-            if scheme_of(text) != "hf_model":
+            if scheme_of(text) not in ("hf_model", "hf"):
                 raise InvalidArgument("hf_model is written organisation/name")
             return str(parse_location(text))
         text = check_text(extra.get("model_path"), "model_path")
@@ -162,6 +165,8 @@ class Planner:
             if not scheme_of(text) and _HUB_NAME.fullmatch(text):
                 return f"hf_model://{text}"
             return str(self.check_local(place.path))
+        if isinstance(place, HubPlace):
+            return str(place)  # hf:// too, in the word that services know
         if isinstance(place, ObjectPlace):
             try:
                 CloudCredentials.from_metadata(metadata).keys_of(place.cloud, place.bucket)
@@ -189,11 +194,11 @@ class Planner:
         self,
         parent: Job,
         arch: str,
-        experiment: Experiment | None,
+        said: Mapping[str, Any],
         workspace: Workspace | None,
         metadata: Mapping[str, Any],
     ) -> str:
-        choice = Choice.of(arch, parent.id, experiment.details if experiment is not None else {}, parent.specs)
+        choice = Choice.of(arch, parent.id, said, parent.specs)
         try:
             return await asyncio.to_thread(_find, parent, choice, workspace, metadata)
         except NotFound as error:
@@ -221,7 +226,13 @@ def _find(parent: Job, choice: Choice, workspace: Workspace | None, metadata: Ma
     if isinstance(place, ObjectPlace):
         cloud = workspace.cloud_type if workspace is not None else place.cloud
         return find_stored(place, cloud, CloudCredentials.from_metadata(metadata), choice)
-    return text
+    return str(place) if isinstance(place, HubPlace) else text
+
+
+def _choosing(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Which checkpoint the request itself asks for."""
+    names = ("checkpoint_choose_method", "checkpoint_epoch_number")
+    return {name: extra[name] for name in names if extra.get(name) is not None}
 
 
 def _gpus(extra: Mapping[str, Any]) -> int:

@@ -12,7 +12,8 @@ import logging
 
 from headrace.core.errors import HeadraceError
 from headrace.jobs.acting import Busy
-from headrace.jobs.batches import WAITING, Batches
+from headrace.jobs.batch_tools import waits
+from headrace.jobs.batches import Batches
 from headrace.jobs.records import BATCH, Job
 from headrace.jobs.services import Services
 from headrace.jobs.store.jobs import Change
@@ -59,7 +60,7 @@ async def reconcile(services: Services, batches: Batches) -> None:
 
     tasks = [one(job.id, job) for job in jobs] + [one(job_id, None) for job_id in strays]
     await asyncio.gather(*tasks)
-    if any(job.action == BATCH and job.status in WAITING for job in jobs):
+    if any(job.action == BATCH and waits(job) for job in jobs):
         batches.wake()
 
 

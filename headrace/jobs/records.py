@@ -22,13 +22,13 @@ BATCH = "inference"
 """The action of a job that runs a model once over many items."""
 
 MOVES: Mapping[str, frozenset[str]] = {
-    "Pending": frozenset({"Started", "Running", "Done", "Error", "Canceling", "Canceled"}),
+    "Pending": frozenset({"Started", "Running", "Done", "Error", "Canceling", "Canceled", "Paused"}),
     "Started": frozenset({"Running", "Done", "Error", "Canceling", "Canceled", "Pausing"}),
     "Running": frozenset({"Done", "Error", "Canceling", "Canceled", "Pausing"}),
     "Canceling": frozenset({"Canceled", "Done", "Error"}),
     "Pausing": frozenset({"Paused", "Error", "Canceling"}),
     "Paused": frozenset({"Resuming", "Canceling", "Canceled"}),
-    "Resuming": frozenset({"Started", "Running", "Error", "Canceling"}),
+    "Resuming": frozenset({"Started", "Running", "Error", "Canceling", "Pausing"}),
     "Done": frozenset(),
     "Error": frozenset(),
     "Canceled": frozenset(),
@@ -185,6 +185,18 @@ class ExperimentWish:
     docker_env_vars: Mapping[str, Any] = field(default_factory=dict, repr=False)
     details: Mapping[str, Any] = field(default_factory=dict)
     """checkpoint_choose_method, checkpoint_epoch_number, tags, ...: kept and given back as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentChange:
+    """Changes to an experiment: None leaves a field as it is."""
+
+    name: str | None = None
+    description: str | None = None
+    workspace: str | None = None
+    docker_env_vars: Mapping[str, Any] | None = field(default=None, repr=False)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Each by itself; null takes one away."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.core.clock import Clock, SystemClock
-from headrace.core.errors import FailedPrecondition, HeadraceError, NotFound, Unauthenticated
+from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unauthenticated
 from headrace.jobs.acting import Acting
 from headrace.jobs.asking import Asking, AskStatus
+from headrace.jobs.backups import Backups
 from headrace.jobs.batches import Batches
 from headrace.jobs.checks import check_id, check_org
 from headrace.jobs.desk import Desk
@@ -51,6 +52,7 @@ class JobService(Desk):
         self._own_ask = Asking() if ask is None else None
         acting = Acting(store.leases, own_name(secrets.token_hex(4)), clock, settings.lease_seconds)
         self.services = Services(store, driver, vault, settings, clock, ask or self._own_ask or Asking(), acting)
+        self.backups = Backups(store.database, vault, clock)
         self.batches = Batches(store, driver, settings, clock, acting, planner)
 
     @classmethod
@@ -197,6 +199,10 @@ class JobService(Desk):
         self.batches.wake()
         return job
 
+    async def newest_jobs(self, count: int) -> list[Job]:
+        """Of all organisations: for the gateway, which prepares for lists of them before it is asked."""
+        return await self.store.jobs.newest(count)
+
     async def look_at_job(self, org: str, job_id: str, experiment_id: str | None = None) -> Job:
         """As `get_job`; of a batch that runs, with how far it is."""
         job = await self.get_job(org, job_id, experiment_id)
@@ -218,6 +224,49 @@ class JobService(Desk):
             return Change("Canceled" if job.status == "Pending" else "Canceling", "canceled by a user", user_id)
 
         return await self.store.jobs.change(job.id, decide, self._clock.wall())
+
+    async def pause_job(self, org: str, user_id: str, job_id: str, experiment_id: str | None = None) -> Job:
+        """Have a batch wait until it is resumed; what it has done is kept. FailedPrecondition for all others, with why."""
+        job = await self._batch(org, job_id, experiment_id, "paused")
+        return await self.batches.pause(job, user_id)
+
+    async def resume_job(
+        self,
+        org: str,
+        user_id: str,
+        job_id: str,
+        experiment_id: str | None = None,
+        specs: Mapping[str, Any] | None = None,
+    ) -> Job:
+        """Have a paused batch go on. `specs`, if there are any, must be those that it has."""
+        job = await self._batch(org, job_id, experiment_id, "resumed")
+        if specs and dict(specs) != job.specs:
+            raise InvalidArgument(
+                "a paused job goes on with the specs that it has: leave them out, or make a new job with others"
+            )
+        return await self.batches.resume(job, user_id)
+
+    async def retry_job(self, org: str, user_id: str, job_id: str, experiment_id: str | None = None) -> Job:
+        """A new batch that does what one that failed or was canceled did not: with the same output, it goes on there."""
+        job = await self._batch(org, job_id, experiment_id, "retried")
+        if job.status not in ("Error", "Canceled"):
+            ended = "it has done all there was" if job.status == "Done" else "cancel it first, or let it end"
+            raise FailedPrecondition(f"job {job.id} is {job.status}: {ended}; Error and Canceled are retried")
+        backend = job.details.get("backend_details") or {}
+        wish = JobWish(
+            BATCH, job.parent_id, job.name, job.description, job.num_gpu, job.specs, backend, None, job.network_arch
+        )
+        return await self.create_batch(org, user_id, job.experiment_id, wish)
+
+    async def _batch(self, org: str, job_id: str, experiment_id: str | None, what: str) -> Job:
+        job = await self.get_job(org, job_id, experiment_id)
+        if job.is_service:
+            raise FailedPrecondition(f"an inference microservice cannot be {what}: stop it, and start another one")
+        if job.action != BATCH:
+            raise FailedPrecondition(
+                f"a job of the action {job.action} cannot be {what}: this server runs those of the action {BATCH}"
+            )
+        return job
 
     async def job_logs(self, org: str, job_id: str, experiment_id: str | None = None, tail: int = 1000) -> str:
         """The last lines of a job's log; "" if it has none."""

@@ -32,7 +32,7 @@ from headrace.jobs.planning import Plan
 from headrace.jobs.records import SERVICE, Endpoint, Experiment, Job, ServiceStatus
 from headrace.jobs.secrets import Vault
 from headrace.jobs.settings import JobSettings
-from headrace.jobs.statuses import failed_body, failure_of, live_body
+from headrace.jobs.statuses import as_it_ends, failed_body, failure_of, live_body
 from headrace.jobs.store.jobs import Change
 from headrace.jobs.store.store import Store
 from headrace.launch.contract import Driver, Handle, Observed
@@ -150,6 +150,7 @@ class Services:
         """See `JobService.status`."""
         job = await self.find(org, experiment_id, job_id)
         self._check_place(job)
+        job = as_it_ends(job)
         observed = Observed("gone")
         if not job.is_final:
             observed = await self.driver.status(_handle(job))
@@ -180,6 +181,7 @@ class Services:
             return found
         job = await self.find(org, experiment_id, job_id)
         self._check_place(job)
+        job = as_it_ends(job)
         if job.status == "Canceling":
             raise _stopped(job_id)
         url = await self.driver.endpoint(_handle(job)) if job.status == "Running" else None

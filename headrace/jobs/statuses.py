@@ -6,6 +6,7 @@ Called by `services`. Every field is always there; the two errors are null when 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,18 @@ _BEFORE = {
     "health_monitor_active": False,
     "progress": None,
 }
+
+
+def as_it_ends(job: Job) -> Job:
+    """A service that is being ended because it failed, as its record will have it; any other as it is.
+
+    Whoever waits for the model must hear of the failure at every moment from then on.
+    """
+    end = job.details.get("end")
+    if job.status != "Canceling" or not isinstance(end, Mapping) or end.get("status") != "Error":
+        return job
+    details = {**job.details, **end.get("details", {})}
+    return job._replace(status="Error", reason=str(end.get("reason", "")), details_json=json.dumps(details))
 
 
 def live_body(job: Job, observed: Observed, told: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -25,10 +25,17 @@ class Ports:
         self._host = host
         self._first, self._last = first, last
 
-    def claim(self, job_id: str, is_known: Callable[[str], bool]) -> int:
-        """The next free port, for this job. Claims of jobs that are not `is_known` any more are taken over."""
+    def claim(self, job_id: str, is_known: Callable[[str], bool], wanted: int | None = None) -> int:
+        """The next free port, or `wanted`, for this job. Claims of jobs that are not `is_known` any more are taken over."""
         with self._alone() as lock:
             taken = self._claims(is_known)
+            if wanted is not None:
+                if wanted in taken or not is_free(self._host, wanted):
+                    raise ResourceExhausted(
+                        f"port {wanted} of {self._host} is in use: start the service on another one"
+                    )
+                (self._folder / str(wanted)).write_text(job_id)
+                return wanted
             count = self._last - self._first + 1
             last = os.pread(lock, 16, 0)
             start = int(last) - self._first + 1 if last.isdigit() else 0

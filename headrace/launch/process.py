@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.core.errors import AlreadyExists, FailedPrecondition, InvalidArgument, Unavailable
+from headrace.launch.checking import check_spec
 from headrace.launch.child import GO
 from headrace.launch.contract import FILE, PORT, Check, Handle, LaunchSpec, Observed
 from headrace.launch.folders import META, is_id, read_meta, write_whole
+from headrace.launch.gpus import DEVICES, VARIABLE, alone, choose, gpus_here
 from headrace.launch.identity import Stat, boot, command_of, session_members, stat_of
 from headrace.launch.logs import keep_end, last_lines
 from headrace.launch.ports import Ports
@@ -71,6 +73,7 @@ class ProcessDriver:
         ports: tuple[int, int] = (20_000, 31_999),
         log_bytes: int = 2 * 1024 * 1024,
         environ: Mapping[str, str] | None = None,
+        devices: Path = DEVICES,
     ) -> None:
         self._root = root.absolute()
         self._jobs = self._root / "jobs"
@@ -79,6 +82,7 @@ class ProcessDriver:
         self._ports = Ports(self._root / "ports", host, *ports)
         self._log_bytes = log_bytes
         self._environ = os.environ if environ is None else environ
+        self._devices = devices
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         """Those that this very process started: their ends have to be taken note of, or they stay as zombies."""
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="headrace-launch")
@@ -90,8 +94,15 @@ class ProcessDriver:
         return await self._in_thread(self._preflight)
 
     async def start(self, spec: LaunchSpec) -> Handle:
-        """See `contract.Driver.start`."""
-        return await self._in_thread(lambda: self._start(spec))
+        """See `contract.Driver.start`. Whoever is cancelled waits for its end, so that a stop finds it whole."""
+        starting = asyncio.ensure_future(self._in_thread(lambda: self._start(spec)))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait([starting])
+            if not starting.cancelled():
+                starting.exception()
+            raise
 
     async def status(self, handle: Handle) -> Observed:
         """See `contract.Driver.status`."""
@@ -132,7 +143,7 @@ class ProcessDriver:
     def _preflight(self) -> list[Check]:
         checks: list[Check] = []
         try:
-            self._jobs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make_room()
             writable = os.access(self._jobs, os.W_OK)
         except OSError:
             writable = False
@@ -145,10 +156,15 @@ class ProcessDriver:
             checks.append(Check("disk", free >= _LEAST_FREE_BYTES, text))
         return checks
 
+    def _make_room(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._jobs.mkdir(exist_ok=True, mode=0o700)
+
     def _start(self, spec: LaunchSpec) -> Handle:
+        check_spec(spec)
         folder = self._folder(spec.job_id)
         try:
-            self._jobs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make_room()
             folder.mkdir(mode=0o700)
         except FileExistsError:
             raise AlreadyExists(f"a service of job {spec.job_id} was started here before") from None
@@ -157,8 +173,8 @@ class ProcessDriver:
                 f"{folder} cannot be made: {error.strerror}; make room or change its rights"
             ) from None
         try:
-            port = self._ports.claim(spec.job_id, lambda job_id: (self._jobs / job_id).is_dir())
-            return self._spawn(spec, folder, port)
+            port = self._ports.claim(spec.job_id, lambda job_id: (self._jobs / job_id).is_dir(), spec.host_port)
+            return self._spawn_with_gpus(spec, folder, port)
         except BaseException as error:
             self._forget(spec.job_id, folder)
             if isinstance(error, OSError):
@@ -168,7 +184,21 @@ class ProcessDriver:
                 ) from None
             raise
 
-    def _spawn(self, spec: LaunchSpec, folder: Path, port: int) -> Handle:
+    def _spawn_with_gpus(self, spec: LaunchSpec, folder: Path, port: int) -> Handle:
+        """Choose its GPUs and start it, so that its record says whose they are before anybody else chooses."""
+        here = gpus_here(self._environ, self._devices) if spec.gpus and VARIABLE not in spec.environment else ()
+        if not here:
+            if spec.gpus and VARIABLE not in spec.environment:
+                log.info("job %s: no GPU on this machine; it runs without the %d asked for", spec.job_id, spec.gpus)
+            return self._spawn(spec, folder, port, ())
+        with alone(self._root):
+            return self._spawn(spec, folder, port, choose(here, self._taken_gpus(), spec.gpus))
+
+    def _taken_gpus(self) -> set[str]:
+        metas = (read_meta(self._jobs / name) for name in os.listdir(self._jobs) if is_id(name))
+        return {gpu for meta in metas if meta is not None and self._living(meta) for gpu in meta.get("gpus", ())}
+
+    def _spawn(self, spec: LaunchSpec, folder: Path, port: int, gpus: tuple[str, ...]) -> Handle:
         write_whole(folder / "secrets.json", dict(spec.secrets))
         (folder / "tmp").mkdir(mode=0o700)
         (folder / "files").mkdir(mode=0o700)
@@ -187,7 +217,7 @@ class ProcessDriver:
                 stdout=descriptor,
                 stderr=descriptor,
                 cwd=folder / "tmp",
-                env=self._environment(spec, folder),
+                env=self._environment(spec, folder) | ({VARIABLE: ",".join(gpus)} if gpus else {}),
                 start_new_session=True,
                 bufsize=0,
             )
@@ -202,6 +232,7 @@ class ProcessDriver:
             "boot": boot(),
             "port": port,
             "host": self._host,
+            "gpus": list(gpus),
             "began": time.time(),
         }
         try:
@@ -212,7 +243,7 @@ class ProcessDriver:
             child.wait()
             self._children.pop(spec.job_id, None)
             raise
-        return Handle(spec.job_id, self.name, {"pid": child.pid, "port": port})
+        return Handle(spec.job_id, self.name, {"pid": child.pid, "port": port, "host_port": port})
 
     def _environment(self, spec: LaunchSpec, folder: Path) -> dict[str, str]:
         """Little of the gateway's own: its keys and its database are no business of a service."""

@@ -68,7 +68,8 @@ def place_of(text: str, settings: MicroserviceSettings) -> Place:
         raise InvalidArgument(
             f"{CLOUD_REFUSED}{public_text(text)}. Give hf_model://ORG/NAME or an absolute path, or a job with cloud_metadata"
         )
-    if scheme == "hf":
+    if scheme == "hf" and settings.credentials is None:
+        # The services of launchers have never known it; a job with cloud_metadata is of the REST API, which has.
         raise InvalidArgument(f"{public_text(text)}: models of the Hugging Face Hub are written hf_model://ORG/NAME")
     place = parse_location(text)
     if isinstance(place, LocalPlace) and not place.path.exists():
@@ -83,7 +84,7 @@ def place_of(text: str, settings: MicroserviceSettings) -> Place:
 def shown_name(text: str) -> str:
     """What answers call the model."""
     scheme = scheme_of(text)
-    if scheme == "hf_model":
+    if scheme in ("hf_model", "hf"):
         return text.partition("://")[2].partition("@")[0].strip("/")
     return text if _HUB_NAME.fullmatch(text) else (Path(public_text(text)).name or "model")
 

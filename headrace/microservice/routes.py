@@ -20,6 +20,7 @@ import orjson
 from headrace.core.errors import INTERNAL_TEXT, Code, HeadraceError, InvalidArgument
 from headrace.microservice.service import Microservice
 from headrace.microservice.states import NotReady
+from headrace.microservice.streaming import ChatStream, wants_stream, wants_usage
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import CONTENT_TYPE, JSON, OK_PLAIN, Fields, ResponseHead
 from headrace.wire.http.routes import Routes
@@ -48,6 +49,7 @@ _TYPES = {400: "invalid_request", 429: "too_many_requests", 503: "unavailable", 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 Work = Callable[[Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
 Failed = Callable[[Exchange, int, str, Fields], None]
+Answering = Callable[[Exchange, Mapping[str, Any], Failed], Coroutine[Any, Any, None]]
 
 
 class MicroserviceHttp:
@@ -102,36 +104,56 @@ class MicroserviceHttp:
             body = {"job_id": self._service.settings.job_id, "status": told.word, key: told.message}
             _json(exchange, told.status_code, body, _retry(told.retry_after_seconds))
             return
-        self._compute(exchange, self._service.infer, self._inference_failed)
+        self._compute(exchange, partial(self._answer, self._service.infer), self._inference_failed)
 
     def chat(self, exchange: Exchange) -> None:
-        """See `Microservice.chat`."""
+        """See `Microservice.chat` and `Microservice.stream`."""
         told = self._service.gate()
         if told is not None:
             _chat_not_ready(exchange, told)
             return
-        self._compute(exchange, self._service.chat, _chat_failed)
+        self._compute(exchange, self._chat, _chat_failed)
 
-    def _compute(self, exchange: Exchange, work: Work, failed: Failed) -> None:
+    def _compute(self, exchange: Exchange, answer: Answering, failed: Failed) -> None:
         try:
             body = _body(exchange)
         except InvalidArgument as error:
             failed(exchange, 400, error.message, ())
             return
-        task = asyncio.get_running_loop().create_task(self._answer(exchange, work, body, failed))
+        task = asyncio.get_running_loop().create_task(answer(exchange, body, failed))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         exchange.on_disconnect = partial(_cancel, task)
 
-    async def _answer(self, exchange: Exchange, work: Work, body: Mapping[str, Any], failed: Failed) -> None:
+    async def _answer(self, work: Work, exchange: Exchange, body: Mapping[str, Any], failed: Failed) -> None:
         try:
             _json(exchange, 200, await work(body))
-        except HeadraceError as error:
+        except Exception as error:
+            failed(exchange, *self._told(exchange, error))
+
+    async def _chat(self, exchange: Exchange, body: Mapping[str, Any], failed: Failed) -> None:
+        service = self._service
+        if not wants_stream(body):
+            await self._answer(service.chat, exchange, body, failed)
+            return
+        try:
+            stream = ChatStream(exchange, service.model, service.wall(), with_usage=wants_usage(body))
+            await service.stream(body, stream.begin)
+            stream.end()
+        except Exception as error:
+            status, text, extra = self._told(exchange, error)
+            if exchange.started:
+                stream.fail(_encoded(_error_body(status, text)))
+            else:
+                failed(exchange, status, text, extra)
+
+    def _told(self, exchange: Exchange, error: Exception) -> tuple[int, str, Fields]:
+        """Status, text and fields; what is not ours goes to the log and says nothing of itself."""
+        if isinstance(error, HeadraceError):
             text = self._service.settings.secrets.hide(error.message)
-            failed(exchange, _STATUS[error.code], text, _retry(error.retry_after_seconds))
-        except Exception:
-            log.exception("a request failed", extra={"path": exchange.head.path.decode("latin-1")})
-            failed(exchange, 500, INTERNAL_TEXT, ())
+            return _STATUS[error.code], text, _retry(error.retry_after_seconds)
+        log.error("a request failed", exc_info=error, extra={"path": exchange.head.path.decode("latin-1")})
+        return 500, INTERNAL_TEXT, ()
 
     def _inference_failed(self, exchange: Exchange, status: int, text: str, extra: Fields) -> None:
         service = self._service
@@ -162,7 +184,11 @@ def _chat_not_ready(exchange: Exchange, told: NotReady) -> None:
 
 
 def _chat_failed(exchange: Exchange, status: int, text: str, extra: Fields) -> None:
-    _chat_error(exchange, status, _TYPES.get(status, "internal_error"), text, extra)
+    _json(exchange, status, _error_body(status, text), extra)
+
+
+def _error_body(status: int, text: str) -> dict[str, Any]:
+    return {"error": {"type": _TYPES.get(status, "internal_error"), "message": text}}
 
 
 def _chat_error(exchange: Exchange, status: int, type_: str, text: str, extra: Fields) -> None:

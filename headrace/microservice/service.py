@@ -16,12 +16,12 @@ from typing import Any
 
 from headrace.api.metrics.http import Metrics
 from headrace.core.clock import Clock
-from headrace.core.errors import Unavailable
+from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.engine.engine import Engine
 from headrace.microservice.callbacks import Reason, post, status_update
 from headrace.microservice.chat import chat_body, read_chat
 from headrace.microservice.idle import IdleWatch
-from headrace.microservice.kinds.contract import Kind
+from headrace.microservice.kinds.contract import Begin, Kind, Streaming
 from headrace.microservice.model_folder import shown_name
 from headrace.microservice.settings import MicroserviceSettings
 from headrace.microservice.state_file import StateFile
@@ -59,7 +59,8 @@ class Microservice:
         """Of the model; None until there is an engine."""
         self._steps = Steps(settings, self.lifecycle, clock, self._moved, opened=self._measure, before_load=before_load)
         self._kind: Kind | None = None
-        self._model = shown_name(settings.model_path) if settings.model_path else settings.pipeline.model_key
+        self.model = shown_name(settings.model_path) if settings.model_path else settings.pipeline.model_key
+        """What answers call the model."""
         self._loaded_at = 0.0
         self._state_file = StateFile(settings.folder, settings.job_id)
         self._tasks: list[asyncio.Task[Any]] = []
@@ -127,7 +128,20 @@ class Microservice:
             answer = await kind.chat(read_chat(body))
         finally:
             self.idle.ended()
-        return chat_body(answer, self._model, self._clock.wall())
+        return chat_body(answer, self.model, self._clock.wall())
+
+    async def stream(self, body: Mapping[str, Any], begin: Begin) -> None:
+        """Answer a chat request that came through the gate in pieces."""
+        kind = self._ready_kind()
+        self.idle.began()
+        try:
+            if not isinstance(kind, Streaming):
+                raise InvalidArgument(
+                    "'stream' is true, and what this model makes comes whole: leave it out, or send false"
+                )
+            await kind.stream(read_chat(body), begin)
+        finally:
+            self.idle.ended()
 
     def status(self) -> dict[str, Any]:
         """Everything there is to know."""
@@ -143,7 +157,7 @@ class Microservice:
             "model_load_error": flags.model_load_error,
             "model_state": phase.value,
             "model_type": self.model_type,
-            "model": self._model,
+            "model": self.model,
             "network_arch": self.settings.network_arch,
             "pod_name": os.environ.get("POD_NAME") or os.environ.get("HOSTNAME") or socket.gethostname(),
             "pod_status": "Terminating" if self._stopping else "Running",
@@ -175,8 +189,12 @@ class Microservice:
         listed = []
         if self.lifecycle.phase is Phase.READY:
             created = int(self._loaded_at)
-            listed = [{"id": self._model, "object": "model", "created": created, "owned_by": "headrace"}]
+            listed = [{"id": self.model, "object": "model", "created": created, "owned_by": "headrace"}]
         return {"object": "list", "data": listed}
+
+    def wall(self) -> float:
+        """The time, in seconds since 1970."""
+        return self._clock.wall()
 
     def now(self) -> str:
         """The time, as answers write it."""

@@ -36,7 +36,8 @@ from headrace.storage.locations import ObjectPlace
 from headrace.storage.object_heads import headers_of
 from headrace.storage.object_stores import open_store
 from headrace.storage.part_files import empty, is_whole, make_file, write_at
-from headrace.storage.problems import DataDamaged, NoRoom, no_room
+from headrace.storage.problems import DataDamaged, NoRoom, NoSuchBucket, no_room
+from headrace.storage.splicing import splicer_for
 from headrace.storage.together import Stopped, together
 
 log = logging.getLogger("headrace.storage")
@@ -113,6 +114,7 @@ class ObjectSource:
         self._keys = None if credentials is None else credentials.keys_of(place.cloud, place.bucket)
         with self._told():
             self._store = open_store(place, self._keys, limits.idle_seconds, limits.retry_seconds)
+        self._splicer = splicer_for(self._store, place, self._keys, limits.idle_seconds)
 
     def look(self) -> Listing:
         """Look: the object of this key, or all below it. Raises NotFound when there is neither."""
@@ -159,6 +161,8 @@ class ObjectSource:
             works = self._works(listing, folder, book, progress)
             together(works, self._limits.at_once, cancelled)
         finally:
+            if self._splicer is not None:
+                self._splicer.close()
             if book is not None:
                 book.close()
         checks = [functools.partial(self._check, folder, entry) for entry in listing.objects if entry.size]
@@ -209,7 +213,9 @@ class ObjectSource:
         beyond = False
         try:
             with self._told(path.parent, entry.size), path.open("r+b", buffering=0) as file:
-                pieces = () if stopped() else self._pieces(entry, start, end)
+                if self._splicer is not None and not stopped():
+                    at = self._splicer.part(entry.key, entry.etag, file.fileno(), start, end, progress, stopped)
+                pieces = () if stopped() or at == end else self._pieces(entry, at, end)
                 for piece in pieces:
                     beyond = at + len(piece) > end
                     if beyond or stopped():
@@ -304,7 +310,7 @@ class ObjectSource:
             ) from None
         except (exceptions.BaseError, ValueError, OSError) as error:
             if any(name in str(error) for name in _NO_BUCKET):
-                raise NotFound(
+                raise NoSuchBucket(
                     f"there is no bucket {place.bucket} for {place}; check its name and the region"
                 ) from None
             self._log(_without_secrets(str(error)))

@@ -9,7 +9,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from headrace.core.errors import FailedPrecondition, Unavailable
+from headrace.core.errors import FailedPrecondition, NotFound, Unavailable
+
+
+class NoSuchBucket(NotFound):
+    """The bucket itself is not there."""
 
 
 class NoRoom(FailedPrecondition):

@@ -20,7 +20,7 @@ def test_a_viewer_changes_nothing_and_computes_nothing() -> None:
 
 def test_an_operator_runs_things_but_manages_nobody() -> None:
     refused = {operation for operation in OPERATIONS if not may("operator", operation)}
-    assert refused == {"users.read", "users.write", "audit.read", "services.report"}
+    assert refused == {"users.read", "users.write", "audit.read", "services.report", "workspaces.backup"}
 
 
 def test_each_role_may_what_the_one_before_may() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from headrace.core.errors import FailedPrecondition, InvalidArgument, Permission
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return onnx_model(tmp_path_factory.mktemp("product"))
+
+
+def open_files() -> list[str]:
+    """What this process has open."""
+    return [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
 
 
 def lines_of(content: bytes) -> list[dict[str, Any]]:
@@ -49,6 +55,7 @@ def test_from_a_bucket_into_a_bucket(tmp_path: Path, model: Path) -> None:
         # Nothing is computed again: only the way to the bucket was missing.
         assert (summary.state, summary.resumed, summary.output) == ("finished", 60, "s3://bucket/out/results.jsonl")
         check_products(lines_of(bucket.objects["out/results.jsonl"]), 60)
+        assert not [each for each in open_files() if "/brought/" in each]  # nothing holds the downloads any more
         assert not list((tmp_path / "cache").rglob("results.jsonl"))
         del bucket.objects["out/results.jsonl"]
         again = asyncio.run(run_job(settings))

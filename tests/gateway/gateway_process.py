@@ -16,11 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 from typer.testing import CliRunner
@@ -45,7 +45,11 @@ class Got:
 class Gateway:
     """A data directory and, while one runs, its gateway."""
 
+    new_database: ClassVar[Callable[[], str]] = staticmethod(lambda: "")
+    """Of each gateway; "" is SQLite in the data directory. `conftest` sets it."""
+
     def __init__(self, folder: Path) -> None:
+        self.database_url = Gateway.new_database()
         self.folder = folder
         self.data_dir = folder / "data"
         self.log_file = folder / "gateway.log"
@@ -60,9 +64,10 @@ class Gateway:
         words = [sys.executable, "-c", PROGRAM, "--data-dir", str(self.data_dir)]
         words += [*(() if "--port" in more else ("--port", str(self.port))), *more]
         begun = len(self.log) if self.log_file.exists() else 0
+        more_variables = {"OMP_NUM_THREADS": "1", "HEADRACE_DATABASE_URL": self.database_url}
         with self.log_file.open("ab") as output:
             self.process = subprocess.Popen(
-                words, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+                words, stdout=output, stderr=subprocess.STDOUT, env=os.environ | more_variables
             )
         while wait and (found := READY.search(self.log, begun)) is None:
             assert self.process.poll() is None, self.log
@@ -80,7 +85,10 @@ class Gateway:
         app = typer.Typer(pretty_exceptions_enable=False)
         app.add_typer(jobs)
         app.add_typer(users)
-        run = CliRunner().invoke(app, [*words, "--data-dir", str(self.data_dir)], catch_exceptions=False)
+        where = ["--data-dir", str(self.data_dir)]
+        if self.database_url:
+            where += ["--database-url", self.database_url]
+        run = CliRunner().invoke(app, [*words, *where], catch_exceptions=False)
         assert run.exit_code == code, run.output
         return run.stdout if code == 0 else run.stderr
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from batch.bucket_stub import bucket_stub
 from gateway_process import Gateway, Got, gateway
@@ -80,7 +82,7 @@ class Used:
     def until_written(self, job: str, path: Path, size: int) -> dict[str, Any]:
         """Until so much of the results is there; the job as it was then."""
         while not path.exists() or path.stat().st_size < size:
-            assert self.show(job)["status"] in ("Pending", "Running")
+            assert self.show(job)["status"] in ("Pending", "Running", "Resuming")
             time.sleep(0.02)
         return self.show(job)
 
@@ -92,7 +94,7 @@ class Used:
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Used]:
+def used(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[Used]:
     folder = tmp_path_factory.mktemp("batches")
     models = folder / "models"
     models.mkdir()
@@ -170,6 +172,56 @@ def test_cancel_keeps_what_is_done_and_a_new_job_goes_on(used: Used) -> None:
     again = used.until(used.begin(given, output), "Done")["job_details"]["summary"]
     assert again["resumed"] >= progress["done"]
     check_each_once(output, MANY)
+
+
+def test_paused_resumed_canceled_and_retried(used: Used) -> None:
+    given, output = manifest(used.folder / "paused-items.jsonl", MANY), used.folder / "paused.jsonl"
+    job = used.begin(given, output, **SLOW)
+    used.until_written(job, output, 20_000)
+
+    def post(of: str, verb: str, body: Any = None) -> Any:
+        return used.gateway.ask("POST", f"{used.jobs}/{of}:{verb}", body, used.token)
+
+    assert post(job, "resume").status == 409
+    assert post(job, "pause").json["status"] == "Pausing"
+    used.until(job, "Paused")
+    assert used.gateway.processes() == []
+    size, done = output.stat().st_size, len(records(output))
+    assert 0 < done < MANY
+    # Neither a new gateway nor time takes it up.
+    used.gateway.end(signal.SIGKILL)
+    used.gateway.start("--models-dir", str(used.folder))
+    assert used.show(job)["status"] == "Paused"
+    got = post(job, "resume", {"specs": None})
+    assert (got.status, got.json["status"]) == (200, "Resuming")
+    used.until_written(job, output, size + 1)
+    assert post(job, "cancel").status == 200
+    used.until(job, "Canceled")
+    got = post(job, "retry")
+    assert got.status == 200 and isinstance(got.json, str) and got.json != job
+    summary = used.until(got.json, "Done")["job_details"]["summary"]
+    assert summary["resumed"] > done
+    check_each_once(output, MANY)
+    assert post(got.json, "retry").status == 409
+    refused = post(used.parent, "pause")
+    assert refused.status == 409 and "of the action train cannot be paused" in refused.json["error_desc"]
+
+
+def test_parquet_in_and_out_through_the_api(used: Used) -> None:
+    items = pa.table({"X": [[float(n), 1.0] for n in range(40)], "id": [f"row-{n}" for n in range(40)]})
+    pq.write_table(items, used.folder / "items.parquet")
+    output = used.folder / "results.parquet"
+    job = used.begin(used.folder / "items.parquet", output, ordered=True)
+    found = used.until(job, "Done")
+    assert found["job_details"]["summary"]["output"] == str(output)
+    rows = pq.read_table(output).to_pylist()
+    assert [row["index"] for row in rows] == list(range(40)) and rows[7]["id"] == "row-7"
+    assert json.loads(rows[7]["output"])["outputs"]["Y"] == [17.0] and rows[7]["error_code"] is None
+    # The same again finds that all is done; another input is refused, and nothing is overwritten.
+    again = used.until(used.begin(used.folder / "items.parquet", output, ordered=True), "Done")
+    assert again["job_details"]["summary"]["resumed"] == 40
+    other = used.begin(manifest(used.folder / "other-items.jsonl", 3), output)
+    assert "of another job" in used.until(other, "Error")["job_details"]["message"]
 
 
 def test_a_killed_process_goes_on_and_repeats_nothing(used: Used) -> None:

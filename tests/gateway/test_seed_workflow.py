@@ -203,7 +203,7 @@ def test_the_workflow_with_the_gateway_killed_between_each_step(tmp_path: Path) 
 
 
 def test_a_vision_language_model_with_its_media_in_a_bucket(tmp_path: Path) -> None:
-    model = tiny_qwen_vl(tmp_path / "vlm")
+    model = tiny_qwen_vl(tmp_path / "vlm", brief=True)
     pictures = {f"images/img{number}.jpg": png(seed=number) for number in (1, 2)}
     with (
         StoreStub({"my-bucket": {"videos/sample.mp4": mp4(), **pictures}, "others": {"x.jpg": png()}}) as store,

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`import jobs_tools` works from here: tools of these tests. And databases: SQLite, and PostgreSQL on demand."""
+"""`import jobs_tools` works from here: tools of these tests. And databases: SQLite, and PostgreSQL on demand.
+
+A test that asks for `database_url` says itself where it goes. All others that have a folder go through the same twice, with
+their records where `JobSettings` puts them, and in PostgreSQL.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from postgresql_servers import PostgresqlServer
 
+from headrace.jobs.settings import JobSettings
+
+KINDS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.platform)]
+
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgresqlServer]:
@@ -20,10 +28,35 @@ def postgresql() -> Iterator[PostgresqlServer]:
         yield server
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.platform)])
+@pytest.fixture(params=KINDS)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty database, of each kind in turn."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'jobs.sqlite3'}"
     server: PostgresqlServer = request.getfixturevalue("postgresql")
     return server.new_database()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    names = metafunc.fixturenames
+    if "every_database" in names and "database_url" not in names and {"tmp_path", "folder"} & {*names}:
+        metafunc.parametrize("every_database", KINDS, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def every_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PostgreSQL, a database for each data directory; processes that a test starts are told of theirs."""
+    if getattr(request, "param", "sqlite") == "sqlite":
+        return
+    server: PostgresqlServer = request.getfixturevalue("postgresql")
+    made: dict[Path, str] = {}
+
+    def url(settings: JobSettings) -> str:
+        if settings.database_url:
+            return settings.database_url
+        if settings.data_dir not in made:
+            made[settings.data_dir] = server.new_database()
+        return made[settings.data_dir]
+
+    monkeypatch.setattr(JobSettings, "url", property(url))
+    monkeypatch.setenv("HEADRACE_TEST_DATABASE", server.new_database())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -94,7 +95,8 @@ RANGE = (32_400, 32_699)
 
 def settings_of(folder: Path, **more: Any) -> JobSettings:
     """For real processes, of a program that starts in a moment."""
-    stand_in = {"service_target": "stand_in_service:main", "service_words": ()}
+    stand_in: dict[str, Any] = {"service_target": "stand_in_service:main", "service_words": ()}
+    stand_in["database_url"] = os.environ.get("HEADRACE_TEST_DATABASE", "")
     return JobSettings(folder / "data", port_range=RANGE, **{**stand_in, **more})
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,111 @@ def test_ended_with_the_gateway_and_taken_up_by_the_next(tmp_path: Path) -> None
             assert (await service.get_job("org", job.id)).status == "Running" and job.id in driver.running
             told = [event.status for event in await service.job_events("org", job.id)]
             assert told == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
+
+    run(main())
+
+
+def test_paused_by_a_user_waits_for_a_user(tmp_path: Path) -> None:
+    async def main() -> None:
+        given(tmp_path)
+        driver = Platform()
+        async with opened(tmp_path, driver, max_batches=1) as service:
+            parent = await trained(service, tmp_path)
+            first, second = await batch(service, parent), await batch(service, parent, "2.jsonl")
+            assert (await service.pause_job("org", "u", first.id)).status == "Pausing"
+            assert (await service.pause_job("org", "u", first.id)).status == "Pausing"  # again does nothing
+            with pytest.raises(FailedPrecondition, match="being paused"):
+                await service.resume_job("org", "u", first.id)
+            await service.batches.close()
+            found = await service.get_job("org", first.id)
+            assert (found.status, found.reason) == ("Paused", "goes on when it is resumed")
+            assert list(driver.running) == [second.id]  # there was room for it
+        async with opened(tmp_path, driver, max_batches=1) as service:
+            driver.crash(second.id, FINISHED)
+            await settled(service)
+            assert (await service.get_job("org", first.id)).status == "Paused" and not driver.running
+            with pytest.raises(InvalidArgument, match="goes on with the specs"):
+                await service.resume_job("org", "u", first.id, specs={"input": "others.jsonl"})
+            assert (await service.resume_job("org", "u", first.id, specs=first.specs)).status == "Resuming"
+            await service.batches.close()
+            assert (await service.get_job("org", first.id)).status == "Running" and first.id in driver.running
+            with pytest.raises(FailedPrecondition, match="is Running, and only what is Paused is resumed"):
+                await service.resume_job("org", "u", first.id)
+            told = [event.status for event in await service.job_events("org", first.id)]
+            assert told == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
+
+    run(main())
+
+
+def test_pause_at_every_other_point(tmp_path: Path) -> None:
+    async def main() -> None:
+        given(tmp_path)
+        driver = Platform()
+        async with opened(tmp_path, driver, max_batches=1) as service:
+            parent = await trained(service, tmp_path)
+            running, pending = await batch(service, parent), await batch(service, parent, "2.jsonl")
+            assert (await service.pause_job("org", "u", pending.id)).status == "Paused"
+            # Resumed, but it is not its turn; then paused again, and again resumed.
+            assert (await service.resume_job("org", "u", pending.id)).status == "Resuming"
+            await service.batches.close()
+            assert (await service.pause_job("org", "u", pending.id)).status == "Pausing"
+            await service.batches.close()
+            assert (await service.get_job("org", pending.id)).status == "Paused"
+            assert (await service.cancel_job("org", "u", pending.id)).status == "Canceled"
+            with pytest.raises(FailedPrecondition, match="is Canceled: there is nothing left to pause"):
+                await service.pause_job("org", "u", pending.id)
+            # A gateway that is ended has its batches paused too: those go on by themselves unless a user holds them.
+            await service.stop_all()
+            assert (await service.pause_job("org", "u", running.id)).status == "Paused"
+            await settled(service)
+            assert (await service.get_job("org", running.id)).status == "Paused" and not driver.running
+            served = await started(service, parent)
+            for job in (served, parent):
+                for verb in (service.pause_job, service.resume_job, service.retry_job):
+                    with pytest.raises(FailedPrecondition, match="cannot be"):
+                        await verb("org", "u", job.id)
+
+    run(main())
+
+
+def test_a_gateway_killed_while_it_pauses(tmp_path: Path) -> None:
+    async def main() -> None:
+        given(tmp_path)
+        driver = Platform()
+        async with opened(tmp_path, driver) as service:
+            job = await batch(service, await trained(service, tmp_path))
+            service.batches._pause_and_wake = lambda job_id: asyncio.sleep(0)  # type: ignore[method-assign]
+            assert (await service.pause_job("org", "u", job.id)).status == "Pausing"
+        async with opened(tmp_path, driver) as service:
+            await settled(service)
+            assert (await service.get_job("org", job.id)).status == "Paused" and not driver.running
+            await settled(service)
+            assert (await service.get_job("org", job.id)).status == "Paused"
+
+    run(main())
+
+
+def test_a_failed_one_is_retried_as_a_new_job_with_the_same_output(tmp_path: Path) -> None:
+    async def main() -> None:
+        given(tmp_path)
+        driver = Platform()
+        async with opened(tmp_path, driver) as service:
+            parent = await trained(service, tmp_path)
+            job = await batch(service, parent, limit=3)
+            with pytest.raises(FailedPrecondition, match="is Running: cancel it first"):
+                await service.retry_job("org", "u", job.id)
+            await service.cancel_job("org", "u", job.id)
+            await service.batches.close()
+            new = await service.retry_job("org", "other", job.id)
+            await service.batches.close()
+            new = await service.get_job("org", new.id)
+            assert new.id != job.id and new.status == "Running" and new.user_id == "other"
+            assert (new.specs, new.parent_id, new.details["output"]) == (job.specs, parent.id, job.details["output"])
+            assert (await service.get_job("org", job.id)).status == "Canceled"
+            driver.crash(new.id, FINISHED)
+            await settled(service)
+            with pytest.raises(FailedPrecondition, match="it has done all there was"):
+                await service.retry_job("org", "u", new.id)
 
     run(main())
 

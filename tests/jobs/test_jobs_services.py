@@ -186,6 +186,8 @@ def test_models_that_need_no_parent(tmp_path: Path) -> None:
             for extra, path in (
                 ({"hf_model": "org/model"}, "hf_model://org/model"),
                 ({"model_path": "org/model"}, "hf_model://org/model"),
+                ({"model_path": "hf://org/model@v1"}, "hf_model://org/model@v1"),
+                ({"hf_model": "hf://org/model"}, "hf_model://org/model"),
                 ({"model_path": str(folder), "network_arch": "cosmos-rl"}, str(folder)),
             ):
                 job = await service.start("org", "u", None, None, extra)

@@ -117,6 +117,7 @@ def test_places(tmp_path: Path) -> None:
     assert place_of(str(tmp_path), launched) == LocalPlace(tmp_path)
     assert place_of("org/model", launched) == HubPlace("org/model")
     assert place_of("hf_model://org/model@v1", launched) == HubPlace("org/model", "v1")
+    assert place_of("hf://org/model@v1", rest) == HubPlace("org/model", "v1")
     assert place_of("s3://bucket/key", rest) == ObjectPlace("aws", "bucket", "key")
     for scheme in ("s3", "gs", "az", "cs", "aws"):
         with pytest.raises(InvalidArgument, match="Cloud-storage URIs are not supported by the inference service: "):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.access.roles import Principal
 from headrace.api.jobs.errors import fail, json_head
 from headrace.api.jobs.reading import Fields, document, organisation_of, query_of
-from headrace.api.jobs.writing import encode
+from headrace.api.jobs.writing import Written, encode
 from headrace.core.errors import HeadraceError
 from headrace.wire.http.exchange import Exchange, Handler
 from headrace.wire.http.heads import OK_PLAIN
@@ -56,7 +56,7 @@ class Answer:
     """What comes of a call."""
 
     body: Any
-    """JSON; a `Text` is sent as it is."""
+    """JSON; a `Text` and what is `Written` are sent as they are."""
     status: int = 200
 
 
@@ -119,6 +119,8 @@ def respond(exchange: Exchange, answer: Answer) -> None:
     body = answer.body
     if isinstance(body, Text):
         exchange.respond(OK_PLAIN, body.text.encode(errors="replace"))
+    elif isinstance(body, Written):
+        exchange.respond(json_head(answer.status), body.pieces)
     else:
         exchange.respond(json_head(answer.status), encode(body))
 

@@ -6,6 +6,7 @@ Where one path is the beginning of another (`{job}` and `{job}:cancel`), the lon
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from headrace.api.jobs.calls import Calls, Work
@@ -18,6 +19,8 @@ from headrace.api.jobs.reach import Reach
 from headrace.api.jobs.services import Reports, Services
 from headrace.api.jobs.settings import JobsApiSettings
 from headrace.api.jobs.workspaces import Experiments, Workspaces
+from headrace.api.jobs.writing import JobTexts
+from headrace.core.errors import HeadraceError
 from headrace.wire.http.routes import Routes
 
 if TYPE_CHECKING:
@@ -26,7 +29,10 @@ if TYPE_CHECKING:
     from headrace.telemetry.registry import Registry
     from headrace.wire.http.exchange import Handler
 
+log = logging.getLogger("headrace.api")
+
 _V1, _V2 = "/api/v1/orgs/{org}", "/api/v2/orgs/{org}"
+_WARM_JOBS = 10_000
 Row = tuple[str, str, str, Work]
 """Operation, method, path and work."""
 
@@ -47,7 +53,9 @@ class JobsHttp:
         self.entrance = Entrance(gate, self._calls)
         self._inference = Inference(gate, self.reach)
         self._reports = Reports(jobs, self.reach, self._calls)
-        self._rows = _rows(jobs, self.reach)
+        self._jobs = jobs
+        self._texts = JobTexts()
+        self._rows = _rows(jobs, self.reach, self._texts)
         registry.callback(
             "headrace_gateway_inference_in_flight", "Inference requests that wait for a service.", self._in_flight
         )
@@ -76,6 +84,16 @@ class JobsHttp:
         """Keep time. In the loop."""
         self.reach.start()
 
+    async def warm(self) -> None:
+        """Have the newest jobs at hand, so that the first long list takes no longer than the next."""
+        try:
+            newest = await self._jobs.newest_jobs(_WARM_JOBS)
+        except HeadraceError as error:
+            log.warning("lists of jobs are not prepared: %s", error.message)
+            return
+        for record in newest:
+            self._texts.write(record)
+
     def stop_being_ready(self) -> None:
         """The gateway is about to end."""
         self.entrance.ready = False
@@ -89,7 +107,7 @@ class JobsHttp:
         return self.reach.in_flight
 
 
-def _rows(jobs: JobService, reach: Reach) -> list[Row]:
+def _rows(jobs: JobService, reach: Reach, texts: JobTexts) -> list[Row]:
     services = Services(jobs, reach)
     experiment = f"{_V1}/experiments/{{experiment}}"
     of_job = f"{experiment}/jobs/{{job}}/inference_microservice"
@@ -101,9 +119,13 @@ def _rows(jobs: JobService, reach: Reach) -> list[Row]:
         ("experiments.read", "GET", f"{_V1}/experiments", experiments.list),
         ("experiments.write", "POST", f"{_V1}/experiments", experiments.create),
         ("experiments.read", "GET", experiment, experiments.show),
+        ("experiments.write", "PUT", experiment, experiments.change),
+        ("experiments.write", "PATCH", experiment, experiments.change),
         ("experiments.write", "DELETE", experiment, experiments.delete),
-        *_job_rows(f"{experiment}/jobs", Jobs(jobs, nested=True)),
-        *_job_rows(f"{_V2}/jobs", Jobs(jobs, nested=False)),
+        ("experiments.read", "GET", f"{_V1}/experiments:base", experiments.base),
+        ("experiments.read", "GET", f"{_V2}/jobs:list_base_experiments", experiments.base),
+        *_job_rows(f"{experiment}/jobs", Jobs(jobs, texts, nested=True)),
+        *_job_rows(f"{_V2}/jobs", Jobs(jobs, texts, nested=False)),
         ("services.start", "POST", f"{experiment}/inference_microservice/start", services.start),
         ("services.read", "GET", f"{of_job}/status", services.status),
         ("services.stop", "POST", f"{of_job}/stop", services.stop),
@@ -119,6 +141,12 @@ def _workspace_rows(path: str, work: Workspaces) -> list[Row]:
     return [
         ("workspaces.read", "GET", path, work.list),
         ("workspaces.write", "POST", path, work.create),
+        ("workspaces.write", "DELETE", path, work.delete_many),
+        *(
+            ("workspaces.backup", "POST", f"{where}{verb}", do)
+            for where in (f"{path}:", f"{one}:", f"{one}/")  # the last is what NVIDIA's v1 command line asks for
+            for verb, do in (("backup", work.backup), ("restore", work.restore))
+        ),
         ("workspaces.read", "GET", one, work.show),
         ("workspaces.write", "PUT", one, work.change),
         ("workspaces.write", "PATCH", one, work.change),
@@ -132,6 +160,9 @@ def _job_rows(path: str, work: Jobs) -> list[Row]:
         ("jobs.read", "GET", path, work.list),
         ("jobs.write", "POST", path, work.create),
         ("jobs.write", "POST", f"{one}:cancel", work.cancel),
+        ("jobs.write", "POST", f"{one}:pause", work.pause),
+        ("jobs.write", "POST", f"{one}:resume", work.resume),
+        ("jobs.write", "POST", f"{one}:retry", work.retry),
         ("jobs.read", "GET", f"{one}/logs", work.logs),
         ("jobs.read", "GET", f"{one}:logs", work.logs),
         ("jobs.read", "GET", f"{one}:events", work.events),

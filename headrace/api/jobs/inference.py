@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headrace.api.jobs.errors import error_json, fail, json_head
 from headrace.api.jobs.gate import token_of
-from headrace.api.jobs.inference_flows import LongFlow, WholeFlow, respond
+from headrace.api.jobs.inference_flows import FacadeFlow, LongFacadeFlow, LongFlow, WholeFlow, respond
 from headrace.api.jobs.reach import Reach, Service, Target
 from headrace.api.jobs.reading import organisation_of, uuid_of
 from headrace.api.jobs.writing import now_text
@@ -133,21 +133,19 @@ class Inference:
             fail(exchange, error)
 
     def _send(self, exchange: Exchange, plan: InferencePlan, service: Service) -> None:
-        if service.in_flight >= service.limit:
+        if service.backend.outstanding >= service.limit:
             fail(exchange, service.full())
             return
-        service.in_flight += 1
-        exchange.on_over = service.leave
         service.used = self._clock.now
-        WholeFlow(exchange, plan.request, service, plan.facade, self._failed).start()
+        kind = FacadeFlow if plan.facade else WholeFlow
+        kind(exchange, plan.request, service, self._failed).start()
 
     def _send_long(self, early: _Early, exchange: Exchange, plan: InferencePlan, service: Service) -> None:
         if service.in_flight >= service.limit:
             raise service.full()
-        service.in_flight += 1
-        exchange.on_over = service.leave
         service.used = self._clock.now
-        LongFlow(exchange, plan.request, service, plan.facade, self._failed).start()
+        kind = LongFacadeFlow if plan.facade else LongFlow
+        kind(exchange, plan.request, service, self._failed).start()
         for piece in early.pieces:
             if exchange.on_body is not None:
                 exchange.on_body(piece)

@@ -33,32 +33,19 @@ LOADING = (202, 503)
 
 
 class _ToService(Flow):
-    """What both kinds of flows have."""
+    """What all kinds of flows have."""
 
-    def __init__(
-        self, exchange: Exchange, plan: RequestPlan, service: Service, facade: bool, on_failure: OnFailure
-    ) -> None:
+    _reached = True
+
+    def __init__(self, exchange: Exchange, plan: RequestPlan, service: Service, on_failure: OnFailure) -> None:
         super().__init__(service.forwarder, exchange, plan)
         self._service = service
-        self._facade = facade
         self._on_failure = on_failure
-        self._reached = True
 
     def unreachable(self, why: str) -> None:
         """See `router.customers.Applicant`."""
         self._reached = False
         super().unreachable(why)
-
-    def answered(self, head: AnswerHead, body: Buffer) -> None:
-        """See `router.customers.Customer`."""
-        if not self._facade or head.status not in LOADING:
-            super().answered(head, body)
-            return
-        self._settle(Outcome.OK)
-        self._let_go()
-        status = facade_status(head.status, body)
-        fields = head.head.fields
-        self._exchange.respond(ResponseHead(status, fields, raw=True), body)
 
     def _try_again_or(self, status: int, why: str, *, may: bool) -> None:
         exchange, backend = self._exchange, self._backend
@@ -76,9 +63,42 @@ class _ToService(Flow):
 class WholeFlow(_ToService):
     """A request whose body is there."""
 
+    def __init__(self, exchange: Exchange, plan: RequestPlan, service: Service, on_failure: OnFailure) -> None:
+        # All of it here, not by way of the classes above: this is on every request's path.
+        self._router = service.forwarder
+        self._exchange = exchange
+        self._plan = plan
+        self.silent = plan.silent
+        self.upgrade = plan.upgrade
+        self._service = service
+        self._on_failure = on_failure
+
 
 class LongFlow(_ToService, StreamedFlow):
     """A request whose body is passed on as it comes."""
+
+
+class _Facade(_ToService):
+    """On v2: see the module."""
+
+    def answered(self, head: AnswerHead, body: Buffer) -> None:
+        """See `router.customers.Customer`."""
+        if head.status not in LOADING:
+            super().answered(head, body)
+            return
+        self._settle(Outcome.OK)
+        self._let_go()
+        status = facade_status(head.status, body)
+        fields = head.head.fields
+        self._exchange.respond(ResponseHead(status, fields, raw=True), body)
+
+
+class FacadeFlow(_Facade, WholeFlow):
+    """A request whose body is there, on v2."""
+
+
+class LongFacadeFlow(_Facade, LongFlow):
+    """A request whose body is passed on as it comes, on v2."""
 
 
 def facade_status(status: int, body: Buffer) -> int:

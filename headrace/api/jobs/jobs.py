@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headrace.api.jobs.calls import Answer, Call, Text
 from headrace.api.jobs.reading import Fields, number_of, uuid_of
 from headrace.api.jobs.workspaces import experiment_wish
@@ -30,10 +32,10 @@ _JOB = (
 class Jobs:
     """Work for `calls`. `nested`: below an experiment, as on v1."""
 
-    def __init__(self, jobs: JobService, *, nested: bool) -> None:
+    def __init__(self, jobs: JobService, texts: JobTexts, *, nested: bool) -> None:
         self._jobs = jobs
         self._nested = nested
-        self._texts = JobTexts()
+        self._texts = texts
 
     async def create(self, call: Call) -> Answer:
         """Register a trained model, or have a model run once over many inputs. v1 answers with the bare id."""
@@ -49,7 +51,8 @@ class Jobs:
         wished = experiment_wish(fields, *_JOB)
         found = await self._jobs.create_experiment(call.org, call.user_id, wished)
         try:
-            made = await self._made(call, found.id, wish)
+            # One id for both: they go together.
+            made = await self._made(call, found.id, replace(wish, id=found.id))
         except BaseException:
             await self._jobs.delete_experiment(call.org, found.id)
             raise
@@ -79,6 +82,25 @@ class Jobs:
         experiment, job = self._ids(call)
         made = await self._jobs.cancel_job(call.org, call.user_id, job, experiment)
         return Answer({"message": f"job {job} is {made.status}", **whole_job(made)})
+
+    async def pause(self, call: Call) -> Answer:
+        """Have one wait; what it has done is kept."""
+        experiment, job = self._ids(call)
+        made = await self._jobs.pause_job(call.org, call.user_id, job, experiment)
+        return Answer({"message": f"job {job} is {made.status}", **whole_job(made)})
+
+    async def resume(self, call: Call) -> Answer:
+        """Have it go on."""
+        experiment, job = self._ids(call)
+        specs = call.fields().object("specs")
+        made = await self._jobs.resume_job(call.org, call.user_id, job, experiment, specs)
+        return Answer({"message": f"job {job} is {made.status}", **whole_job(made)})
+
+    async def retry(self, call: Call) -> Answer:
+        """A new job like one that failed. Both versions answer with the bare id of the new one."""
+        experiment, job = self._ids(call)
+        made = await self._jobs.retry_job(call.org, call.user_id, job, experiment)
+        return Answer(made.id, 200 if self._nested else 201)
 
     async def delete(self, call: Call) -> Answer:
         """Remove one that is over."""

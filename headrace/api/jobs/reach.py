@@ -38,7 +38,7 @@ _TICK_SECONDS = 1.0
 class Service:
     """A service that runs, as requests reach it."""
 
-    __slots__ = ("forwarder", "fresh_until", "in_flight", "job_id", "limit", "pool", "url", "used")
+    __slots__ = ("backend", "forwarder", "fresh_until", "job_id", "limit", "pool", "url", "used")
 
     def __init__(self, job_id: str, url: str, forwarder: Forwarder, pool: Pool, limit: int) -> None:
         self.job_id = job_id
@@ -46,7 +46,7 @@ class Service:
         self.forwarder = forwarder
         self.pool = pool
         self.limit = limit
-        self.in_flight = 0
+        self.backend = pool.backend
         self.fresh_until = 0.0
         self.used = 0.0
 
@@ -58,9 +58,10 @@ class Service:
             retry_after_seconds=1.0,
         )
 
-    def leave(self) -> None:
-        """One less."""
-        self.in_flight -= 1
+    @property
+    def in_flight(self) -> int:
+        """Requests that it has and has not answered, which the router counts anyway."""
+        return self.backend.outstanding
 
 
 class Reach:

@@ -9,10 +9,14 @@ from headrace.api.jobs.calls import Answer, Call
 from headrace.api.jobs.reading import Fields, number_of, uuid_of
 from headrace.api.jobs.writing import experiment, page, workspace
 from headrace.core.errors import InvalidArgument
-from headrace.jobs.records import ExperimentWish, WorkspaceWish
+from headrace.jobs.backups import BackupPlace, backup_place
+from headrace.jobs.records import ExperimentChange, ExperimentWish, WorkspaceWish
 from headrace.jobs.service import JobService
 
 _MOST_NAME = 255
+_MOST_AT_ONCE = 500
+_OURS = ("id", "user_id", "created_on", "last_modified", "type")
+"""What an answer has and a client may send back."""
 _EXPERIMENT = ("network_arch", "name", "description", "workspace", "docker_env_vars")
 
 
@@ -49,6 +53,40 @@ class Workspaces:
         """Remove one."""
         return Answer(workspace(await self._jobs.delete_workspace(call.org, _id(call))))
 
+    async def delete_many(self, call: Call) -> Answer:
+        """Remove several, or none if one of them cannot be."""
+        ids = call.fields().rest().get("workspace_ids")
+        if not isinstance(ids, list) or not 0 < len(ids) <= _MOST_AT_ONCE or not all(isinstance(x, str) for x in ids):
+            raise InvalidArgument(f"workspace_ids must be a list of 1 to {_MOST_AT_ONCE} ids of workspaces")
+        found = await self._jobs.delete_workspaces(call.org, [uuid_of(each, "Workspace") for each in ids])
+        return Answer({"message": f"{len(found)} workspaces are deleted", "workspaces": [workspace(x) for x in found]})
+
+    async def backup(self, call: Call) -> Answer:
+        """Write all that the organisation has into a bucket."""
+        fields = call.fields()
+        place, name = await self._backup_place(call, fields), fields.text("backup_file_name", most=_MOST_NAME) or ""
+        told = await self._jobs.backups.backup(call.org, place, name)
+        return Answer({"message": "The backup is written", **told})
+
+    async def restore(self, call: Call) -> Answer:
+        """Put back what is missing."""
+        fields = call.fields()
+        place, name = await self._backup_place(call, fields), fields.text("backup_file_name", most=_MOST_NAME) or ""
+        told = await self._jobs.backups.restore(call.org, place, name)
+        return Answer({"message": "What was missing is restored", **told})
+
+    async def _backup_place(self, call: Call, fields: Fields) -> BackupPlace:
+        """The bucket of the path's workspace; or of the body's `workspace_metadata`, where there may be none yet."""
+        if call.ids:
+            return await self._jobs.backup_place(call.org, _id(call))
+        given = fields.object("workspace_metadata")
+        if given is None:
+            raise InvalidArgument(
+                "workspace_metadata is missing: give cloud_type and cloud_specific_details, or name a workspace in the path"
+            )
+        told = Fields(given)
+        return backup_place(told.text("cloud_type", most=_MOST_NAME) or "", told.object("cloud_specific_details") or {})
+
 
 class Experiments:
     """Work for `calls`."""
@@ -70,6 +108,27 @@ class Experiments:
         """One."""
         experiment_id = uuid_of(call.ids[0], "Experiment")
         return Answer(experiment(await self._jobs.get_experiment(call.org, experiment_id)))
+
+    async def change(self, call: Call) -> Answer:
+        """PUT and PATCH: what is not said stays."""
+        fields = call.fields()
+        experiment_id = uuid_of(call.ids[0], "Experiment")
+        arch = fields.text("network_arch", most=_MOST_NAME)
+        if arch is not None and arch != (await self._jobs.get_experiment(call.org, experiment_id)).network_arch:
+            raise InvalidArgument("network_arch of an experiment cannot be changed: make a new experiment")
+        workspace = fields.uuid("Workspace", "workspace")
+        change = ExperimentChange(
+            fields.text("name", most=_MOST_NAME),
+            fields.text("description"),
+            workspace,
+            fields.object("docker_env_vars"),
+            fields.rest(*_EXPERIMENT, *_OURS),
+        )
+        return Answer(experiment(await self._jobs.update_experiment(call.org, experiment_id, change)))
+
+    async def base(self, call: Call) -> Answer:
+        """Models of NVIDIA's that one may begin with. There are none here; clients ask all the same."""
+        return Answer(_cut("experiments", [], call))
 
     async def delete(self, call: Call) -> Answer:
         """Remove one, with its finished jobs."""
@@ -102,6 +161,7 @@ def _workspace_wish(fields: Fields, new: bool) -> WorkspaceWish:
         fields.object("cloud_specific_details"),
         fields.flag("shared"),
         fields.text("version", most=64),
+        force_create=bool(fields.flag("force_create")),
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -107,23 +108,30 @@ def page(name: str, items: Sequence[dict[str, Any]], skip: int, size: int | None
     return {name: items, "pagination_info": pages}
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """JSON that is written already, in pieces."""
+
+    pieces: list[bytes] = field(repr=False)
+
+
 class JobTexts:
     """Lists of jobs. A job is written once for each of its versions: a list of ten thousand is asked for again and again."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], bytes] = {}
 
-    def page(self, found: JobPage, skip: int, size: int | None) -> dict[str, Any]:
+    def page(self, found: JobPage, skip: int, size: int | None) -> Written:
         """Part of a list and where it is in the whole."""
         known = self._known
         if len(known) > _KNOWN_JOBS:
             known.clear()
-        texts = []
-        for record in found.jobs:
-            key = record.id, record.version
-            text = known.get(key)
-            if text is None:
-                text = known[key] = encode(job(record))
-            texts.append(text)
-        made = page("jobs", [], skip, size, found.total)
-        return {**made, "jobs": orjson.Fragment(b"[%b]" % b",".join(texts))}
+        texts = [known.get((record.id, record.version)) or self.write(record) for record in found.jobs]
+        rest = encode({"pagination_info": page("jobs", [], skip, size, found.total)["pagination_info"]})
+        # Megabytes, maybe, which are put together once and copied no more.
+        return Written([b'{"jobs":[', b",".join(texts), b"]," + rest[1:]])
+
+    def write(self, record: Job) -> bytes:
+        """One, to be remembered."""
+        text = self._known[record.id, record.version] = encode(job(record))
+        return text

@@ -48,6 +48,7 @@ _ERRORS = {
     501: "The gateway does not do that.",
     503: "Not now.",
 }
+_NO_BASE = "Models of NVIDIA's to begin with: none"
 _OF_EVERY = (400, 401, 403, 404, 429, 431, 500, 503)
 _OPEN = (400, 431, 500, 503)
 
@@ -62,6 +63,12 @@ def jobs_table() -> Table:
         ("GET", f"{_V1}/experiments"): _one(EXPERIMENTS, "All experiments", _listed("experiments", "Experiment"), _PAGE),
         ("POST", f"{_V1}/experiments"): _made(EXPERIMENTS, "A new experiment", "ExperimentRequest", ref("Experiment")),
         ("GET", experiment): _one(EXPERIMENTS, "One experiment", ref("Experiment")),
+        ("PUT", experiment): _made(EXPERIMENTS, "Change an experiment", "ExperimentChange", ref("Experiment")),
+        ("PATCH", experiment): _made(EXPERIMENTS, "Change an experiment", "ExperimentChange", ref("Experiment")),
+        ("GET", f"{_V1}/experiments:base"): _one(EXPERIMENTS, _NO_BASE, _listed("experiments", "Experiment"), _PAGE),
+        ("GET", f"{_V2}/jobs:list_base_experiments"): _one(
+            EXPERIMENTS, _NO_BASE, _listed("experiments", "Experiment"), _PAGE
+        ),
         ("DELETE", experiment): _one(EXPERIMENTS, "Remove an experiment and its jobs", ref("Experiment"), more=(409,)),
         **_jobs(f"{experiment}/jobs", "200", {**_ID, "description": "The id of the job, as a bare JSON string."}),
         **_jobs(f"{_V2}/jobs", "201", ref("Job")),
@@ -93,12 +100,24 @@ def job_schemas() -> dict[str, Schema]:
                 },
                 "shared": {"type": ["boolean", "null"]},
                 "version": _NULLABLE,
+                "force_create": {"type": ["boolean", "null"], "description": "Make another although the same is there."},
+            }
+        ),
+        "WorkspaceIds": _object({"workspace_ids": {"type": "array", "items": _ID, "minItems": 1}}, "workspace_ids"),
+        "BackupRequest": _object(
+            {
+                "workspace_metadata": {
+                    "type": ["object", "null"],
+                    "description": "cloud_type and cloud_specific_details of a bucket, unless the path names a workspace.",
+                },
+                "backup_file_name": {**_NULLABLE, "description": "To restore, as it was answered by :backup."},
             }
         ),
         "Workspace": _object({**stamps, "name": _TEXT, "shared": _FLAG, "version": _TEXT, "cloud_type": _TEXT}, "id"),
         "ExperimentRequest": _object(
             {"network_arch": _TEXT, "name": _NULLABLE, "description": _NULLABLE, "workspace": _MAYBE_ID}, "network_arch"
         ),
+        "ExperimentChange": _object({"name": _NULLABLE, "description": _NULLABLE, "workspace": _MAYBE_ID}),
         "Experiment": _object({**stamps, "name": _TEXT, "network_arch": _TEXT, "workspace": _MAYBE_ID}, "id"),
         "JobRequest": _object(
             {
@@ -133,6 +152,7 @@ def job_schemas() -> dict[str, Schema]:
                 "model_path": _NULLABLE,
                 "hf_model": _NULLABLE,
                 "network_arch": _NULLABLE,
+                "workspace": {**_MAYBE_ID, "description": "Whose keys are used; the experiment's else."},
                 "docker_env_vars": {"type": ["object", "null"]},
             }
         ),
@@ -244,7 +264,12 @@ def _workspaces(path: str, made: str = "200") -> dict[tuple[str, str], Operation
         ("PUT", one): _made(WORKSPACES, "Change a workspace", "WorkspaceRequest", schema, "200", 409),
         ("PATCH", one): _made(WORKSPACES, "Change a workspace", "WorkspaceRequest", schema, "200", 409),
         ("DELETE", one): _one(WORKSPACES, "Remove a workspace", schema, more=(409,)),
+        ("DELETE", path): _made(WORKSPACES, "Remove several, or none", "WorkspaceIds", _THING, "200", 409),
     }
+    texts = {"backup": "All that the organisation has, into a bucket", "restore": "Put back what is missing"}
+    for verb, text in texts.items():
+        for where in (f"{path}:", f"{one}:", f"{one}/"):
+            table["POST", f"{where}{verb}"] = _made(WORKSPACES, text, "BackupRequest", _THING, "200", 409)
     table["POST", path]["responses"]["200"] = answer("The one that is the same.", json_of(schema))
     return table
 
@@ -259,10 +284,18 @@ def _jobs(path: str, made: str, schema: Schema) -> dict[tuple[str, str], Operati
         ("GET", one): _one(JOBS, "One job", ref("Job")),
         ("DELETE", one): _one(JOBS, "Remove a job", ref("Job"), more=(409,)),
         ("POST", f"{one}:cancel"): _one(JOBS, "End a job", ref("Job"), more=(409,)),
+        ("POST", f"{one}:pause"): _one(JOBS, "Have a batch wait until it is resumed", ref("Job"), more=(409,)),
+        ("POST", f"{one}:resume"): _one(JOBS, "Have a paused batch go on", ref("Job"), more=(409,)),
+        ("POST", f"{one}:retry"): _retried(made),
         ("GET", f"{one}/logs"): log,
         ("GET", f"{one}:logs"): log,
         ("GET", f"{one}:events"): _one(JOBS, "Every change of a job, with its reason", _THING),
     }
+
+
+def _retried(made: str) -> Operation:
+    told = {made: answer("The id of the new job, as a bare JSON string.", json_of(_ID))}
+    return _operation(JOBS, "A new batch like one that failed", told, more=(409,))
 
 
 def _services(experiment: str) -> dict[tuple[str, str], Operation]:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Select, and_, delete, func, insert, select, update
 
 from headrace.core.errors import FailedPrecondition, NotFound, Unavailable
 from headrace.jobs.records import FINAL, MOVES, SERVICE, Event, Job, JobPage
 from headrace.jobs.store.database import Database
-from headrace.jobs.store.tables import events, job_logs, jobs
+from headrace.jobs.store.tables import events, experiments, job_logs, jobs
 
 MOST_REASON = 1000
 MOST_REMEMBERED = 20_000
@@ -75,7 +75,7 @@ class JobRows:
             query = query.limit(size)
 
         def work(connection: Connection) -> JobPage:
-            found = self._known(connection, where, [(row[0], row[1], row[2]) for row in connection.execute(query)])
+            found = self._known(connection, where, _tuples(connection, query))
             if size is None and not skip:
                 return JobPage(found, len(found))
             return JobPage(found, connection.execute(select(func.count()).select_from(jobs).where(where)).scalar_one())
@@ -91,10 +91,22 @@ class JobRows:
             missing = [mark[0] for mark in marks]
         if missing:
             these = jobs.c.id.in_(missing) if len(missing) <= _FEW else where
-            for row in connection.execute(select(jobs).where(these)):
+            for row in _tuples(connection, select(jobs).where(these)):
                 job = Job._make(row)
                 memory[job.id, job.version, job.created_on] = job
         return [found for mark in marks if (found := memory.get(mark)) is not None]
+
+    async def newest(self, count: int) -> list[Job]:
+        """The last that were made, whosever they are; lists that are asked for find them in memory."""
+
+        def work(connection: Connection) -> list[Job]:
+            rows = _tuples(connection, select(jobs).order_by(jobs.c.created_on.desc()).limit(count))
+            found = [Job._make(row) for row in rows]
+            if len(self._memory) + len(found) <= MOST_REMEMBERED:
+                self._memory.update({(job.id, job.version, job.created_on): job for job in found})
+            return found
+
+        return await self._database.read(work)
 
     async def unfinished(self, place: str, action: str = SERVICE) -> list[Job]:
         """Services, or other jobs, of a place whose status is not final."""
@@ -132,10 +144,13 @@ class JobRows:
         return await self._database.write(work)
 
     async def delete(self, job_id: str) -> bool:
-        """With its events and its log."""
+        """With its events and its log, and the experiment that was made for it alone (v2): that has the same id."""
+        others = select(jobs.c.id).where(jobs.c.experiment_id == job_id).exists()
 
         def work(connection: Connection) -> bool:
-            return delete_jobs(connection, [job_id]) > 0
+            found = delete_jobs(connection, [job_id]) > 0
+            connection.execute(delete(experiments).where(experiments.c.id == job_id, ~others))
+            return found
 
         return await self._database.write(work)
 
@@ -167,6 +182,12 @@ class JobRows:
             return connection.execute(select(job_logs.c.log).where(job_logs.c.job_id == job_id)).scalar() or ""
 
         return await self._database.read(work)
+
+
+def _tuples(connection: Connection, query: Select[Any]) -> list[Any]:
+    """What the driver gives, without SQLAlchemy's rows around it: of texts and numbers there is nothing to convert."""
+    cursor = connection.execute(query).cursor
+    return [] if cursor is None else list(cursor.fetchall())
 
 
 def delete_jobs(connection: Connection, ids: list[str]) -> int:

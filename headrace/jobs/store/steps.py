@@ -51,6 +51,13 @@ STEPS: tuple[tuple[str, ...], ...] = (
         "CREATE TABLE job_logs (job_id TEXT PRIMARY KEY REFERENCES jobs (id), log TEXT NOT NULL)",
         "CREATE TABLE leases (job_id TEXT PRIMARY KEY, owner TEXT NOT NULL, expires DOUBLE PRECISION NOT NULL)",
     ),
+    (  # Which jobs are in a list, and whether they have changed, is found in an index alone.
+        "DROP INDEX jobs_org",
+        "CREATE INDEX jobs_org ON jobs (org, created_on, id, version)",
+        "DROP INDEX jobs_experiment",
+        "CREATE INDEX jobs_experiment ON jobs (experiment_id, created_on, id, version, org)",
+        "CREATE INDEX jobs_newest ON jobs (created_on)",
+    ),
 )
 
 

@@ -73,15 +73,16 @@ class WorkspaceRows:
         except IntegrityError:
             raise FailedPrecondition("another workspace has this very configuration; use that one") from None
 
-    async def delete(self, workspace_id: str) -> None:
-        """Unless experiments use it."""
+    async def delete(self, ids: list[str]) -> None:
+        """All of them or, if experiments use one, none."""
 
         def work(connection: Connection) -> None:
-            uses = select(func.count()).select_from(experiments).where(experiments.c.workspace == workspace_id)
-            count = connection.execute(uses).scalar_one()
-            if count:
-                raise FailedPrecondition(f"{count} experiments use this workspace; delete them first")
-            connection.execute(delete(workspaces).where(workspaces.c.id == workspace_id))
+            uses = select(experiments.c.workspace, func.count()).where(experiments.c.workspace.in_(ids))
+            used = connection.execute(uses.group_by(experiments.c.workspace)).first()
+            if used is not None:
+                which = "this workspace" if len(ids) == 1 else f"workspace {used[0]}"
+                raise FailedPrecondition(f"{used[1]} experiments use {which}; delete them first")
+            connection.execute(delete(workspaces).where(workspaces.c.id.in_(ids)))
 
         await self._database.write(work)
 
@@ -111,6 +112,12 @@ class ExperimentRows:
             return (_experiment(row), row.secret) if row is not None else None
 
         return await self._database.read(work)
+
+    async def update(self, experiment: Experiment, secret: str) -> None:
+        """Replace it."""
+        values = {**asdict(experiment), "details": json.dumps(experiment.details), "secret": secret}
+        query = update(experiments).where(experiments.c.id == experiment.id).values(**values)
+        await self._database.write(lambda connection: connection.execute(query).rowcount)
 
     async def delete(self, experiment_id: str) -> None:
         """With its jobs, unless one is not finished."""

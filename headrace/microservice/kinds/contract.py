@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
+from headrace.core.messages import InferResponse
 from headrace.microservice.kinds.parameters import Parameter
 
 Sort = Literal["image", "video", ""]
 """What a URL is said to be; "" when nobody says."""
+OnAnswer = Callable[[InferResponse], None]
+"""Told each answer of a model that generates, as `core.generation` has it, on the loop."""
+Begin = Callable[[int], OnAnswer]
+"""Called with the number of choices once a chat is known to be a right one; what it gives hears the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +73,11 @@ class Kind(Protocol):
 
     async def close(self) -> None:
         """Let go of what is held beside the engine."""
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """A kind whose chats can be answered in pieces."""
+
+    async def stream(self, chat: Chat, begin: Begin) -> None:
+        """Answer a chat in pieces; returns after the last of them. Raises as `Kind.chat` does."""

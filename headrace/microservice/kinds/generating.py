@@ -12,6 +12,7 @@ from headrace.core.errors import HeadraceError, Internal, InvalidArgument
 from headrace.core.generation import TEXT_OUTPUT, Clip, Generation, GenerationRequest, Picture, Sampling
 from headrace.core.messages import InferResponse
 from headrace.engine.dataplane import DataPlane
+from headrace.microservice.kinds.contract import OnAnswer
 
 _MOST_STOPS = 16
 
@@ -85,27 +86,37 @@ def generation_of(
 
 async def generate(generator: Generator, generation: Generation) -> Generated:
     """Wait for every choice. Cancelling the caller's task gives the request up in the engine too."""
+    answers: list[InferResponse] = []
+    await hear(generator, generation, answers.append)
+    return _collected(answers, generation.sampling.n)
+
+
+async def hear(generator: Generator, generation: Generation, on_answer: OnAnswer) -> None:
+    """Tell every answer as it comes, and return after the last. Cancelled, or where nobody can hear: given up."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
-    answers: list[InferResponse] = []
 
     def answered(result: InferResponse | BaseException | None, final: bool) -> None:
-        if isinstance(result, InferResponse):
-            answers.append(result)
         if ended.done():
             return
         if isinstance(result, BaseException):
             ended.set_exception(result)
-        elif final:
+            return
+        try:
+            if result is not None:
+                on_answer(result)
+        except Exception as error:
+            ended.set_exception(error)
+            return
+        if final:
             ended.set_result(None)
 
     pending = generator.plane.infer_stream(GenerationRequest(generator.model, generation), answered)
     try:
         await ended
-    except asyncio.CancelledError:
+    except BaseException:
         pending.cancel()
         raise
-    return _collected(answers, generation.sampling.n)
 
 
 def _collected(answers: Sequence[InferResponse], count: int) -> Generated:

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace.core.errors import InvalidArgument
-from headrace.core.generation import Clip, Picture
-from headrace.microservice.kinds.contract import Chat, ChatAnswer, ChatChoice, MediaItem, Sort
+from headrace.core.generation import Clip, Generation, Picture
+from headrace.microservice.kinds.contract import Begin, Chat, ChatAnswer, ChatChoice, MediaItem, Sort
 from headrace.microservice.kinds.gathering import Reader, gather
 from headrace.microservice.kinds.generating import (
     Generated,
     Generator,
     generate,
     generation_of,
+    hear,
     sampling_of,
     wanted_text,
 )
@@ -55,21 +57,26 @@ class LanguageKind:
 
     async def chat(self, chat: Chat) -> ChatAnswer:
         """See `Kind.chat`."""
-        read = read_parameters(self._chat_parameters, chat.parameters)
-        if read["stream"]:
-            raise InvalidArgument("'stream' is true, and this service answers at once: leave it out, or send false")
-        if not chat.text and not chat.media:
-            raise InvalidArgument("'messages' has a user message without text: say what the model is to do")
-        media = await self._media(chat.media, read)
-        generation = generation_of(self._generator, chat.text, chat.system, media, sampling_of(read), path=CHAT_PATH)
-        made = await generate(self._generator, generation)
+        made = await generate(self._generator, await self._chat_generation(chat))
         choices = [ChatChoice(text, reason) for text, reason in zip(made.texts, made.finish_reasons, strict=True)]
         return ChatAnswer(choices, made.usage)
+
+    async def stream(self, chat: Chat, begin: Begin) -> None:
+        """See `Streaming.stream`."""
+        generation = replace(await self._chat_generation(chat), stream=True)
+        await hear(self._generator, generation, begin(generation.sampling.n))
 
     async def close(self) -> None:
         """See `Kind.close`."""
         if self._reader is not None:
             self._reader.close()
+
+    async def _chat_generation(self, chat: Chat) -> Generation:
+        read = read_parameters(self._chat_parameters, chat.parameters)
+        if not chat.text and not chat.media:
+            raise InvalidArgument("'messages' has a user message without text: say what the model is to do")
+        media = await self._media(chat.media, read)
+        return generation_of(self._generator, chat.text, chat.system, media, sampling_of(read), path=CHAT_PATH)
 
     async def _media(self, items: Sequence[MediaItem], read: Mapping[str, Any]) -> list[Picture | Clip]:
         rules = self._profile.media

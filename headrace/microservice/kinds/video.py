@@ -55,8 +55,6 @@ class VideoKind:
     async def chat(self, chat: Chat) -> ChatAnswer:
         """See `Kind.chat`."""
         read = read_parameters(self._profile.chat, chat.parameters)
-        if read["stream"]:
-            raise InvalidArgument("'stream' is true, and a video comes whole: leave it out, or send false")
         if not chat.text:
             raise InvalidArgument("'messages' has a user message without text: describe the video")
         prompt = f"{chat.system}\n\n{chat.text}" if chat.system else chat.text

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# Headrace as an image: `docker build -t headrace .`, then `docker run --read-only --tmpfs /tmp -v ./models:/models:ro ...`.
+# BASE needs Python 3.11 or newer with pip, and a shell. EXTRAS are those of pyproject.toml: onnx,media,cloud; llm brings PyTorch; none is fine.
+ARG BASE=python:3.12-slim
+
+FROM ${BASE} AS build
+ARG EXTRAS=onnx
+WORKDIR /src
+# Debian's Python has no ensurepip, so the environment is made without pip and filled from outside: it stays out of the image, too.
+RUN python3 -m venv --without-pip /opt/headrace
+COPY pyproject.toml README.md LICENSE ./
+COPY headrace ./headrace
+RUN python3 -m pip --python /opt/headrace/bin/python install --no-cache-dir ".${EXTRAS:+[$EXTRAS]}"
+
+FROM ${BASE}
+# What `headrace service` runs its line with, instead of the entry point. bash gives its place to the line's last command, so
+# that SIGTERM reaches it; dash does not: with a base without bash, `--build-arg SHELL=/bin/sh`.
+ARG SHELL=/bin/bash
+LABEL headrace.shell=${SHELL} \
+      org.opencontainers.image.title=headrace \
+      org.opencontainers.image.licenses=Apache-2.0
+# Without a name for its number PyTorch does not load. Not every base has useradd.
+RUN echo 'headrace:x:10001:10001:headrace:/tmp:/bin/sh' >> /etc/passwd && echo 'headrace:x:10001:' >> /etc/group
+COPY --from=build /opt/headrace /opt/headrace
+# Nothing is written outside of /tmp, so that the root may be read-only.
+ENV PATH=/opt/headrace/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/tmp USER=headrace LOGNAME=headrace \
+    HF_HOME=/tmp/huggingface XDG_CACHE_HOME=/tmp/cache \
+    PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 8000 8001 8002 8080
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["headrace"]
+CMD ["serve", "/models", "--host", "0.0.0.0"]

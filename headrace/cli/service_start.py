@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace service start`: options to a `StartRequest`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.service_options import (
+    REGISTRY,
+    Architectures,
+    Json,
+    RegistryFile,
+    Settings,
+    StateDir,
+    pairs,
+    refuse,
+    told_only,
+    with_launcher,
+)
+
+if TYPE_CHECKING:
+    from headrace.launch.catalogue import Architecture
+    from headrace.launch.launcher import Launcher
+    from headrace.launch.registry import Entry
+
+_PLATFORM, _IMAGE = "Platforms", "Containers"
+
+
+def start(
+    arch: Annotated[
+        str, typer.Option("--arch", metavar="NAME", help="cosmos-rl, cosmos-predict2.5, tao-dataservices, or your own.")
+    ],
+    model_path: Annotated[
+        str, typer.Option("--model-path", metavar="PATH", help="hf_model://ORG/NAME, or a path as the service sees it.")
+    ],
+    platform: Annotated[
+        str,
+        typer.Option("--platform", metavar="NAME", help="process, local-docker, slurm, kubernetes, lepton or brev."),
+    ] = "process",
+    num_gpus: Annotated[
+        int, typer.Option("--num-gpus", metavar="N", help="Ignored by process on a machine without GPUs.")
+    ] = 1,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not wait until the model is ready.")] = False,
+    no_preflight: Annotated[
+        bool, typer.Option("--no-preflight", help="Do not look first whether all is there that the platform needs.")
+    ] = False,
+    timeout: Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help="How long to wait.")] = 600.0,
+    model_key: Annotated[
+        str,
+        typer.Option("--model-key", metavar="KEY", help="What cosmos-predict2.5 calls a model of the Hub: base-2b."),
+    ] = "",
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="NAME=VALUE", help="Of the service: idle_timeout_minutes=30. Repeatable."),
+    ] = None,
+    job_id: Annotated[str, typer.Option("--job-id", metavar="UUID", help="A new one unless told.")] = "",
+    image: Annotated[
+        str,
+        typer.Option(
+            metavar="IMAGE",
+            help="headrace for ours; a key of versions.yaml; an image. Default: TAO's.",
+            rich_help_panel=_IMAGE,
+        ),
+    ] = "",
+    mount: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST[:INSIDE]", help="A folder that the container sees. Repeatable.", rich_help_panel=_IMAGE
+        ),
+    ] = None,
+    config_dir: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--config-dir", metavar="FOLDER", help="With ARCH.config.json. Repeatable.", rich_help_panel=_IMAGE
+        ),
+    ] = None,
+    versions: Annotated[
+        Path | None, typer.Option("--versions", metavar="FILE", help="versions.yaml.", rich_help_panel=_IMAGE)
+    ] = None,
+    partition: Annotated[str, typer.Option(metavar="NAME", help="slurm", rich_help_panel=_PLATFORM)] = "",
+    account: Annotated[str, typer.Option(metavar="NAME", help="slurm", rich_help_panel=_PLATFORM)] = "",
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="kubernetes", rich_help_panel=_PLATFORM)] = "",
+    image_pull_secret: Annotated[
+        str, typer.Option("--image-pull-secret", metavar="NAME", help="kubernetes", rich_help_panel=_PLATFORM)
+    ] = "",
+    instance_id: Annotated[
+        str, typer.Option("--instance-id", metavar="NAME", help="brev", rich_help_panel=_PLATFORM)
+    ] = "",
+    cloud_cred_id: Annotated[
+        str, typer.Option("--cloud-cred-id", metavar="ID", help="brev", rich_help_panel=_PLATFORM)
+    ] = "",
+    workspace_group_id: Annotated[
+        str, typer.Option("--workspace-group-id", metavar="ID", help="brev", rich_help_panel=_PLATFORM)
+    ] = "",
+    resource_shape: Annotated[
+        str, typer.Option("--resource-shape", metavar="SHAPE", help="lepton", rich_help_panel=_PLATFORM)
+    ] = "",
+    dedicated_node_group: Annotated[
+        str, typer.Option("--dedicated-node-group", metavar="NAME", help="lepton", rich_help_panel=_PLATFORM)
+    ] = "",
+    setting: Settings = None,
+    architectures: Architectures = None,
+    registry: RegistryFile = REGISTRY,
+    state_dir: StateDir = None,
+    as_json: Json = False,
+) -> None:
+    """Start a service, and wait until its model is ready.
+
+    Secrets such as HF_TOKEN are taken from the environment, and from nowhere else. A start that fails is undone.
+
+    Examples:
+
+        headrace service start --arch tao-dataservices --model-path ./my-model
+
+        headrace service start --arch cosmos-rl --model-path hf_model://nvidia/Cosmos-Reason1-7B --platform local-docker
+
+        headrace service start --arch tao-dataservices --model-path /models/m --platform slurm --partition gpu --no-wait
+    """
+    from headrace.launch.launcher import Patience, StartRequest
+
+    settings = pairs(setting, "--setting") | told_only(
+        {
+            "partition": partition,
+            "account": account,
+            "namespace": namespace,
+            "image_pull_secret": image_pull_secret,
+            "instance_id": instance_id,
+            "cloud_cred_id": cloud_cred_id,
+            "workspace_group_id": workspace_group_id,
+            "resource_shape": resource_shape,
+            "dedicated_node_group": dedicated_node_group,
+        }
+    )
+    began = time.monotonic()
+
+    async def work(launcher: Launcher) -> Entry:
+        from headrace.launch.planning import mount_of
+
+        made = StartRequest(
+            arch,
+            model_path,
+            platform,
+            num_gpus,
+            job_id,
+            image,
+            model_key,
+            _options(launcher.architectures(), arch, pairs(option, "--option")),
+            settings,
+            tuple(mount_of(each) for each in mount or []),
+        )
+        return await launcher.start(made, wait=not no_wait, patience=Patience(timeout), preflight=not no_preflight)
+
+    entry = with_launcher(
+        registry,
+        state_dir,
+        work,
+        platform=platform,
+        architectures=architectures,
+        config_folders=tuple(config_dir or ()),
+        versions_file=versions,
+    )
+    _show(entry, not no_wait, time.monotonic() - began, as_json)
+
+
+def _options(known: Mapping[str, Architecture], arch: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """Texts as the types that the architecture's options have; what is not known there is refused later, by name."""
+    options = known[arch].options if arch in known else {}
+    made: dict[str, Any] = {}
+    for name, text in given.items():
+        kind = options[name].type if name in options else "str"
+        try:
+            made[name] = _READERS[kind](text)
+        except ValueError:
+            raise refuse(
+                f"--option {name}: {text[:64]!a} is no {kind if kind != 'flag' else 'true or false'}"
+            ) from None
+    return made
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+_READERS: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "flag": _flag}
+
+
+def _show(entry: Entry, ready: bool, seconds: float, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({**entry.as_json(), "ready": ready}, indent=2))
+        return
+    typer.echo(f"the service is {'ready' if ready else 'started'} after {seconds:.1f} s")
+    typer.echo(f"  Job ID : {entry.job_id}")
+    typer.echo(f"  Arch   : {entry.network_arch}")
+    typer.echo(f"  URL    : {entry.host_url}/v1/chat/completions" if entry.host_url else "  URL    : not known yet")
+    if not ready:
+        typer.echo(f"headrace service status {entry.job_id} tells how far it is")

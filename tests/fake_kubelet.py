@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fake: stands in for the scheduler, a node's kubelet and a cloud's load balancers, beside a real API server.
+
+A pod's command is run as a process of this machine, without any container: with the pod's variables and no others, its
+image's name looked at but never pulled. Its network is the machine's own. What is real: every object and every status that
+passes through the API server, its controllers, and the log, which the API server fetches here over HTTPS as from a kubelet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import os
+import re
+import signal
+import ssl
+import subprocess
+import threading
+import time
+import traceback
+import urllib.parse
+import urllib.request
+from base64 import b64decode
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trustme
+from kubernetes_server import KubernetesServer
+from lightkube import ApiError, Client, KubeConfig
+from lightkube.models.core_v1 import ObjectReference
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources import core_v1
+from lightkube.types import PatchType
+
+MISSING = "registry.invalid/"
+"""Images that begin so cannot be pulled."""
+NODE = "fake-node"
+_POLL_SECONDS = 0.05
+_MOST_RESTARTS_AT_ONCE = 2
+
+
+@dataclass
+class Running:
+    """One pod's process."""
+
+    name: str
+    namespace: str
+    log: Path
+    process: subprocess.Popen[bytes]
+    restarts: int = 0
+    told: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)
+    ending_since: float | None = None
+    oom: bool = False
+
+
+class FakeKubelet:
+    """One node. `started` has the processes by (namespace, pod)."""
+
+    def __init__(self, server: KubernetesServer, folder: Path, *, gpus: int = 2, balance: bool = True) -> None:
+        self._folder = folder
+        self._gpus = gpus
+        self._balance = balance
+        self._client = Client(KubeConfig.from_file(server.kubeconfig), field_manager="fake-kubelet")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="fake-kubelet")
+        self.started: dict[tuple[str, str], Running] = {}
+        self.errors: list[str] = []
+        self._logs = _log_server(self)
+
+    def __enter__(self) -> FakeKubelet:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._client.create(core_v1.Node(metadata=ObjectMeta(name=NODE)))
+        status = {
+            "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": self._logs.server_address[1]}},
+            "allocatable": {"nvidia.com/gpu": str(self._gpus), "cpu": "8", "memory": "16Gi", "pods": "110"},
+            "capacity": {"nvidia.com/gpu": str(self._gpus), "cpu": "8", "memory": "16Gi", "pods": "110"},
+            "conditions": [{"type": "Ready", "status": "True"}],
+        }
+        self._client.patch(core_v1.NodeStatus, NODE, {"status": status}, patch_type=PatchType.MERGE)
+        threading.Thread(target=self._logs.serve_forever, args=(0.05,), name="fake-kubelet-logs").start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *told: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._logs.shutdown()
+        self._logs.server_close()
+        for running in self.started.values():
+            _kill(running.process)
+        with contextlib.suppress(ApiError):
+            self._client.delete(core_v1.Node, NODE)
+        self._client.close()
+
+    def kill(self, pod: str, namespace: str = "default", *, oom: bool = False) -> None:
+        """End a pod's program, as the kernel or a stranger would."""
+        running = self.started[(namespace, pod)]
+        running.oom = oom
+        _kill(running.process)
+
+    # The loop
+
+    def _work(self) -> None:
+        while not self._over.wait(_POLL_SECONDS):
+            try:
+                seen = set()
+                for pod in self._client.list(core_v1.Pod, namespace="*"):
+                    seen.add((pod.metadata.namespace, pod.metadata.name))
+                    self._one(pod)
+                for key in set(self.started) - seen:  # removed by force
+                    _kill(self.started.pop(key).process)
+                if self._balance:
+                    self._balance_loads()
+            except ApiError as error:
+                if error.status.code not in (404, 409):  # gone or changed meanwhile: the next look will tell
+                    self.errors.append(f"{error}")
+            except Exception as error:
+                self.errors.append(traceback.format_exc())
+                if len(self.errors) > 20:
+                    raise error from None
+
+    def _one(self, pod: Any) -> None:
+        key = (pod.metadata.namespace, pod.metadata.name)
+        if pod.metadata.deletionTimestamp is not None:
+            self._end(pod, self.started.get(key))
+        elif (pod.status.phase or "Pending") in ("Succeeded", "Failed"):
+            return
+        elif not pod.spec.nodeName:
+            self._schedule(pod)
+        elif key not in self.started:
+            self._start(pod)
+        else:
+            self._watch(pod, self.started[key])
+
+    def _schedule(self, pod: Any) -> None:
+        limits = (pod.spec.containers[0].resources and pod.spec.containers[0].resources.limits) or {}
+        if int(limits.get("nvidia.com/gpu", "0")) > self._gpus:
+            told = {"reason": "Unschedulable", "message": "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."}
+            self._tell(pod, {"conditions": [{"type": "PodScheduled", "status": "False", **told}]})
+            return
+        target = ObjectReference(kind="Node", name=NODE)
+        binding = core_v1.PodBinding(metadata=ObjectMeta(name=pod.metadata.name), target=target)
+        with contextlib.suppress(msgspec.ValidationError):  # lightkube expects a binding back; it is a Status
+            self._client.create(binding, pod.metadata.name, namespace=pod.metadata.namespace)
+
+    def _start(self, pod: Any) -> None:
+        container = pod.spec.containers[0]
+        if container.image.startswith(MISSING):
+            self._tell(
+                pod, {"phase": "Pending", "containerStatuses": [_waiting(pod, "ImagePullBackOff", "no such image")]}
+            )
+            return
+        try:
+            variables = self._variables(pod)
+        except ApiError as error:
+            told = _waiting(pod, "CreateContainerConfigError", str(error))
+            self._tell(pod, {"phase": "Pending", "containerStatuses": [told]})
+            return
+        log = self._folder / f"{pod.metadata.uid}.log"
+        running = Running(pod.metadata.name, pod.metadata.namespace, log, _run(container, variables, log))
+        self.started[(running.namespace, running.name)] = running
+        self._watch(pod, running)
+
+    def _variables(self, pod: Any) -> dict[str, str]:
+        container = pod.spec.containers[0]
+        made: dict[str, str] = {}
+        for source in container.envFrom or ():
+            secret = self._client.get(core_v1.Secret, source.secretRef.name, namespace=pod.metadata.namespace)
+            made |= {name: b64decode(value).decode() for name, value in (secret.data or {}).items()}
+        for each in container.env or ():
+            made[each.name] = expand(each.value or "", made)
+        return {"PATH": os.environ["PATH"], **made}
+
+    def _watch(self, pod: Any, running: Running) -> None:
+        code = running.process.poll()
+        if code is None:
+            ready = _probe(pod)
+            state = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+            self._tell(pod, _status(pod, running, "Running", state, ready=ready))
+            return
+        ended = {"exitCode": code if code >= 0 else 128 - code, "reason": "Completed" if code == 0 else "Error"}
+        if running.oom:
+            ended["reason"] = "OOMKilled"
+        if pod.spec.restartPolicy == "Never":
+            self._tell(pod, _status(pod, running, "Succeeded" if code == 0 else "Failed", {"terminated": ended}))
+        elif running.restarts < _MOST_RESTARTS_AT_ONCE:
+            running.restarts += 1
+            running.last = {"terminated": ended}
+            running.process = _run(pod.spec.containers[0], self._variables(pod), running.log)
+        else:
+            running.last = {"terminated": ended}
+            wait = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off restarting failed container"}}
+            self._tell(pod, _status(pod, running, "Running", wait))
+
+    def _end(self, pod: Any, running: Running | None) -> None:
+        if running is not None and running.process.poll() is None:
+            if running.ending_since is None:
+                running.ending_since = time.monotonic()
+                running.process.send_signal(signal.SIGTERM)
+            # Whoever deletes it again may have shortened the grace meanwhile.
+            elif time.monotonic() > running.ending_since + (pod.metadata.deletionGracePeriodSeconds or 0):
+                _kill(running.process)
+            return
+        if running is not None:
+            _kill(running.process)
+            del self.started[(running.namespace, running.name)]
+        self._client.delete(core_v1.Pod, pod.metadata.name, namespace=pod.metadata.namespace, grace_period=0)
+
+    def _tell(self, pod: Any, status: dict[str, Any]) -> None:
+        running = self.started.get((pod.metadata.namespace, pod.metadata.name))
+        if running is not None:
+            if running.told == status:
+                return
+            running.told = status
+        name, namespace = pod.metadata.name, pod.metadata.namespace
+        self._client.patch(core_v1.PodStatus, name, {"status": status}, namespace=namespace, patch_type=PatchType.MERGE)
+
+    def _balance_loads(self) -> None:
+        """Give an address to each Service of type LoadBalancer as soon as the endpoints controller found it a ready pod."""
+        for service in self._client.list(core_v1.Service, namespace="*"):
+            if service.spec.type != "LoadBalancer" or (
+                service.status.loadBalancer and service.status.loadBalancer.ingress
+            ):
+                continue
+            name, namespace = service.metadata.name, service.metadata.namespace
+            found = self._client.get(core_v1.Endpoints, name, namespace=namespace)
+            if any(subset.addresses for subset in found.subsets or ()):
+                status = {"status": {"loadBalancer": {"ingress": [{"ip": "127.0.0.1"}]}}}
+                self._client.patch(core_v1.ServiceStatus, name, status, namespace=namespace, patch_type=PatchType.MERGE)
+
+
+def expand(text: str, variables: dict[str, str]) -> str:
+    """As Kubernetes does it: `$(NAME)` is a variable if there is one, `$$` is `$`, and all else stays."""
+    return re.sub(
+        r"\$\$|\$\(([^)]*)\)",
+        lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]),
+        text,
+    )
+
+
+def _run(container: Any, variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    words = [expand(word, variables) for word in [*(container.command or ()), *(container.args or ())]]
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=variables, cwd="/", start_new_session=True
+        )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _probe(pod: Any) -> bool:
+    container = pod.spec.containers[0]
+    probe = container.readinessProbe
+    if probe is None or probe.httpGet is None:
+        return True
+    port = next(each.containerPort for each in container.ports if probe.httpGet.port in (each.name, each.containerPort))
+    try:
+        # A kubelet goes by the code alone: 200 to 399.
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}{probe.httpGet.path}", timeout=1).status < 400
+    except OSError:
+        return False
+
+
+def _waiting(pod: Any, reason: str, message: str) -> dict[str, Any]:
+    container = pod.spec.containers[0]
+    return {
+        "name": container.name,
+        "image": container.image,
+        "imageID": "",
+        "ready": False,
+        "restartCount": 0,
+        "state": {"waiting": {"reason": reason, "message": message}},
+    }
+
+
+def _status(pod: Any, running: Running, phase: str, state: dict[str, Any], *, ready: bool = False) -> dict[str, Any]:
+    number = sum(pod.metadata.uid.encode()) % 250 + 1
+    answer = "True" if ready else "False"
+    return {
+        "phase": phase,
+        "podIP": f"10.244.0.{number}",
+        "podIPs": [{"ip": f"10.244.0.{number}"}],
+        "hostIP": "127.0.0.1",
+        "conditions": [
+            {"type": "PodScheduled", "status": "True"},
+            {"type": "Initialized", "status": "True"},
+            {"type": "ContainersReady", "status": answer},
+            {"type": "Ready", "status": answer},
+        ],
+        "containerStatuses": [
+            {
+                "name": pod.spec.containers[0].name,
+                "image": pod.spec.containers[0].image,
+                "imageID": "fake",
+                "ready": ready,
+                "restartCount": running.restarts,
+                "state": state,
+                "lastState": running.last,
+            }
+        ],
+    }
+
+
+def _log_server(kubelet: FakeKubelet) -> http.server.ThreadingHTTPServer:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            url = urllib.parse.urlsplit(self.path)
+            words = url.path.split("/")
+            running = kubelet.started.get((words[2], words[3])) if words[1] == "containerLogs" else None
+            lines = running.log.read_bytes().splitlines(keepends=True) if running else []
+            tail = urllib.parse.parse_qs(url.query).get("tailLines")
+            if tail:
+                lines = lines[-int(tail[0]) :] if int(tail[0]) else []
+            body = b"".join(lines)
+            self.send_response(200 if running else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    return server

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CRDs on a real API server: it takes what our tables take and refuses what they refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from schema_values import path, put, sample, ways, whole_document, wrong
+
+from headrace.fleet import schema
+from headrace.fleet.schema.fields import Kind
+from headrace.fleet.schema.kinds import KINDS
+
+pytestmark = pytest.mark.platform
+
+CRDS = Path(__file__).parents[2] / "deploy" / "crds"
+kinds = pytest.mark.parametrize("kind", KINDS, ids=[each.name for each in KINDS])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from kubernetes_server import KubernetesServer
+
+    with KubernetesServer(tmp_path_factory.mktemp("crds") / "server") as server:
+        # Client-side: the whole of each has to fit into its own annotation.
+        server.kubectl("apply", "-f", str(CRDS))
+        for kind in KINDS:
+            server.kubectl("wait", "--for=condition=Established", f"crd/{kind.plural}.ome.io", "--timeout=30s")
+        limit = time.monotonic() + 30
+        while (
+            "inferenceservices" not in server.kubectl("api-resources", "--api-group=ome.io")
+            and time.monotonic() < limit
+        ):
+            time.sleep(0.1)
+        yield server
+
+
+def resource(kind: Kind) -> Any:
+    from lightkube.generic_resource import create_global_resource, create_namespaced_resource
+
+    make = create_namespaced_resource if kind.namespaced else create_global_resource
+    return make("ome.io", "v1beta1", kind.name, kind.plural)
+
+
+def tried(server: Any, kind: Kind, document: dict[str, Any]) -> dict[str, Any] | str:
+    """What the server makes of a document, or why it takes none; nothing is kept."""
+    from lightkube import ApiError
+
+    limit = time.monotonic() + 30
+    while True:
+        try:
+            made = server.client.create(
+                resource(kind)(**document), dry_run=True, **({"namespace": "default"} if kind.namespaced else {})
+            )
+            return json.loads(json.dumps(made.to_dict()))
+        except ApiError as error:
+            # The first create after a CRD is established may come too early.
+            if error.status.code != 404 or time.monotonic() > limit:
+                return error.status.message or "refused"
+            time.sleep(0.1)
+
+
+def test_all_are_established_and_structural(server: Any) -> None:
+    listed = json.loads(server.kubectl("get", "crd", "-o", "json"))["items"]
+    ours = [each for each in listed if each["spec"]["group"] == "ome.io"]
+    assert len(ours) == len(KINDS)
+    for each in ours:
+        conditions = {condition["type"]: condition["status"] for condition in each["status"]["conditions"]}
+        assert conditions["Established"] == "True"
+        assert conditions.get("NonStructuralSchema", "False") == "False", each["metadata"]["name"]
+    assert server.kubectl("apply", "-f", str(CRDS)).count("unchanged") == len(KINDS)
+
+
+@kinds
+def test_the_server_takes_every_field_and_keeps_what_it_does_not_know(server: Any, kind: Kind) -> None:
+    document = whole_document(kind, {**sample(kind.spec, full=True), "rollout": {"steps": [1]}})
+    made = tried(server, kind, document)
+    assert isinstance(made, dict), made
+    assert made["spec"] == document["spec"]
+
+
+@kinds
+def test_the_server_defaults_as_we_do(server: Any, kind: Kind) -> None:
+    document = whole_document(kind, sample(kind.spec))
+    for name in ("model", "runtime", "modelFormat", "modelFramework"):
+        row = next((each for each in kind.spec.fields if each.name == name), None)
+        if row is not None:
+            document["spec"][name] = sample(row)
+    made = tried(server, kind, document)
+    assert isinstance(made, dict), made
+    assert made.get("spec", {}) == schema.defaulted(document)["spec"]
+
+
+@kinds
+def test_the_server_refuses_what_we_refuse(server: Any, kind: Kind) -> None:
+    seen: set[int] = set()
+    for steps, field, ours in ways(kind.spec):
+        # The rows of a pod stand in many places; one of them will do.
+        if ours or id(field) in seen:
+            continue
+        seen.add(id(field))
+        for value in wrong(field):
+            document = whole_document(kind, put(kind.spec, steps, value))
+            assert schema.check(document)
+            assert isinstance(tried(server, kind, document), str), f"{path(steps)}: {value!r}"
+
+
+def test_the_servers_table_has_our_columns(server: Any) -> None:
+    (kind, *_) = KINDS
+    server.client.create(
+        resource(kind)(**whole_document(kind, {"model": {"name": "m"}, "engine": {}}, "shown")), namespace="default"
+    )
+    listed = server.kubectl("get", "isvc", "shown")
+    assert "URL" in listed and "READY" in listed and " m " in listed
+    long = whole_document(kind, {}, "a" * 64)
+    assert isinstance(tried(server, kind, long), str)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace users` beside a gateway that runs: what it changes there, and that it is written down."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gateway_process import Gateway, gateway
+
+ACME, OTHER = "/api/v1/orgs/acme/experiments", "/api/v1/orgs/other/experiments"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[Gateway]:
+    with gateway(tmp_path_factory.mktemp("users")) as made:
+        yield made
+
+
+def until(running: Gateway, path: str, token: str, status: int) -> None:
+    """The gateway believes what it saw within the last second; the test's own time-out is the limit."""
+    while running.ask("GET", path, token=token).status != status:
+        time.sleep(0.05)
+
+
+def test_a_role_is_granted_and_withdrawn(running: Gateway) -> None:
+    key = running.command("users", "add", "alice", "--org", "acme").strip()
+    assert running.ask("POST", "/api/v1/login", {"ngc_key": key, "ngc_org_name": "other"}).status == 401
+    running.command("users", "grant", "alice", "--org", "other", "--role", "viewer")
+    token = running.login(key, "other")
+    assert running.ask("GET", OTHER, token=token).status == 200
+    assert running.ask("POST", OTHER, {"network_arch": "x"}, token).status == 403
+    running.command("users", "grant", "alice", "--org", "other", "--role", "operator")
+    while running.ask("POST", OTHER, {"network_arch": "x"}, token).status == 403:
+        time.sleep(0.05)
+    row = json.loads(running.command("users", "withdraw", "alice", "--org", "other", "--json"))
+    assert row["roles"] == {"acme": "operator"}
+    until(running, OTHER, token, 401)
+    assert running.ask("GET", ACME, token=running.login(key, "acme")).status == 200
+    assert "no role of their own" in running.command("users", "withdraw", "alice", "--org", "other", code=1)
+    assert "there is no role" in running.command("users", "grant", "alice", "--org", "acme", "--role", "king", code=1)
+
+
+def test_tokens_are_revoked_and_the_key_stays(running: Gateway) -> None:
+    key = running.command("users", "add", "bob", "--org", "acme").strip()
+    token = running.login(key, "acme")
+    assert running.ask("GET", ACME, token=token).status == 200
+    assert "revoked" in running.command("users", "revoke-tokens", "bob")
+    until(running, ACME, token, 401)
+    fresh = running.login(key, "acme")
+    assert fresh != token and running.ask("GET", ACME, token=fresh).status == 200
+    assert "there is no user" in running.command("users", "revoke-tokens", "nobody", code=1)
+
+
+def test_the_signing_key_is_rotated(running: Gateway, tmp_path: Path) -> None:
+    key = running.command("users", "add", "carol", "--org", "acme").strip()
+    token = running.login(key, "acme")
+    kid = json.loads(running.command("users", "rotate-signing-key", "--json"))["kid"]
+    assert running.ask("GET", ACME, token=token).status == 200  # of the old key, and good to its end
+    dave = running.command("users", "add", "dave", "--org", "acme").strip()
+    new = running.login(dave, "acme")
+    assert running.ask("GET", ACME, token=new).status == 200
+    assert "dropped" in running.command("users", "rotate-signing-key", "--drop-old")
+    for old in (token, new):
+        until(running, ACME, old, 401)
+    assert running.ask("GET", ACME, token=running.login(dave, "acme")).status == 200
+    assert running.ask("GET", ACME, token=key).status == 200  # keys are no tokens
+    lines = [json.loads(line) for line in (running.data_dir / "audit.jsonl").read_text().splitlines()]
+    told = {(line["operation"], line["target"]) for line in lines}
+    assert {("users.rotate-signing-key", kid), ("users.revoke-tokens", "bob"), ("users.withdraw", "alice")} <= told
+    assert key not in (running.data_dir / "audit.jsonl").read_text()
+    empty = Gateway(tmp_path)
+    empty.data_dir.mkdir()
+    assert "has no signing keys" in empty.command("users", "rotate-signing-key", code=1)
+    assert not list(empty.data_dir.iterdir())

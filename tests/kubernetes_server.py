@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real API server with its controllers for tests, made by `scripts/platforms/kubernetes.sh`: no kubelet, no scheduler.
+
+`fake_kubelet.FakeKubelet` stands in for those two where pods have to run. Whoever wants a pod in a certain state without one
+says so with `mark`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightkube import ApiError, Client, KubeConfig
+from lightkube.generic_resource import create_namespaced_resource
+from lightkube.resources import apps_v1, batch_v1, core_v1
+from lightkube.types import PatchType
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "platforms" / "kubernetes.sh"
+HELD = (
+    batch_v1.Job,
+    apps_v1.StatefulSet,
+    apps_v1.Deployment,
+    apps_v1.ReplicaSet,
+    core_v1.Pod,
+    core_v1.Service,
+    core_v1.Endpoints,
+    core_v1.Secret,
+    core_v1.ConfigMap,
+    core_v1.PersistentVolumeClaim,
+    core_v1.ServiceAccount,
+    create_namespaced_resource(
+        "discovery.k8s.io", "v1beta1", "EndpointSlice", "endpointslices"
+    ),  # 1.20 has a beta alone
+)
+"""Kinds of which nothing may be left. Not Events: the API server forgets them by itself."""
+
+
+class KubernetesServer:
+    """etcd, kube-apiserver and kube-controller-manager with their state in a folder. Ready within about ten seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kubeconfig = folder / "kubeconfig"
+        self._client: Client | None = None
+
+    def start(self) -> KubernetesServer:
+        told = subprocess.run([SCRIPT, "start", self.folder], capture_output=True, text=True)
+        if told.returncode:
+            raise RuntimeError(f"no API server ({told.stderr.strip()}); run {SCRIPT} install")
+        self._until(lambda: self._exists(core_v1.ServiceAccount, "default"), "controllers that work")
+        return self
+
+    def stop(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        subprocess.run([SCRIPT, "stop", self.folder], check=True)
+
+    def __enter__(self) -> KubernetesServer:
+        return self.start()
+
+    def __exit__(self, *told: object) -> None:
+        self.stop()
+
+    @property
+    def client(self) -> Client:
+        """lightkube's, as the administrator."""
+        if self._client is None:
+            self._client = Client(KubeConfig.from_file(self.kubeconfig), field_manager="tests")
+        return self._client
+
+    def kubectl(self, *words: str, input: str = "", check: bool = True) -> str:
+        """What kubectl prints, as the administrator."""
+        told = subprocess.run(
+            [self.folder / "bin" / "kubectl", *words],
+            input=input,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "KUBECONFIG": str(self.kubeconfig), "HOME": str(self.folder)},
+        )
+        if check and told.returncode:
+            raise RuntimeError(f"kubectl {words}: {told.stderr.strip()}")
+        return told.stdout if not told.returncode else told.stdout + told.stderr
+
+    def kubeconfig_of_nobody(self) -> Path:
+        """A kubeconfig of the user `nobody`, who may do nothing until a Role is bound to them."""
+        path = self.folder / "kubeconfig-nobody"
+        path.write_text(self.kubeconfig.read_text().replace("admintoken", "nobodytoken"))
+        return path
+
+    def mark(self, pod: str, status: Mapping[str, Any], namespace: str = "default") -> None:
+        """Say how a pod is, as its kubelet would: {"phase": "Running", "containerStatuses": [...], "conditions": [...]}."""
+        patch = {"status": dict(status)}
+        self.client.patch(core_v1.PodStatus, pod, patch, namespace=namespace, patch_type=PatchType.MERGE)
+
+    def mark_ready(self, pod: str, namespace: str = "default") -> None:
+        """Running, and its readiness probe passes."""
+        conditions = [
+            {"type": each, "status": "True"} for each in ("PodScheduled", "Initialized", "ContainersReady", "Ready")
+        ]
+        self.mark(pod, {"phase": "Running", "conditions": conditions}, namespace)
+
+    def mark_failed(self, pod: str, exit_code: int = 1, reason: str = "Error", namespace: str = "default") -> None:
+        """Ended, by its program's own doing or another's: `reason` OOMKilled."""
+        container = self.client.get(core_v1.Pod, pod, namespace=namespace).spec.containers[0]
+        ended = {"exitCode": exit_code, "reason": reason}
+        status = {"name": container.name, "image": container.image, "imageID": "", "ready": False, "restartCount": 0}
+        self.mark(
+            pod, {"phase": "Failed", "containerStatuses": [{**status, "state": {"terminated": ended}}]}, namespace
+        )
+
+    def held(self) -> set[str]:
+        """Every object there is, of all namespaces, named."""
+        return {
+            f"{kind.__name__} {each.metadata.namespace}/{each.metadata.name}"
+            for kind in HELD
+            for each in self.client.list(kind, namespace="*")
+        }
+
+    def _exists(self, kind: Any, name: str) -> bool:
+        try:
+            self.client.get(kind, name, namespace="default")
+        except ApiError as error:
+            if error.status.code != 404:
+                raise
+            return False
+        return True
+
+    def _until(self, look: Any, what: str, seconds: float = 60.0) -> None:
+        limit = time.monotonic() + seconds
+        while not look():
+            if time.monotonic() > limit:
+                raise RuntimeError(f"the API server came without {what}; its logs are in {self.folder}")
+            time.sleep(0.05)

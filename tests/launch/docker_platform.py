@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Docker engine for a test module, with an image made of this machine's own Python: no registry is needed.
+
+`from docker_platform import engine, DockerEngine` in a module marked `platform`.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "platforms" / "docker.sh"
+IMAGE = "headrace-test/python:1"
+PROGRAMS = ("bash", "dash", "cat", "ls", "sleep", "rm", "mkdir", "id", "touch", "chmod", "ln")
+PYTHON = "/usr/bin/python3"
+_LEFT_OUT = re.compile(r"/(__pycache__|test|tests|idlelib|lib2to3|tkinter|turtledemo|pydoc_data|config-[^/]*)(/|$)")
+
+
+@dataclass(frozen=True)
+class DockerEngine:
+    """Where it listens, and the docker program's way to it."""
+
+    host: str
+
+    def docker(self, *words: str, input: bytes = b"", seconds: float = 120) -> str:
+        """What docker prints; an error where it fails."""
+        argv = ["docker", "--host", self.host, *words]
+        done = subprocess.run(argv, input=input, capture_output=True, timeout=seconds)
+        if done.returncode:
+            raise AssertionError(f"{argv}: {done.stdout.decode()} {done.stderr.decode()}")
+        return done.stdout.decode().strip()
+
+    def held(self) -> set[str]:
+        """All containers, networks and volumes."""
+        return {
+            *self.docker("ps", "--all", "--no-trunc", "--format", "container {{.ID}} {{.Names}}").splitlines(),
+            *self.docker("network", "ls", "--no-trunc", "--format", "network {{.ID}} {{.Name}}").splitlines(),
+            *self.docker("volume", "ls", "--format", "volume {{.Name}}").splitlines(),
+        }
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[DockerEngine]:
+    """An engine of its own, with `IMAGE` in it; nothing of it is left afterwards."""
+    if shutil.which("dockerd") is None:
+        pytest.skip("there is no dockerd: scripts/platforms/docker.sh install")
+    folder = Path(tempfile.mkdtemp(prefix="hr-docker-", dir="/tmp"))  # a socket's path must be short
+    try:
+        subprocess.run(["bash", SCRIPT, "start", folder], check=True, timeout=60)
+        found = DockerEngine(f"unix://{folder}/docker.sock")
+        found.docker("import", "--change", "ENV PATH=/usr/bin:/bin", "-", IMAGE, input=root_tar())
+        yield found
+    finally:
+        subprocess.run(["bash", SCRIPT, "stop", folder], check=True, timeout=90)
+        shutil.rmtree(folder)
+
+
+@functools.cache
+def root_tar() -> bytes:
+    """A root folder with Python, pip and a shell, copied from this machine."""
+    asked = "import os, sys, sysconfig; print(os.path.realpath(sys.executable), sysconfig.get_path('stdlib'))"
+    executable, library = subprocess.check_output([PYTHON, "-I", "-c", asked], text=True).split()
+    files = {*_tree(Path(library)), *_tree(Path("/usr/lib/python3/dist-packages/pip"))}
+    binaries = [Path(executable), *(Path(shutil.which(name) or f"/usr/bin/{name}") for name in PROGRAMS)]
+    shared = [*binaries, *(path for path in files if path.suffix == ".so")]
+    paths = {*map(str, files), *map(str, binaries), *_libraries(shared), "/etc/ssl/certs/ca-certificates.crt"}
+    named = {"/usr" + path if path.startswith(("/lib", "/bin")) else path: path for path in paths}
+    told = io.BytesIO()
+    with tarfile.open(fileobj=told, mode="w", dereference=True) as tar:
+        for name in ("bin", "lib", "lib64", "sbin"):
+            _link(tar, name, f"usr/{name}")
+        for name in ("python3", "python"):
+            _link(tar, f"usr/bin/{name}", executable)
+        _link(tar, "usr/bin/sh", "dash")
+        for inside, path in sorted(named.items()):
+            tar.add(path, inside, recursive=False)
+        _text(tar, "etc/passwd", "root:x:0:0:root:/root:/bin/sh\n")
+        _text(tar, "etc/group", "root:x:0:\n")
+        _text(tar, "etc/pip.conf", "[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n")
+        folder = tarfile.TarInfo("tmp")
+        folder.type, folder.mode = tarfile.DIRTYPE, 0o1777
+        tar.addfile(folder)
+    return told.getvalue()
+
+
+def _tree(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file() and not _LEFT_OUT.search(str(path)[len(str(root)) :])]
+
+
+def _libraries(binaries: list[Path]) -> set[str]:
+    told = subprocess.run(["ldd", *map(str, binaries)], capture_output=True, text=True).stdout
+    found = set(re.findall(r"(/\S+) \(0x", told))
+    # What wheels from PyPI expect of every system.
+    cache = subprocess.check_output(["/sbin/ldconfig", "-p"], text=True)
+    for name in ("libstdc++.so.6", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"):
+        found.update(re.findall(rf"{re.escape(name)} .*=> (/\S+)", cache)[:1])
+    return found
+
+
+def _link(tar: tarfile.TarFile, name: str, target: str) -> None:
+    link = tarfile.TarInfo(name)
+    link.type, link.linkname = tarfile.SYMTYPE, target
+    tar.addfile(link)
+
+
+def _text(tar: tarfile.TarFile, name: str, text: str) -> None:
+    file = tarfile.TarInfo(name)
+    file.size, file.mode = len(text.encode()), 0o644
+    tar.addfile(file, io.BytesIO(text.encode()))

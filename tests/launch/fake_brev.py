@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FakeBrev: programs that speak the public command lines of NVIDIA Brev and of docker on its instances; not the real ones.
+
+Run as `python fake_brev.py PROGRAM ROOT WORD...` by small scripts that `FakeBrev` writes. What they do not know they refuse.
+`brev exec` quotes as the public source of brev does and really goes through two shells; a command that fails is run again,
+and the instance's name is printed after it. Containers are processes without a container: a published port leads to the
+process's own (`fake_brev_docker`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+DELAY = 0.15
+"""How long an instance takes to come and to go."""
+
+
+SSH = """if [ "$1 $2 $3 $4 $5" != "-T -o ConnectTimeout=5 -o LogLevel=ERROR" ]; then exec {root}/bin/ssh-fake "$@"; fi
+host=$6; shift 6
+if [ "$(cat {root}/status-"$host" 2>/dev/null)" != RUNNING ]; then
+  echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255
+fi
+cd "{root}/homes/$host" && exec env -i HOME="$PWD" PATH="{root}/instance-bin:/usr/bin:/bin" LANG=C.UTF-8 bash -c "$*"
+"""
+"""sshd joins the words with spaces and gives them to the user's shell."""
+
+
+class Failed(Exception):
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class FakeBrev:
+    """A folder with the programs and everything that they remember."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.program = root / "bin" / "brev"
+        for folder in ("bin", "instance-bin", "homes"):
+            (root / folder).mkdir(parents=True)
+        here = Path(__file__).parent
+        run = f"import sys; sys.path.insert(0, {str(here)!r}); import fake_brev; fake_brev.main()"
+        for folder, program in (("bin", "brev"), ("bin", "ssh-fake"), ("instance-bin", "docker")):
+            module = "fake_brev_docker" if program == "docker" else "fake_brev"
+            line = run.replace("fake_brev", module)
+            self._write(folder, program, f'exec {sys.executable} -I -S -c "{line}" {program} {root} "$@"')
+        # A shell and no Python where only a line is run: tests wait for this more than for all else.
+        self._write("bin", "ssh", SSH.format(root=root))
+        (root / "logged-in").touch()
+
+    def _write(self, folder: str, program: str, line: str) -> None:
+        path = self.root / folder / program
+        path.write_text(f"#!/bin/bash\n{line}\n")
+        path.chmod(0o755)
+
+    def add_instance(self, name: str, status: str = "RUNNING") -> None:
+        with state(self.root) as instances:
+            instances[name] = {"id": f"id-{name}", "status": status}
+        (self.root / "homes" / name).mkdir()
+
+    def calls(self) -> list[list[str]]:
+        path = self.root / "calls"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def held(self) -> set[str]:
+        with state(self.root) as instances:
+            names = {f"instance {name}" for name in instances}
+        homes = (self.root / "homes").glob("*/**/*")
+        files = {str(path.relative_to(self.root)) for path in homes if "/.fake-docker/.l" not in str(path)}
+        return names | files
+
+    def end(self) -> set[str]:
+        """What still runs, killed: there is nothing where a driver has stopped all that it started."""
+        for path in (self.root / "homes").glob("*/.fake-docker/*/state.json"):
+            told = json.loads(path.read_text())
+            if told["Status"] == "running":
+                os.killpg(told["Pid"], signal.SIGKILL)
+        left = living(self.root)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        return left
+
+    def kill(self, instance: str, job_id: str) -> None:
+        told = json.loads((self.root / "homes" / instance / ".fake-docker" / job_id / "state.json").read_text())
+        os.kill(told["Pid"], signal.SIGKILL)
+
+
+def living(root: Path) -> set[str]:
+    """Processes of a fake: whoever has its folder on the command line."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.fsencode(root) in (path / "cmdline").read_bytes():
+                found.add(path.name)
+    return found
+
+
+@contextlib.contextmanager
+def state(root: Path) -> Iterator[dict[str, Any]]:
+    """The instances; those whose time has come are here, or gone."""
+    with (root / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = root / "instances.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        for name, each in list(known.items()):
+            if time.time() < each.get("until", float("inf")):
+                continue
+            if each["status"] == "DELETING":
+                from fake_brev_docker import stop
+
+                docker_root = root / "homes" / name / ".fake-docker"
+                for folder in docker_root.iterdir() if docker_root.exists() else ():
+                    stop(folder, 0)
+                import shutil
+
+                shutil.rmtree(root / "homes" / name)
+                del known[name]
+            elif each["status"] == "DEPLOYING":
+                (root / "homes" / name).mkdir(exist_ok=True)
+                known[name] = {"id": each["id"], "status": "RUNNING"}
+        yield known
+        path.write_text(json.dumps(known))
+        for file in root.glob("status-*"):
+            if file.name.removeprefix("status-") not in known:
+                file.unlink()
+        for name, each in known.items():
+            (root / f"status-{name}").write_text(each["status"])
+
+
+def split(words: list[str], flags: dict[str, bool]) -> tuple[dict[str, str], list[str]]:
+    """Flags and the rest, as cobra takes them; True: has a value."""
+    found: dict[str, str] = {}
+    rest: list[str] = []
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            return found, rest + words
+        name, equals, value = word.partition("=")
+        if not word.startswith("-") or word == "-":
+            rest.append(word)
+        elif name not in flags:
+            raise Failed(f"Error: unknown flag: {name}")
+        elif flags[name]:
+            if not equals and not words:
+                raise Failed(f"Error: flag needs an argument: {name}")
+            found[name] = value if equals else words.pop(0)
+        else:
+            found[name] = "true"
+    return found, rest
+
+
+# brev
+
+
+def brev(root: Path, words: list[str]) -> None:
+    with (root / "calls").open("a") as calls:
+        calls.write(json.dumps(words) + "\n")
+    verb, words = (words[0], words[1:]) if words else ("", [])
+    if verb == "login":
+        flags, _ = split(words, {"--token": True})
+        if flags.get("--token") != "brev-token":
+            raise Failed("Error: the token is not valid")
+        (root / "logged-in").touch()
+        return
+    if not (root / "logged-in").exists():
+        raise Failed("Error: you are not logged in; run brev login")
+    verbs = {"ls": ls, "create": create, "delete": delete, "exec": execute, "copy": copy, "port-forward": forward}
+    if verb not in verbs:
+        raise Failed(f'Error: unknown command "{verb}" for "brev"')
+    verbs[verb](root, words)
+
+
+def ls(root: Path, words: list[str]) -> None:
+    flags, rest = split(words, {"--json": False, "--org": True, "-o": True, "--all": False})
+    if rest:
+        raise Failed("too many args provided")
+    with state(root) as known:
+        listed = [
+            {
+                "name": name,
+                "id": each["id"],
+                "status": each["status"],
+                "build_status": "COMPLETED",
+                "shell_status": "READY",
+                "health_status": "HEALTHY",
+                "instance_type": "g5.xlarge",
+                "instance_kind": "gpu",
+                "gpu": "A10G",
+            }
+            for name, each in known.items()
+        ]
+    if "--json" in flags:
+        print(json.dumps({"workspaces": listed or None}))
+        return
+    print(f"You have {len(listed)} instances in Org fake")
+    for each in listed:
+        print(f" {each['name']}  {each['status']}  {each['id']}  {each['instance_type']}")
+
+
+def create(root: Path, words: list[str]) -> None:
+    valued = (
+        "--type",
+        "-t",
+        "--gpu-name",
+        "--cloud-cred-id",
+        "--workspace-group-id",
+        "--timeout",
+        "--count",
+        "--startup-script",
+    )
+    flags, rest = split(words, {**dict.fromkeys(valued, True), "--detached": False, "-d": False})
+    if len(rest) != 1:
+        raise Failed("Error: a name is required")
+    if flags.get("--gpu-name") == "NONE":
+        raise Failed("could only create 0/1 instances")
+    with state(root) as known:
+        if rest[0] in known:
+            raise Failed(f"an instance named {rest[0]} exists")
+        known[rest[0]] = {"id": f"id-{rest[0]}", "status": "DEPLOYING", "until": time.time() + DELAY}
+    print(rest[0])
+
+
+def delete(root: Path, words: list[str]) -> None:
+    _, rest = split(words, {})
+    with state(root) as known:
+        for name in rest:
+            if name not in known:
+                raise Failed(f"instance {name} not found")
+            known[name].update(status="DELETING", until=time.time() + DELAY)
+            print(f"Deleting instance {name}. This can take a few minutes. Run 'brev ls' to check status")
+
+
+def execute(root: Path, words: list[str]) -> None:
+    import subprocess
+
+    flags, rest = split(words, {"--host": False})
+    names, line = rest[:-1], rest[-1] if rest else ""
+    if not sys.stdin.isatty():
+        names += [each.strip() for each in sys.stdin if each.strip()]
+    if not names:
+        raise Failed("instance name required: provide as argument or pipe from another command")
+    if line.startswith("@"):
+        line = Path(line[1:]).read_text()
+    quoted = line.replace("'", "'\\''")
+    for name in names:
+        alias = name + ("-host" if flags else "")
+        ssh_line = f"ssh -T -o ConnectTimeout=5 -o LogLevel=ERROR {alias} '{quoted}'"
+        path = {"PATH": f"{root / 'bin'}:{os.environ['PATH']}"}
+        for attempt in range(2):
+            if (
+                subprocess.run(
+                    ["bash", "-c", ssh_line], env={**os.environ, **path}, stdin=subprocess.DEVNULL
+                ).returncode
+                == 0
+            ):
+                break
+            print("Connection failed, checking instance status...", file=sys.stderr)
+            with state(root) as known:
+                if name not in known:
+                    raise Failed(f'ssh connection failed and could not look up instance "{name}"', 255)
+                if known[name]["status"] == "STOPPED":
+                    known[name]["status"] = "RUNNING"
+                if known[name]["status"] != "RUNNING":
+                    raise Failed(f'instance "{name}" is in state "{known[name]["status"]}"')
+            if attempt:
+                raise Failed("exit status 1")
+        print(name)
+
+
+def copy(root: Path, words: list[str]) -> None:
+    _, rest = split(words, {"--host": False})
+    if len(rest) != 2 or ":" in rest[0] or rest[1].count(":") != 1:
+        raise Failed("exactly one of source or destination must be an instance path (format: instance_name:/path)")
+    name, _, path = rest[1].partition(":")
+    with state(root) as known:
+        if known.get(name, {}).get("status") != "RUNNING":
+            raise Failed("Workspace is not running")
+    target = root / "homes" / name / path
+    with os.fdopen(
+        os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.stat(rest[0]).st_mode & 0o777), "wb"
+    ) as file:
+        file.write(Path(rest[0]).read_bytes())
+    print(f"\n✓ Successfully copied {rest[0]} → {rest[1]} (3ms)")
+
+
+def forward(root: Path, words: list[str]) -> None:
+    import subprocess
+
+    flags, rest = split(words, {"--port": True, "-p": True, "--host": False})
+    local, _, remote = (flags.get("-p") or flags.get("--port") or "").partition(":")
+    if len(rest) != 1 or not (local and remote):
+        raise Failed("port format invalid, use local_port:remote_port")
+    mapping = f"{local}:127.0.0.1:{remote}"
+    subprocess.Popen([root / "bin" / "ssh", "-i", "brev.pem", "-T", "-L", mapping, rest[0], "-N"])
+    print(f"Port forwarding...\nlocalhost:{local} -> {rest[0]}:{remote}")
+
+
+def ssh(root: Path, words: list[str]) -> None:
+    flags: dict[str, str] = {}
+    host = ""
+    while words and not host:
+        word = words.pop(0)
+        if word in ("-i", "-o", "-L", "-G"):
+            flags[word] = words.pop(0)
+        elif word in ("-T", "-N"):
+            flags[word] = ""
+        elif word.startswith("-"):
+            raise Failed(f"unknown option {word}", 255)
+        else:
+            host = word
+    if "-G" in flags:
+        print(f"user ubuntu\nhostname {'203.0.113.7' if flags['-G'] == 'box' else flags['-G']}\nport 22")
+        return
+    local, _, remote = flags["-L"].split(":")
+    with state(root) as known:
+        if known.get(host, {}).get("status") != "RUNNING":
+            raise Failed(f"ssh: Could not resolve hostname {host}: Name or service not known", 255)
+    from fake_brev_docker import serve_port
+
+    serve_port("127.0.0.1", int(local), int(remote)).join()
+
+
+def main() -> None:
+    program, root, words = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    try:
+        {"brev": brev, "ssh-fake": ssh}[program](root, words)
+    except Failed as failed:
+        print(failed, file=sys.stderr)
+        sys.exit(failed.code)
+
+
+if __name__ == "__main__":
+    main()

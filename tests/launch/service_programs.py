@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A service that does as the file `behaviour` in its model's folder says: "service_programs:serve" for the launcher.
+
+Takes the words of `headrace microservice` and has its routes. Behaviours: ready, loading, broken, dies, mute; the file may
+be changed while it runs.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+CHAT = "/v1/chat/completions"
+_ERRORS = {
+    "loading": (503, "model_loading", "half of it is loaded"),
+    "broken": (503, "model_load_error", "the weights are torn"),
+}
+
+
+def make_model(folder: Path, behaviour: str = "ready") -> Path:
+    """A model of this program."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "behaviour").write_text(behaviour)
+    return folder
+
+
+def serve() -> None:
+    """Be a service."""
+    words = sys.argv[1:]
+    job = json.loads(words[words.index("--job") + 1])
+    behaviour = Path(job["specs"]["model_path"]) / "behaviour"
+    print("started with", json.dumps(words), flush=True)
+    if behaviour.read_text() == "dies":
+        print("first reason\nlast reason: no weights", flush=True)
+        sys.exit(7)
+    if behaviour.read_text() == "mute":
+        time.sleep(600)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            state = behaviour.read_text()
+            if self.path == "/api/v1/health/readiness" and state in _ERRORS:
+                self._say(_ERRORS[state][0], _error(state))
+            else:
+                told = {"status": "healthy", "model_state": state, "words": words, "environ": dict(os.environ)}
+                self._say(200, told)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            print("asked", flush=True)
+            state = behaviour.read_text()
+            if state in _ERRORS:
+                self._say(202 if state == "loading" else 503, _error(state))
+                return
+            asked = json.loads(body)
+            if asked.get("stream"):
+                self._stream(asked)
+                return
+            text = state.partition(":")[2] or json.dumps(asked)
+            self._say(200, {"choices": [{"message": {"role": "assistant", "content": text}}], "model": "m"})
+
+        def _stream(self, asked: dict[str, object]) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            for piece in ("one ", "two"):
+                event = {"choices": [{"delta": {"content": piece}}]}
+                self.wfile.write(b"data: %s\n\n" % json.dumps(event).encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def _say(self, status: int, body: dict[str, object]) -> None:
+            raw = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    host, port = words[words.index("--host") + 1], int(words[words.index("--port") + 1])
+    http.server.ThreadingHTTPServer((host, port), Handler).serve_forever()
+
+
+def _error(state: str) -> dict[str, object]:
+    _, kind, message = _ERRORS[state]
+    return {"error": {"type": kind, "message": message}}

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver `slurm` keeps the contract of all drivers on a real Slurm: from its own machine, and over a real ssh."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("driver_contract")
+
+from driver_contract import NOTHING, DriverContract, command  # noqa: E402
+from slurm_platform import Cluster, cluster  # noqa: E402
+
+from headrace.launch.contract import Container, Driver, Handle, LaunchSpec  # noqa: E402
+from headrace.launch.folders import is_id  # noqa: E402
+from headrace.launch.slurm.script import node_port  # noqa: E402
+
+pytestmark = pytest.mark.platform
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    with cluster() as started:
+        yield started
+
+
+class Contract(DriverContract):
+    ssh = False
+    cancel_after = (0.0, 0.02, 0.1, 0.3)
+
+    @pytest.fixture(autouse=True)
+    def platform(self, slurm: Cluster) -> Iterator[None]:
+        self.slurm = slurm
+        self.jobs = Path(tempfile.mkdtemp(prefix="hr-jobs-"))
+        yield
+        shutil.rmtree(self.jobs)
+
+    async def driver(self) -> Driver:
+        return self.slurm.driver(self.jobs, ssh=self.ssh)
+
+    def spec(
+        self,
+        job_id: str,
+        program: str = "serve",
+        words: Sequence[str] = (),
+        environment: Mapping[str, str] = NOTHING,
+        secret_environment: Mapping[str, str] = NOTHING,
+    ) -> LaunchSpec:
+        port = node_port(job_id) if is_id(job_id) else 20_000
+        box = Container("", command(program, words, port=port, python=sys.executable), port)
+        return LaunchSpec(job_id, container=box, environment=environment, secret_environment=secret_environment)
+
+    async def kill_behind_its_back(self, handle: Handle) -> None:
+        await asyncio.to_thread(self.slurm.tool, "scancel", "--full", "--signal=KILL", handle.data["platform_job_id"])
+
+    async def everything_held(self) -> set[str]:
+        return await asyncio.to_thread(self.slurm.held, self.jobs)
+
+    async def shown(self, handle: Handle) -> str:
+        number = handle.data["platform_job_id"]
+        job = await asyncio.to_thread(self.slurm.tool, "scontrol", "show", "job", "-d", number)
+        script = await asyncio.to_thread(self.slurm.tool, "scontrol", "write", "batch_script", number, "-")
+        kept = [path for path in self.jobs.rglob("*") if path.is_file()]
+        spool = [path for path in (self.slurm.folder / "spool").rglob("*") if path.is_file()]
+        logs = list((self.slurm.folder / "log").iterdir())
+        files = "".join(path.read_bytes().decode(errors="replace") for path in (*kept, *spool, *logs))
+        return job + script + files
+
+
+class TestSlurm(Contract):
+    pass
+
+
+class TestSlurmOverSsh(Contract):
+    ssh = True
