@@ -28,6 +28,7 @@ from headrace.core.errors import (
     PermissionDenied,
     Unavailable,
 )
+from headrace.core.privacy import refuse_telemetry
 from headrace.storage.checksums import from_hex
 from headrace.storage.fetching import never
 from headrace.storage.locations import HubPlace, public_text
@@ -72,6 +73,7 @@ class HubSource:
         self._max_bytes = max_bytes
         self._patterns = files
         self._size: int | None = None
+        refuse_telemetry()
 
     def look(self) -> HubListing:
         """What there is to download. Raises NotFound, PermissionDenied, Unavailable with what to do about it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites on sockets: listening, the once-a-second sweep, and draining without losing a client.
+"""Sites on sockets: listening, the sweep once a second while anybody is connected, and draining without losing a client.
 
 Composition roots make `WireServer`s, start them, and wait in `run_until_signal`. Connections come from the protocol
 factory and register themselves in their site; this module knows nothing of what they speak.
@@ -21,6 +21,8 @@ from headrace.wire.tls import TlsContexts, TlsFiles
 log = logging.getLogger("headrace.wire")
 
 SWEEP_SECONDS = 1.0
+REST_SECONDS = 60.0
+"""Between two looks while nobody is connected: many idle servers on one machine should cost it nothing."""
 SETTLE_SECONDS = 0.25
 """How long a draining server waits for what has begun: a TCP handshake, or the first bytes of a new connection."""
 SAME_SIGNAL_SECONDS = 1.0
@@ -45,7 +47,7 @@ class WireServer:
         self.site = site
         self.address = address
         """As asked; after `start`, with the real port."""
-        self._factory = protocol_factory
+        self._make = protocol_factory
         self._tls_files = tls
         self._reuse_port = reuse_port
         self._unix_mode = unix_mode
@@ -56,6 +58,8 @@ class WireServer:
         """One task for each accept handle given up and each adopted socket; it ends with their last connection."""
         self._renewal: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._resting = False
+        """Whether the next look is far away, since there is nothing to look at."""
 
     @property
     def port(self) -> int:
@@ -155,11 +159,21 @@ class WireServer:
         except OSError as error:  # gone already, or a failed handshake
             log.debug("an adopted connection of %s failed: %s", self.address, error)
 
-    def _tick(self) -> None:
+    def _factory(self) -> asyncio.BaseProtocol:
+        """For each connection that comes."""
+        if self._resting and self._timer is not None and not self._timer.cancelled():
+            # The clock has stood still, and nobody may be served by an old one.
+            self._timer.cancel()
+            self._tick(woken=True)
+        return self._make()
+
+    def _tick(self, *, woken: bool = False) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(SWEEP_SECONDS, self._tick)
         now = loop.time()
         site = self.site
+        # Certificates are looked at as often as ever.
+        self._resting = not woken and not site.connections and self._tls is None
+        self._timer = loop.call_later(REST_SECONDS if self._resting else SWEEP_SECONDS, self._tick)
         if now - site.now >= SWEEP_SECONDS / 2:  # else another server of the same site has just done it
             site.tick(now)
             for connection in tuple(site.connections):

@@ -25,7 +25,7 @@ from headrace.core.errors import FailedPrecondition
 from headrace.wire.http.heads import OK_PLAIN
 from headrace.wire.http.routes import Routes
 from headrace.wire.negotiation import NegotiatingProtocol
-from headrace.wire.server import WireServer, drain_servers, run_until_signal
+from headrace.wire.server import REST_SECONDS, WireServer, drain_servers, run_until_signal
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address, Listener, reserve_port
 
@@ -243,6 +243,23 @@ def test_a_sweep_that_fails_is_logged_and_the_others_go_on(caplog: pytest.LogCap
         broken.sweep = fail  # type: ignore[method-assign]
         await until(lambda: all(len(line.swept) >= 2 for line in sound))  # the sweep after the failure, too
         assert "broken sweep" in caplog.text
+
+    run(main())
+
+
+def test_a_server_without_connections_rests_and_has_the_right_time_when_one_comes() -> None:
+    async def main() -> None:
+        site = Site()
+        server = await started(site)
+        server._tick()
+        assert server._timer is not None
+        assert server._timer.when() > asyncio.get_running_loop().time() + REST_SECONDS / 2
+        site.tick(0.0)  # as if it had rested for long
+        before = asyncio.get_running_loop().time()
+        connected(server.address)
+        await until(lambda: site.connections)
+        assert site.now >= before
+        await until(lambda: lines_of(site)[0].swept)
 
     run(main())
 

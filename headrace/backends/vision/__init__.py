@@ -5,6 +5,10 @@
 `weights` loads them, `instance` computes, `settings` reads the parameters.
 """
 
-from headrace.backends import torch_on_one_thread
+from headrace.core.privacy import refuse_telemetry
+
+refuse_telemetry()
+
+from headrace.backends import torch_on_one_thread  # noqa: E402
 
 __all__ = ["torch_on_one_thread"]
