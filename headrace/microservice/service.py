@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.api.metrics.http import Metrics
+from headrace.api.metrics.settings import MetricsSettings
 from headrace.core.clock import Clock
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.engine.engine import Engine
@@ -31,6 +32,9 @@ from headrace.microservice.threads import in_thread
 from headrace.microservice.times import iso
 
 log = logging.getLogger("headrace.microservice")
+
+_MACHINE_MS = 15_000
+"""Between two looks at the machine for metrics: services are many, and most of the time nobody asks them."""
 
 
 def stop_by_signal() -> None:
@@ -266,7 +270,7 @@ class Microservice:
         return await in_thread(lambda: post(callback, body), "headrace-status-update")
 
     def _measure(self, engine: Engine) -> None:
-        self.metrics = Metrics(engine.plane, engine.metrics)
+        self.metrics = Metrics(engine.plane, engine.metrics, MetricsSettings(interval_ms=_MACHINE_MS))
         self.metrics.start()
 
     def _moved(self) -> None:
