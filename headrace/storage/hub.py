@@ -41,8 +41,13 @@ log = logging.getLogger("headrace.storage")
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """What is taken: weights, configurations, tokenizers, chat templates."""
 _WEIGHTS = ".safetensors"
+_TRIES = 3
 _AT_ONCE = 4
 _LOOK_SECONDS = 30.0
+
+
+class _Cut(Unavailable):
+    """The connection was lost after it was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,23 +150,35 @@ class HubSource:
             progress(size)
 
         heard(0)
-        with self._told():
-            from huggingface_hub import hf_hub_download
-
-            path = hf_hub_download(
-                self._place.repository,
-                name,
-                revision=commit,
-                local_dir=folder,
-                endpoint=self._endpoint,
-                token=self._token,
-                tqdm_class=_bar(heard),
-            )
+        path = self._downloaded(commit, name, folder, heard)
         if size and Path(path).stat().st_size != size:
             raise DataDamaged(f"{name} of {self._place} came with another size than the Hub says it has; try again")
         wanted = from_hex("sha256", sha256)
         if wanted is not None and not wanted.fits(Path(path), stopped):
             raise DataDamaged(f"{name} of {self._place} came with another SHA-256 than the Hub says it has; try again")
+
+    def _downloaded(self, commit: str, name: str, folder: Path, heard: Callable[[int], None]) -> str:
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                with self._told():
+                    from huggingface_hub import hf_hub_download
+
+                    return hf_hub_download(
+                        self._place.repository,
+                        name,
+                        revision=commit,
+                        local_dir=folder,
+                        endpoint=self._endpoint,
+                        token=self._token,
+                        tqdm_class=_bar(heard),
+                    )
+            except _Cut:
+                # What came is kept. A server may close an idle connection at the moment in which it is used again.
+                if tries >= _TRIES:
+                    raise
+                heard(0)
 
     def _is_wanted(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in self._patterns)
@@ -200,7 +217,8 @@ class HubSource:
             raise kind(f"{hub} answered {status} for {place}") from None
         except (httpx2.HTTPError, ConnectionError, TimeoutError, errors.LocalEntryNotFoundError) as error:
             log.warning("%s at %s: %s", place, hub, type(error).__name__)
-            raise Unavailable(
+            kind = _Cut if isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError) else Unavailable
+            raise kind(
                 f"{hub} could not be reached for {place} ({type(error).__name__}); check the network and HF_ENDPOINT"
             ) from None
         except OSError as error:

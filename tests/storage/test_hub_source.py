@@ -7,7 +7,10 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx2
+import huggingface_hub
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -137,3 +140,24 @@ def test_what_came_is_what_the_hub_says_it_has(hub: HubStub, tmp_path: Path) -> 
     assert not [path for path in tmp_path.iterdir() if path.name != ".locks"]
     hub.hashes = {"model.safetensors": right}
     assert files_in(bring("hf_model://org/name", tmp_path)) == WANTED
+
+
+@pytest.mark.parametrize(("cuts", "comes"), [(2, True), (99, False)])
+def test_a_connection_that_is_cut_is_tried_again_and_not_for_ever(
+    hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: int, comes: bool
+) -> None:
+    real, left = huggingface_hub.hf_hub_download, {"merges.txt": cuts}
+
+    def cut(repository: str, name: str, **words: Any) -> str:
+        if left.get(name, 0) > 0:
+            left[name] -= 1
+            raise httpx2.RemoteProtocolError("Server disconnected without sending a response.")
+        return real(repository, name, **words)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", cut)
+    if comes:
+        assert files_in(bring("hf_model://org/name", tmp_path)) == WANTED
+    else:
+        with pytest.raises(Unavailable, match="could not be reached"):
+            bring("hf_model://org/name", tmp_path)
+        assert left["merges.txt"] == cuts - 3
