@@ -12,6 +12,7 @@ from headrace.cli.ab import ab
 from headrace.cli.batch import batch
 from headrace.cli.bench import bench
 from headrace.cli.config import config
+from headrace.cli.explain import explain
 from headrace.cli.gateway import gateway
 from headrace.cli.infer import infer
 from headrace.cli.jobs import jobs
@@ -40,6 +41,7 @@ app.command()(gateway)
 app.command()(batch)
 app.command()(bench)
 app.command()(tune)
+app.command()(explain)
 app.add_typer(models)
 app.add_typer(config)
 app.add_typer(keys)

@@ -144,6 +144,7 @@ VERBS = (
     "batch",
     "users add",
     "jobs register",
+    "explain",
     "service start",
     "service request",
     "service stop",

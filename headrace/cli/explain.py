@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace explain`: what would become of an InferenceService on Kubernetes, and why. No cluster is asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.checks import FAILED, or_exit
+
+if TYPE_CHECKING:
+    from headrace.fleet.documents import Read
+    from headrace.fleet.explaining import Explanation, Question
+    from headrace.fleet.words import Document
+
+_OUTPUTS = ("text", "json", "yaml")
+
+
+def explain(
+    files: Annotated[
+        list[str],
+        typer.Option(
+            "-f",
+            "--filename",
+            metavar="FILE",
+            help="The service: a file, a folder, or - for standard input. Repeatable.",
+        ),
+    ],
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="DIR",
+            help="Runtimes, models, weights and accelerator classes: a folder or a file. Repeatable.",
+        ),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="What the cluster lacks: knative, lws, keda, gateway, ray, istio. Repeatable; it has all unless told.",
+        ),
+    ] = None,
+    output: Annotated[
+        str, typer.Option("-o", "--output", metavar="FORMAT", help="text; json; or yaml: the objects alone.")
+    ] = "text",
+) -> None:
+    """Explain a service before it is applied: the runtime and why no other, modes, pods, objects, and what is wrong.
+
+    The runtimes that come with Headrace are always there. The exit code is 1 if something is wrong.
+
+    Examples:
+
+        headrace explain -f isvc.yaml --with models/ --with runtimes/
+
+        headrace explain -f isvc.yaml --with cluster/ -o json
+
+        headrace explain -f isvc.yaml --with cluster/ -o yaml | kubectl apply --dry-run=server -f -
+    """
+    from headrace.cli.explain_view import show
+    from headrace.fleet.documents import read, write
+    from headrace.fleet.explaining import explain as explained
+    from headrace.fleet.explaining import question
+
+    with or_exit():
+        lacking = _checked(output, without or [])
+    asked = question(_read(files), read([Path(each) for each in beside or []]), lacking=lacking)
+    found = [explained(each, asked) for each in asked.services]
+    if output == "json":
+        typer.echo(json.dumps(_as_json(found, asked), indent=2))
+    elif output == "yaml":
+        typer.echo(write(_unowned(each) for one in found for each in one.objects), nl=False)
+        for each in [*asked.errors, *(error for one in found for error in one.errors)]:
+            typer.secho(f"headrace: {each}", fg="red", err=True)
+    else:
+        show(found, asked.errors)
+    if asked.errors or any(each.errors for each in found):
+        raise typer.Exit(FAILED)
+
+
+def _as_json(found: list[Explanation], asked: Question) -> Any:
+    """One object for one service; several in a list, each with its name."""
+    from headrace.fleet.explaining import errors_json
+    from headrace.fleet.words import name_of
+
+    errors = errors_json(asked.errors)
+    if not found:
+        runtime: dict[str, Any] = {"name": None, "reason": "", "rejected": []}
+        return {"runtime": runtime, "components": {}, "objects": [], "errors": errors}
+    shown = [each.as_json() for each in found]
+    for each in shown:
+        each["errors"] = [*errors, *each["errors"]]
+    if len(found) == 1:
+        return shown[0]
+    return [{"service": name_of(one.service), **each} for one, each in zip(found, shown, strict=True)]
+
+
+def _unowned(made: Document) -> Document:
+    """Without an owner that has no uid: what came from a file has none, and an API server would refuse it."""
+    from headrace.fleet.words import items, part, text
+
+    metadata = part(made, "metadata")
+    owners = [each for each in items(metadata, "ownerReferences") if text(each, "uid")]
+    rest = {name: each for name, each in metadata.items() if name != "ownerReferences"}
+    return {**made, "metadata": {**rest, **({"ownerReferences": owners} if owners else {})}}
+
+
+def _read(files: list[str]) -> Read:
+    from headrace.fleet.documents import Read, parse, read
+
+    found = Read([], [])
+    for each in files:
+        one = parse(sys.stdin.read(), "<stdin>") if each == "-" else read([Path(each)])
+        found = Read([*found.sources, *one.sources], [*found.problems, *one.problems])
+    return found
+
+
+def _checked(output: str, without: list[str]) -> list[str]:
+    from headrace.core.errors import InvalidArgument
+    from headrace.fleet.words import CAPABILITIES
+
+    if output not in _OUTPUTS:
+        raise InvalidArgument(f"-o {output}: there are {', '.join(_OUTPUTS)}")
+    for each in without:
+        if each not in CAPABILITIES:
+            raise InvalidArgument(f"--without {each}: there are {', '.join(sorted(CAPABILITIES))}")
+    return without

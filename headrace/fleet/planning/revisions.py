@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two revisions of a component at once, where Knative does not keep them: canary, promotion, rollback.
+
+The component's own workload has the revision that was rolled out; a second one, named `...-canary`, has what the service
+asks for now, as long as `canaryTrafficPercent` is below 100. What to do follows from the service and what is live, and from
+nothing that has to be remembered:
+
+- the percentage is removed, or 100: *promotion*. The component's own workload gets the new pods; the canary keeps its share
+  of the requests until they are all up, and goes.
+- the service asks for what was rolled out again, or the percentage is 0: *rollback*. All requests go to the old pods.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.fleet.merging import Component
+from headrace.fleet.planning.site import REVISION_LABEL, available, digest_of
+from headrace.fleet.words import NOTHING, Document, annotations_of, labels_of, part, text, whole
+
+SHARE = "ome.io/canary-traffic-percent"
+"""Annotation of a canary's workload: the share that it was given last."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Which revisions a component has, and which share of the requests the newest gets."""
+
+    state: Literal["single", "canary", "promoting"]
+    latest: str
+    """The revision that the service asks for."""
+    stable: str
+    """The one under the component's own name; the same as `latest` but in a canary."""
+    asked: int | None = None
+    """`canaryTrafficPercent`."""
+    percent: int = 100
+    """What `latest` gets now: nothing before one of its pods answers."""
+    kept: Document | None = None
+    """The live workload whose pods stay as they are."""
+
+    @property
+    def two(self) -> bool:
+        """Whether there is a second workload."""
+        return self.state != "single"
+
+
+def revision_of(component: Component) -> str:
+    """Ten characters that stand for the pods of a component. Labels and replicas make no revision."""
+    pods = [component.pod, component.leader, component.worker, component.worker_size]
+    return digest_of(json.dumps(pods, sort_keys=True, default=str))
+
+
+def rollout(
+    component: Component, stable: Document | None, canary: Document | None, told: Document = NOTHING
+) -> Rollout:
+    """What to do with a component, by its live workloads and what its status told last."""
+    latest, asked = revision_of(component), component.extension.canary_traffic_percent
+    if stable is None or _never_answered(stable, told):
+        return Rollout("single", latest, latest, asked)
+    running = labels_of(stable).get(REVISION_LABEL, "")
+    second = labels_of(canary).get(REVISION_LABEL, "") if canary is not None else ""
+    if running == latest:
+        if second == latest and not settled(stable):
+            return Rollout("promoting", latest, latest, asked, _share(stable, canary))
+        return Rollout("single", latest, latest, asked)
+    if asked is not None and asked < 100:
+        ready = second == latest and available(canary) > 0
+        return Rollout("canary", latest, running, asked, asked if ready else 0, kept=stable)
+    if second == latest:
+        return Rollout("promoting", latest, latest, asked, _share(stable, canary))
+    return Rollout("single", latest, latest, asked)
+
+
+def settled(live: Document) -> bool:
+    """Whether all pods of a live workload are the newest, and answer."""
+    status, wanted = part(live, "status"), whole(live, "spec", "replicas")
+    wanted = 1 if wanted is None else wanted
+    seen, generation = whole(status, "observedGeneration"), whole(live, "metadata", "generation")
+    if seen is not None and generation is not None and seen < generation:
+        return False
+    return (whole(status, "updatedReplicas") or 0) >= wanted and available(live) >= wanted
+
+
+def _never_answered(stable: Document, told: Document) -> bool:
+    """Whether a workload is broken from its beginning: there is nothing to keep, and what comes next takes its place."""
+    if not told or text(told, "latestRolledoutRevision") or text(told, "latestReadyRevision"):
+        return False
+    return available(stable) == 0 and whole(stable, "spec", "replicas") != 0
+
+
+def _share(stable: Document, canary: Document | None) -> int:
+    """What a canary has during its promotion: what it had, or all while nobody else answers (a group that is replaced)."""
+    if available(canary) > 0 and available(stable) == 0:
+        return 100
+    share = annotations_of(canary).get(SHARE, "") if canary is not None else ""
+    return min(int(share), 100) if share.isdecimal() and share.isascii() and len(share) < 4 else 0

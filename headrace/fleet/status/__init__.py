@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status of a service: what was seen of its objects and pods, as conditions, revisions and the state of its model.
+
+Called by the controller on Kubernetes and by the one of this machine, which both show what they see as Kubernetes objects.
+Pure: time is a parameter, and the same sight gives the same status, so that nothing is written when nothing changed. May not
+live here: what should be (`planning`).
+"""
+
+from headrace.fleet.status.document import status
+from headrace.fleet.status.failures import status_of_problems
+from headrace.fleet.status.observed import Observed
+
+__all__ = ["Observed", "status", "status_of_problems"]

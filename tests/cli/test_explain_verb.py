@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace explain`: for people, for programs, with the exit code of what it found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from headrace.cli.explain import explain
+from headrace.fleet.documents import parse
+
+SERVICE = """\
+apiVersion: ome.io/v1beta1
+kind: InferenceService
+metadata:
+  name: llama-chat
+spec:
+  model:
+    name: llama
+  engine:
+    minReplicas: 1
+    maxReplicas: 4
+    runner:
+      env: [{name: LOG_LEVEL, value: debug}]
+  router: {}
+"""
+CLUSTER = """\
+apiVersion: ome.io/v1beta1
+kind: ClusterBaseModel
+metadata: {name: llama}
+spec:
+  modelFormat: {name: safetensors}
+  modelArchitecture: LlamaForCausalLM
+  storage: {storageUri: "hf://meta/llama", path: /models/llama}
+---
+apiVersion: ome.io/v1beta1
+kind: ClusterServingRuntime
+metadata: {name: mine}
+spec:
+  supportedModelFormats:
+    - modelFormat: {name: safetensors}
+      modelArchitecture: LlamaForCausalLM
+      autoSelect: true
+      priority: 9
+  engineConfig:
+    runner: {name: ome-container, image: "example.com/llm:1", ports: [{containerPort: 8080}]}
+  routerConfig:
+    runner: {name: router, image: "example.com/router:1", ports: [{containerPort: 8080}]}
+"""
+
+
+def run(*arguments: str | Path, input: str | None = None) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(explain)
+    return CliRunner().invoke(app, [str(each) for each in arguments], input=input)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "with").mkdir()
+    (tmp_path / "with" / "cluster.yaml").write_text(CLUSTER)
+    (tmp_path / "isvc.yaml").write_text(SERVICE)
+    return tmp_path
+
+
+def test_text_for_people(files: Path) -> None:
+    result = run("-f", files / "isvc.yaml", "--with", files / "with")
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(each.split()) for each in result.stdout.splitlines()]
+    assert "InferenceService default/llama-chat" in lines and "Model: llama" in lines
+    assert any(each.startswith("mine: ") for each in lines)
+    assert any(each.startswith("triton ") for each in lines)
+    assert any(each.startswith("engine RawDeployment 1 to 4 ") for each in lines)
+    assert "containers[ome-container].image example.com/llm:1 runtime" in lines
+    assert "containers[ome-container].env[LOG_LEVEL].value debug service" in lines
+    assert "containers[ome-container].env[MODEL_PATH].value /models/llama default" in lines
+    assert "Pod of router" in lines and "Deployment apps/v1 llama-chat-router" in lines
+
+
+def test_json_for_programs(files: Path) -> None:
+    result = run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "json")
+    assert result.exit_code == 0
+    shown = json.loads(result.stdout)
+    assert list(shown) == ["runtime", "components", "objects", "errors"] and shown["errors"] == []
+    assert shown["runtime"]["name"] == "mine" and set(shown["components"]) == {"engine", "router"}
+
+
+def test_yaml_is_the_objects_alone_without_an_owner_that_is_not_there(files: Path) -> None:
+    result = run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "yaml")
+    shown = json.loads(run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "json").stdout)["objects"]
+    assert result.exit_code == 0 and all(each["metadata"].pop("ownerReferences") for each in shown)
+    assert parse(result.stdout).documents == shown
+    (files / "isvc.yaml").write_text(SERVICE.replace("name: llama-chat", "name: llama-chat\n  uid: u-1"))
+    [first, *_] = parse(run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "yaml").stdout).documents
+    assert first["metadata"]["ownerReferences"][0]["uid"] == "u-1"
+
+
+def test_a_mistake_is_told_with_its_line_and_the_exit_code(files: Path) -> None:
+    place = files / "isvc.yaml"
+    place.write_text(SERVICE.replace("maxReplicas: 4", "maxReplicas: many"))
+    for output in ("text", "json", "yaml"):
+        result = run("-f", place, "--with", files / "with", "-o", output)
+        assert result.exit_code == 1
+        if output == "json":
+            assert json.loads(result.stdout)["errors"][0]["field"] == "spec.engine.maxReplicas"
+        else:
+            assert f"{place}:10: spec.engine.maxReplicas: " in result.output
+
+
+def test_a_file_that_is_no_yaml_and_one_that_is_not_there(files: Path) -> None:
+    (files / "with" / "bad.yaml").write_text("a: b: c\n")
+    result = run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "json")
+    assert result.exit_code == 1
+    assert [each["field"] for each in json.loads(result.stdout)["errors"]] == [f"{files / 'with' / 'bad.yaml'}:1"]
+    result = run("-f", files / "none.yaml", "-o", "json")
+    assert result.exit_code == 1
+    shown = json.loads(result.stdout)
+    assert list(shown) == ["runtime", "components", "objects", "errors"]
+    assert shown["errors"][0]["message"] == "there is no such file"
+
+
+def test_standard_input_and_several_services(files: Path) -> None:
+    several = f"{SERVICE}---\n{SERVICE.replace('llama-chat', 'second')}---\n{CLUSTER}"
+    result = run("-f", "-", "-o", "json", input=several)
+    assert result.exit_code == 0
+    assert [each["service"] for each in json.loads(result.stdout)] == ["llama-chat", "second"]
+    result = run("-f", "-", input=several)
+    assert "InferenceService default/second" in result.stdout
+
+
+def test_what_the_cluster_lacks(files: Path) -> None:
+    (files / "isvc.yaml").write_text(SERVICE.replace("minReplicas: 1", "minReplicas: 0"))
+    common = ("-f", files / "isvc.yaml", "--with", files / "with", "-o", "json")
+    modes = [
+        json.loads(run(*common, *more).stdout)["components"]["engine"]["mode"]
+        for more in ((), ("--without", "knative"))
+    ]
+    assert modes == ["Serverless", "RawDeployment"]
+
+
+@pytest.mark.parametrize(("option", "value"), [("-o", "xml"), ("--without", "gravity")])
+def test_bad_use(files: Path, option: str, value: str) -> None:
+    result = run("-f", files / "isvc.yaml", option, value)
+    assert result.exit_code == 2 and f"{option} {value}: there are" in result.output
+
+
+def test_names_cannot_paint_on_the_terminal(files: Path) -> None:
+    (files / "isvc.yaml").write_text(SERVICE.replace("name: llama\n", 'name: "[red]\\e[2J\\nREADY"\n'))
+    result = run("-f", files / "isvc.yaml")
+    assert result.exit_code == 1 and "\x1b" not in result.stdout and "\nREADY" not in result.stdout

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small cluster and services for tests of planning, and plans as a cluster would have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleet_documents import document
+
+from headrace.fleet.planning import Plan, plan
+from headrace.fleet.planning.site import live_key
+from headrace.fleet.words import CAPABILITIES, ClusterFacts, FleetSettings
+
+UID = "5a9f1c0e-0000-4000-8000-000000000010"
+FORMAT = {"modelFormat": {"name": "safetensors"}, "modelArchitecture": "LlamaForCausalLM"}
+RUNNER = {
+    "name": "ome-container",
+    "image": "engine:1",
+    "args": ["--model", "$(MODEL_PATH)"],
+    "ports": [{"name": "http", "containerPort": 9000}, {"containerPort": 9001}],
+}
+ROUTER = {"name": "router", "image": "router:1", "command": ["smg"], "args": ["--policy", "random"]}
+PODS = {
+    "leader": {"runner": RUNNER},
+    "worker": {"size": 2, "runner": {**RUNNER, "ports": []}},
+}
+
+
+def runtime(name: str, **spec: Any) -> dict[str, Any]:
+    formats = [{"name": "safetensors", **FORMAT, "autoSelect": name == "plain"}]
+    return document("ClusterServingRuntime", name, {"supportedModelFormats": formats, **spec})
+
+
+def facts(without: str = "", **settings: Any) -> ClusterFacts:
+    """A cluster that has everything but these (words)."""
+    return ClusterFacts(
+        runtimes=(
+            runtime("plain", engineConfig={"runner": RUNNER}),
+            runtime("routed", engineConfig={"runner": RUNNER}, routerConfig={"runner": ROUTER}),
+            runtime("groups", engineConfig=PODS, decoderConfig=PODS, routerConfig={"runner": ROUTER}),
+        ),
+        models=(document("ClusterBaseModel", "llama", {**FORMAT, "storage": {"path": "/mnt/llama"}}),),
+        capabilities=CAPABILITIES - frozenset(without.split()),
+        settings=FleetSettings(**settings),
+    )
+
+
+def service(spec: dict[str, Any], name: str = "chat", runtime: str = "plain", **annotations: str) -> dict[str, Any]:
+    """A service of the cluster above; `ome_io__x` names the annotation `ome.io/x`."""
+    made = document(
+        "InferenceService", name, {"model": {"name": "llama"}, "runtime": {"name": runtime}, **spec}, "default"
+    )
+    made["metadata"]["uid"] = UID
+    if annotations:
+        made["metadata"]["annotations"] = {
+            key.replace("__", "/").replace("ome_io", "ome.io").replace("_", "-"): value
+            for key, value in annotations.items()
+        }
+    return made
+
+
+def one(made: Plan, kind: str, name: str) -> dict[str, Any]:
+    """The object of that kind and name; Knative's Services by `ksvc`."""
+    assert not made.problems, [str(each) for each in made.problems]
+    found = [
+        each
+        for each in made.objects
+        if (each["kind"] if "knative" not in each["apiVersion"] else "ksvc") == kind
+        and each["metadata"]["name"] == name
+    ]
+    assert len(found) == 1, [f"{each['kind']}/{each['metadata']['name']}" for each in made.objects]
+    return found[0]
+
+
+def names(made: Plan) -> set[str]:
+    assert not made.problems, [str(each) for each in made.problems]
+    return {f"{each['kind']}/{each['metadata']['name']}" for each in made.objects}
+
+
+def live(made: Plan, ready: str = "all", replicas: int = 2, generation: int = 1) -> dict[str, dict[str, Any]]:
+    """The objects as a cluster has them once their pods answer; `ready` names those that do."""
+    found = {}
+    for each in made.objects:
+        count = each.get("spec", {}).get("replicas", replicas)
+        up = ready == "all" or each["metadata"]["name"] in ready.split()
+        status = {"observedGeneration": generation, "replicas": count, "updatedReplicas": count if up else 0}
+        found[live_key(each["kind"], each["metadata"]["name"])] = {
+            **each,
+            "metadata": {**each["metadata"], "generation": generation},
+            "spec": {**each.get("spec", {}), "replicas": count},
+            "status": {**status, "availableReplicas": count if up else 0},
+        }
+    return found
+
+
+def planned(spec: dict[str, Any], without: str = "", settings: dict[str, Any] | None = None, **more: Any) -> Plan:
+    return plan(service(spec, **more), facts(without, **(settings or {})))

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects of Serverless, MultiNode, Ray, prefill-decode and virtual services; the router component."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from plan_cases import facts, names, one, planned, service
+
+from headrace.fleet.planning import plan
+from headrace.fleet.words import FleetSettings
+
+LEADERS = {"app": "chat-engine", "leaderworkerset.sigs.k8s.io/worker-index": "0"}
+
+
+def test_serverless() -> None:
+    engine = {
+        "minReplicas": 0,
+        "maxReplicas": 7,
+        "scaleTarget": 10,
+        "scaleMetric": "concurrency",
+        "containerConcurrency": 4,
+        "timeoutSeconds": 90,
+        "annotations": {"serving.knative.dev/rollout-duration": "60s"},
+    }
+    made = planned({"engine": engine})
+    knative = one(made, "ksvc", "chat-engine")
+    assert knative["apiVersion"] == "serving.knative.dev/v1"
+    assert knative["metadata"]["annotations"] == {"serving.knative.dev/rollout-duration": "60s"}
+    template = knative["spec"]["template"]
+    annotations = template["metadata"]["annotations"]
+    assert annotations["autoscaling.knative.dev/min-scale"] == "0"
+    assert annotations["autoscaling.knative.dev/max-scale"] == "7"
+    assert annotations["autoscaling.knative.dev/target"] == "10"
+    assert annotations["autoscaling.knative.dev/metric"] == "concurrency"
+    assert annotations["autoscaling.knative.dev/class"] == "kpa.autoscaling.knative.dev"
+    assert "serving.knative.dev/rollout-duration" not in annotations
+    spec = template["spec"]
+    assert (spec["containerConcurrency"], spec["timeoutSeconds"], spec["responseStartTimeoutSeconds"]) == (4, 90, 90)
+    assert spec["containers"][0]["ports"] == [{"containerPort": 9000, "protocol": "TCP"}]
+    assert knative["spec"]["traffic"] == [{"latestRevision": True, "percent": 100}]
+
+
+def test_serverless_is_reached_through_knative_and_not_around_it() -> None:
+    made = planned({"engine": {"minReplicas": 0}})
+    assert one(made, "Service", "chat")["spec"]["selector"] == {"app": "chat-front"}
+    config = json.loads(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
+    assert config["backends"] == ["http://chat-engine.default.svc.cluster.local:80,weight=100"]
+    assert config["keep_host"] is False
+    assert "activation" not in config
+
+
+def test_serverless_canary() -> None:
+    spec = service({"engine": {"minReplicas": 0, "canaryTrafficPercent": 30}}, ome_io__enable_tag_routing="true")
+    spec["status"] = {"components": {"engine": {"latestRolledoutRevision": "chat-engine-00001"}}}
+    traffic = one(plan(spec, facts()), "ksvc", "chat-engine")["spec"]["traffic"]
+    assert traffic == [
+        {"latestRevision": True, "percent": 30, "tag": "latest"},
+        {"latestRevision": False, "revisionName": "chat-engine-00001", "percent": 70, "tag": "prev"},
+    ]
+
+
+def test_groups() -> None:
+    made = planned({"engine": {"minReplicas": 2}}, runtime="groups")
+    assert names(made) == {
+        "ConfigMap/modelconfig-chat",
+        "LeaderWorkerSet/lws-chat-engine",
+        "Service/chat-engine",
+        "Service/chat",
+    }
+    spec = one(made, "LeaderWorkerSet", "lws-chat-engine")["spec"]
+    assert spec["replicas"] == 2
+    assert spec["startupPolicy"] == "LeaderCreated"
+    assert spec["networkConfig"] == {"subdomainPolicy": "Shared"}
+    template = spec["leaderWorkerTemplate"]
+    assert template["size"] == 3
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+    leader, worker = (template[f"{each}Template"] for each in ("leader", "worker"))
+    assert leader["metadata"]["labels"]["app"] == "chat-engine"
+    assert leader["metadata"]["labels"]["ray.io/node-type"] == "head"
+    assert "app" not in worker["metadata"]["labels"]
+    assert "readinessProbe" in leader["spec"]["containers"][0]
+    assert "readinessProbe" not in worker["spec"]["containers"][0]
+
+
+def test_services_before_groups_select_their_own_leaders_alone() -> None:
+    made = planned({"engine": {}, "decoder": {}}, runtime="groups")
+    assert one(made, "Service", "chat-engine")["spec"]["selector"] == LEADERS
+    assert one(made, "Service", "chat-decoder")["spec"]["selector"]["app"] == "chat-decoder"
+    assert one(made, "Service", "chat")["spec"]["selector"] == {
+        "ome.io/inferenceservice": "chat",
+        "component": "engine",
+        "leaderworkerset.sigs.k8s.io/worker-index": "0",
+    }
+
+
+def test_a_leader_without_workers_is_a_group_of_one() -> None:
+    leader = {"runner": {"name": "ome-container", "image": "engine:1"}}
+    made = planned({"engine": {"leader": leader}})
+    template = one(made, "LeaderWorkerSet", "lws-chat-engine")["spec"]["leaderWorkerTemplate"]
+    assert template["size"] == 1
+    assert template["workerTemplate"]["spec"]["containers"][0]["image"] == "engine:1"
+
+
+@pytest.mark.parametrize(
+    ("without", "word", "annotations"),
+    [("lws", "LeaderWorkerSet", {}), ("ray", "KubeRay", {"ome_io__deploymentMode": "MultiNodeRayVLLM"})],
+)
+def test_what_the_cluster_does_not_have(without: str, word: str, annotations: dict[str, str]) -> None:
+    made = planned({"engine": {}}, without=without, runtime="groups", **annotations)
+    assert [word in each.message for each in made.problems] == [True]
+    assert made.objects == []
+
+
+def test_ray() -> None:
+    made = planned({"engine": {"minReplicas": 2}}, runtime="groups", ome_io__deploymentMode="MultiNodeRayVLLM")
+    assert {"RayCluster/chat-engine-0", "RayCluster/chat-engine-1", "Service/chat-engine"} <= names(made)
+    cluster = one(made, "RayCluster", "chat-engine-0")
+    assert cluster["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
+    [group] = cluster["spec"]["workerGroupSpecs"]
+    assert (group["groupName"], group["replicas"]) == ("wg", 2)
+    worker = group["template"]["spec"]["containers"][0]
+    assert "KUBERAY_GEN_RAY_START_CMD" in worker["command"][-1]
+    assert "args" not in worker
+    assert "ray stop" in worker["lifecycle"]["preStop"]["exec"]["command"][-1]
+    own = one(made, "Service", "chat-engine")["spec"]
+    assert own["selector"] == {"app": "chat-engine", "ray.io/node-type": "head"}
+    assert 8265 in [port["port"] for port in own["ports"]]
+
+
+def test_prefill_and_decode() -> None:
+    made = planned({"engine": {}, "decoder": {"minReplicas": 2}, "router": {}}, runtime="groups")
+    assert made.modes == {"engine": "MultiNode", "decoder": "MultiNode", "router": "RawDeployment"}
+    assert one(made, "Service", "chat")["spec"]["selector"]["component"] == "router"
+
+
+def test_virtual_services_are_made_of_nothing() -> None:
+    made = planned({"engine": {}}, ome_io__deploymentMode="VirtualDeployment")
+    assert made.objects == []
+    assert made.problems == []
+    assert made.urls.url == made.urls.address == "http://chat.default.svc.cluster.local"
+
+
+def router(config: dict[str, str], runtime: str = "routed", **more: Any) -> dict[str, Any]:
+    made = planned({"engine": {}, "router": {"config": config, **more}}, runtime=runtime)
+    found: dict[str, Any] = one(made, "Deployment", "chat-router")["spec"]["template"]["spec"]
+    return found
+
+
+def test_a_router_may_read_pods_and_no_more() -> None:
+    made = planned({"engine": {}, "router": {}}, runtime="routed")
+    assert one(made, "Role", "chat-router")["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+    ]
+    assert one(made, "Deployment", "chat-router")["spec"]["template"]["spec"]["serviceAccountName"] == "chat-router"
+    assert "ServiceAccount/chat-router" in names(made)
+
+
+def test_a_router_with_an_account_of_its_own() -> None:
+    made = planned({"engine": {}, "router": {"serviceAccountName": "mine"}}, runtime="routed")
+    assert "ServiceAccount/chat-router" not in names(made)
+    assert one(made, "RoleBinding", "chat-router")["subjects"][0]["name"] == "mine"
+
+
+def test_router_settings_become_flags_and_variables() -> None:
+    [container] = router({"routing_strategy": "round_robin", "health_check_interval": "1m"})["containers"]
+    assert container["args"] == ["--policy", "round_robin", "--health-check-interval-secs", "60"]
+    assert {"name": "health_check_interval", "value": "1m"} in container["env"]
+    assert [each["name"] for each in container["env"]] == sorted(each["name"] for each in container["env"])
+
+
+def test_a_line_for_a_shell_is_left_as_it_is() -> None:
+    runner = {"name": "router", "command": ["bash", "-c"], "args": ["smg --policy random --port 1"]}
+    [container] = router({"routing_strategy": "round_robin"}, runner=runner)["containers"]
+    assert container["args"][-1] == "smg --policy random --port 1"
+
+
+def test_where_a_runtime_has_no_router_ours_is_run() -> None:
+    pod = router({"routing_strategy": "round_robin", "health_check_interval": "500ms"}, runtime="plain")
+    [container] = pod["containers"]
+    assert container["image"] == FleetSettings().image
+    assert "http://chat-engine.default.svc.cluster.local:9000,weight=100" in container["args"]
+    assert container["args"][container["args"].index("--policy") + 1] == "round-robin"
+    assert container["args"][container["args"].index("--health-interval") + 1] == "0.5"

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What we ship: each runtime is admitted, each sample planned, in clusters that have everything and in bare ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import facts, runtime, service
+
+import headrace.fleet
+from headrace.fleet import admission, documents, schema
+from headrace.fleet.planning import plan
+from headrace.fleet.words import CAPABILITIES, ClusterFacts, Document, cluster_facts, kind_of, name_of
+
+SHIPPED = Path(headrace.fleet.__file__).parent
+SAMPLES = sorted((SHIPPED / "samples").glob("*.yaml"))
+MODES = {
+    "raw": {"engine": "RawDeployment"},
+    "serverless": {"engine": "Serverless"},
+    "scale-to-zero": {"engine": "RawDeployment"},
+    "canary": {"engine": "RawDeployment"},
+    "multi-node": {"engine": "MultiNode"},
+    "multi-node-ray": {"engine": "MultiNodeRayVLLM"},
+    "prefill-decode": {"engine": "RawDeployment", "decoder": "RawDeployment", "router": "RawDeployment"},
+    "router": {"engine": "RawDeployment", "router": "RawDeployment"},
+    "keda": {"engine": "RawDeployment"},
+    "virtual": {},
+    "cpu": {"engine": "RawDeployment"},
+    "accelerators": {"engine": "RawDeployment"},
+}
+RUNTIMES = {
+    "raw": "headrace-gpu",
+    "multi-node": "vllm-multi-node",
+    "prefill-decode": "sglang-prefill-decode",
+    "cpu": "headrace-cpu",
+}
+
+
+def cluster(path: Path) -> tuple[list[Document], ClusterFacts]:
+    read = documents.read([SHIPPED / "runtimes", path])
+    assert read.problems == []
+    return read.documents, cluster_facts(read.documents)
+
+
+def test_every_sample_is_known() -> None:
+    assert {each.stem for each in SAMPLES} == set(MODES)
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_sample(path: Path) -> None:
+    found, everything = cluster(path)
+    for each in found:
+        assert admission.problems(admission.defaulted(each, everything), everything) == [], name_of(each)
+        assert list(schema.doubts(each)) == [], name_of(each)
+    [asked] = [each for each in found if kind_of(each) == "InferenceService"]
+    made = plan(asked, everything)
+    assert made.problems == []
+    assert made.modes == MODES[path.stem]
+    if path.stem in RUNTIMES:
+        assert made.selection is not None
+        assert made.selection.runtime is not None
+        assert name_of(made.selection.runtime) == RUNTIMES[path.stem]
+    json.dumps(made.objects)
+    keys = [(each["apiVersion"], each["kind"], each["metadata"]["name"]) for each in made.objects]
+    assert len(set(keys)) == len(keys)
+    needed = {"multi-node": "lws", "multi-node-ray": "ray", "keda": "keda"}.get(path.stem, "")
+    bare = replace(everything, capabilities=frozenset({needed}) & CAPABILITIES)
+    assert plan(asked, bare).problems == []
+
+
+ANNOTATIONS = st.dictionaries(
+    st.sampled_from(
+        [
+            "ome.io/deploymentMode",
+            "ome.io/autoscalerClass",
+            "ome.io/ingress-disable-creation",
+            "ome.io/enable-tag-routing",
+        ]
+    ),
+    st.sampled_from(["RawDeployment", "Serverless", "MultiNode", "keda", "hpa", "external", "true", "false"]),
+)
+COMPONENT = st.fixed_dictionaries(
+    {},
+    optional={
+        "minReplicas": st.integers(0, 4),
+        "maxReplicas": st.integers(1, 9),
+        "scaleMetric": st.sampled_from(["cpu", "memory", "concurrency", "rps"]),
+        "scaleTarget": st.integers(1, 100),
+        "canaryTrafficPercent": st.integers(0, 100),
+        "timeoutSeconds": st.integers(1, 1000),
+        "kedaConfig": st.fixed_dictionaries({"enableKeda": st.booleans()}),
+        "worker": st.fixed_dictionaries({"size": st.integers(0, 3)}),
+        "runner": st.fixed_dictionaries({"name": st.just("ome-container"), "image": st.sampled_from(["a:1", "b:2"])}),
+    },
+)
+SPEC = st.fixed_dictionaries({"engine": COMPONENT}, optional={"decoder": COMPONENT, "router": COMPONENT})
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    spec=SPEC,
+    annotations=ANNOTATIONS,
+    runtime=st.sampled_from(["plain", "routed", "groups"]),
+    without=st.sets(st.sampled_from(sorted(CAPABILITIES))),
+    name=st.from_regex(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", fullmatch=True),
+)
+def test_any_service_has_a_plan_or_a_problem(
+    spec: dict, annotations: dict, runtime: str, without: set[str], name: str
+) -> None:
+    asked = service(spec, name=name, runtime=runtime)
+    asked["metadata"]["annotations"] = annotations
+    around = facts(" ".join(without))
+    made = plan(asked, around)
+    assert plan(asked, around).objects == made.objects
+    assert bool(made.objects) != bool(made.problems)
+    for each in made.objects:
+        metadata = each["metadata"]
+        assert metadata["ownerReferences"][0]["name"] == name
+        limit = 63 if each["kind"] == "Service" else 253
+        assert len(metadata["name"]) <= limit
+        assert all(len(value) <= 63 for value in metadata["labels"].values())
+        needed = {"LeaderWorkerSet": "lws", "ScaledObject": "keda", "RayCluster": "ray", "HTTPRoute": "gateway"}
+        assert needed.get(each["kind"]) not in without
+        assert not ("knative" in each["apiVersion"] and "knative" in without)
+    for problem in made.problems:
+        assert problem.message
+        assert problem.fix
+
+
+JUNK = st.sampled_from([None, 3, "x", [], [3], {}, {"name": 3}, [{"name": "ome-container"}], [{"containerPort": "a"}]])
+PART = st.sampled_from(["containers", "initContainers", "ports", "env", "volumes", "runner", "lifecycle", "config"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pods=st.dictionaries(PART, JUNK),
+    runner=st.dictionaries(PART, JUNK),
+    where=st.sampled_from(["engineConfig", "routerConfig"]),
+    mode=st.sampled_from(["", "Serverless", "MultiNode", "MultiNodeRayVLLM"]),
+)
+def test_a_runtime_that_nobody_checked_does_not_raise(pods: dict, runner: dict, where: str, mode: str) -> None:
+    odd = {"runner": {"name": "ome-container", "image": "a:1", **runner}, **pods}
+    around = replace(facts(), runtimes=(runtime("plain", **{"engineConfig": {}, where: odd}),))
+    asked = service({"engine": {"minReplicas": 1}, "router": {}})
+    asked["metadata"]["annotations"] = {"ome.io/deploymentMode": mode} if mode else {}
+    made = plan(asked, around)
+    assert bool(made.objects) != bool(made.problems)

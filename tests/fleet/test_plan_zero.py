@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""To zero without Knative: the front that holds requests and wakes pods."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from plan_cases import facts, live, names, one, planned, service
+
+from headrace.fleet.planning import Plan, plan
+
+ZERO = {"engine": {"minReplicas": 0, "maxReplicas": 6, "scaleTarget": 10}}
+
+
+def config(made: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
+    return found
+
+
+def test_without_knative_our_router_wakes_a_deployment() -> None:
+    made = planned(ZERO, without="knative")
+    assert made.modes == {"engine": "RawDeployment"}
+    assert "HorizontalPodAutoscaler/chat-engine" not in names(made)
+    assert "replicas" not in one(made, "Deployment", "chat-engine")["spec"]
+    assert one(made, "Service", "chat")["spec"]["selector"] == {"app": "chat-front"}
+    activation = config(made)["activation"]
+    assert activation["targets"] == [
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "namespace": "default",
+            "name": "chat-engine",
+            "scale": {"metric": "concurrency", "target": 10, "most": 6},
+        }
+    ]
+    assert activation["idle_seconds"] == 300
+    assert made.urls.url == "http://chat.default.svc.cluster.local:9000"
+
+
+def test_the_front_may_scale_its_sleepers_and_nothing_else() -> None:
+    made = planned(ZERO, without="knative")
+    rules = one(made, "Role", "chat-front")["rules"]
+    assert {(each["resources"][0], *each["resourceNames"]) for each in rules} == {
+        ("deployments", "chat-engine"),
+        ("deployments/scale", "chat-engine"),
+    }
+    binding = one(made, "RoleBinding", "chat-front")
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "chat-front", "namespace": "default"}]
+    pod = one(made, "Deployment", "chat-front")["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "chat-front"
+    assert pod["containers"][0]["args"] == ["router", "--config", "/etc/headrace/router.yaml"]
+
+
+def test_asked_for_by_annotation_where_there_is_knative() -> None:
+    assert planned(ZERO).modes == {"engine": "Serverless"}
+    assert planned(ZERO, ome_io__deploymentMode="RawDeployment").modes == {"engine": "RawDeployment"}
+
+
+def test_serverless_by_annotation_needs_knative() -> None:
+    [problem] = planned({"engine": {}}, without="knative", ome_io__deploymentMode="Serverless").problems
+    assert "Knative" in problem.message
+
+
+def test_by_cpu_an_autoscaler_works_above_one() -> None:
+    made = planned({"engine": {"minReplicas": 0, "maxReplicas": 6, "scaleMetric": "cpu"}}, without="knative")
+    assert one(made, "HorizontalPodAutoscaler", "chat-engine")["spec"]["minReplicas"] == 1
+    assert "scale" not in config(made)["activation"]["targets"][0]
+
+
+def test_all_that_sleep_are_woken_together() -> None:
+    spec = {"engine": {"minReplicas": 0}, "decoder": {"minReplicas": 0}, "router": {"minReplicas": 1}}
+    made = planned(spec, runtime="groups")
+    assert [each["name"] for each in config(made)["activation"]["targets"]] == ["lws-chat-engine", "lws-chat-decoder"]
+    assert config(made)["backends"] == ["http://chat-router.default.svc.cluster.local:8080,weight=100"]
+    assert "replicas" not in one(made, "LeaderWorkerSet", "lws-chat-engine")["spec"]
+    resources = {each["resources"][0] for each in one(made, "Role", "chat-front")["rules"]}
+    assert resources == {"leaderworkersets", "leaderworkersets/scale"}
+
+
+def test_pods_that_answer_are_not_left_for_a_front_that_does_not() -> None:
+    cluster = facts("knative")
+    first = plan(service({"engine": {"minReplicas": 1}}), cluster)
+    begun = plan(service(ZERO), cluster, live(first))
+    assert one(begun, "Service", "chat")["spec"]["selector"]["component"] == "engine"
+    done = plan(service(ZERO), cluster, live(begun))
+    assert one(done, "Service", "chat")["spec"]["selector"] == {"app": "chat-front"}
+
+
+def test_keda_goes_to_zero_and_is_told_of_requests_by_the_front() -> None:
+    made = planned({**ZERO, "kedaConfig": {"enableKeda": True}}, without="knative")
+    spec = one(made, "ScaledObject", "scaledobject-chat-engine")["spec"]
+    assert spec["minReplicaCount"] == 0
+    counted = spec["triggers"][1]
+    assert counted["type"] == "metrics-api"
+    assert counted["metadata"]["url"] == "http://chat.default.svc.cluster.local:9000/router/status"
+    assert "scale" not in config(made)["activation"]["targets"][0]
+
+
+def test_how_long_nothing_may_come() -> None:
+    spec = service(ZERO)
+    spec["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": "45"}
+    assert config(plan(spec, facts("knative")))["activation"]["idle_seconds"] == 45
+
+
+def test_what_scales_itself_is_left_alone() -> None:
+    made = planned(ZERO, without="knative", ome_io__autoscalerClass="external")
+    assert "Deployment/chat-front" not in names(made)

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status of services, from plans and what a controller sees of them."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import seed_examples
+from fleet_sight import LLAMA, NOON, ROUTED, condition, facts, live, look, pod, revision, service, sight, told
+
+from headrace import fleet
+from headrace.fleet import schema
+from headrace.fleet.documents import read
+from headrace.fleet.explaining import shipped_runtimes
+from headrace.fleet.planning import plan
+from headrace.fleet.status import Observed, status
+from headrace.fleet.words import cluster_facts
+
+
+def has(found: Any, wanted: Any, place: str) -> None:
+    """Fails unless every field of `wanted` is in `found` with that value; conditions go by their type."""
+    if isinstance(wanted, dict):
+        for name, value in wanted.items():
+            assert name in found, f"{place}.{name} is missing"
+            has(found[name], value, f"{place}.{name}")
+    elif isinstance(wanted, list) and wanted and "type" in wanted[0]:
+        for each in wanted:
+            has({one["type"]: one for one in found}[each["type"]], each, f"{place}[{each['type']}]")
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted), place
+        for number, each in enumerate(wanted):
+            has(found[number], each, f"{place}[{number}]")
+    else:
+        assert found == wanted, place
+
+
+@pytest.mark.parametrize("least", [1, 0], ids=["raw", "serverless"])
+def test_the_status_of_the_seed_field_for_field(least: int) -> None:
+    cluster = facts(
+        ingress_domain="example.com",
+        disable_ingress_creation=False,
+        enable_gateway_api=True,
+        ingress_gateway="istio-system/gateway",
+    )
+    asked = service({**LLAMA, "engine": {"minReplicas": least}, "router": {"minReplicas": least}})
+    made = plan(asked, cluster)
+    assert made.problems == []
+    half_past = datetime(2024, 1, 15, 10, 30, tzinfo=UTC)
+    down = [f"{kind}/llama-chat-{each}" for kind in ("Deployment", "Service") for each in ("engine", "router")]
+    asked["status"] = status(asked, made, sight(made, down=down), half_past - timedelta(minutes=5))
+    assert told(asked["status"], "Ready")["status"] == "False"
+    pods = [
+        pod(f"{each}-1", each, ready=True, labels=revision(made, each) if least else {})
+        for each in ("engine", "router")
+    ]
+    found = status(asked, made, sight(made, pods=pods), half_past)
+    has({"status": found}, yaml.safe_load(seed_examples.STATUS), "")
+    assert schema.check_status({**asked, "status": found}) == []
+
+
+def test_all_components_count() -> None:
+    asked = service(ROUTED)
+    made = plan(asked, facts())
+    assert told(status(asked, made, sight(made), NOON), "Ready")["status"] == "True"
+    found = status(asked, made, sight(made, down=["llama-chat-router"]), NOON)
+    assert told(found, "EngineReady")["status"] == "True"
+    ready = told(found, "Ready")
+    assert ready["status"] == "False" and ready["reason"] == "MinimumReplicasUnavailable"
+    assert ready["message"] == "RouterReady: no minimum availability"
+
+
+def test_before_anything_is_made_all_is_unknown() -> None:
+    asked = service(LLAMA)
+    found = look(asked, Observed())
+    assert {each["status"] for each in found["conditions"]} == {"Unknown"}
+    assert told(found, "EngineReady")["message"] == "Deployment llama-chat-engine has not been made yet"
+    assert "url" not in found and "url" not in found["components"]["engine"]
+    assert found["modelStatus"] == {
+        "transitionStatus": "InProgress",
+        "modelRevisionStates": {"activeModelState": "Pending", "targetModelState": "Pending"},
+    }
+
+
+def test_generation_runtime_and_mode_are_told() -> None:
+    found = look(service(LLAMA, generation=7))
+    assert found["observedGeneration"] == 7
+    assert {each["observedGeneration"] for each in found["conditions"]} == {7}
+    assert found["runtime"]["name"] == "vllm-text-generation" and found["runtime"]["kind"] == "ClusterServingRuntime"
+    model = {"name": "llama-3-70b-instruct", "kind": "ClusterBaseModel", "path": "/models/llama-3-70b"}
+    assert found["model"] == model and found["components"]["engine"]["mode"] == "RawDeployment"
+    assert found["components"]["engine"]["readyReplicas"] == 1
+
+
+def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
+    asked = service(LLAMA)
+    asked["status"] = look(asked)
+    later = NOON + timedelta(hours=1)
+    assert look(asked, now=later) == asked["status"]
+    made = plan(asked, facts())
+    down = status(asked, made, sight(made, down=["llama-chat-engine"]), later)
+    assert told(down, "EngineReady")["lastTransitionTime"] == "2024-01-15T13:00:00Z"
+    assert told(down, "IngressReady")["lastTransitionTime"] == "2024-01-15T12:00:00Z"
+    assert down["components"]["engine"]["url"] == asked["status"]["components"]["engine"]["url"]
+
+
+def test_conditions_of_others_stay_and_those_of_a_removed_component_go() -> None:
+    asked = service(ROUTED)
+    asked["status"] = look(asked)
+    asked["status"]["conditions"].append({"type": "example.com/Audited", "status": "True"})
+    asked["spec"] = LLAMA
+    kinds = [each["type"] for each in look(asked)["conditions"]]
+    assert "example.com/Audited" in kinds and "RouterReady" not in kinds
+
+
+def test_the_new_revision_may_fail_while_the_old_one_answers() -> None:
+    asked = service(LLAMA)
+    made = plan(asked, facts())
+    objects = [live(each) for each in made.objects]
+    [engine] = [each for each in objects if each["kind"] == "Deployment"]
+    stuck = condition("Progressing", False, "ProgressDeadlineExceeded", "ReplicaSet has timed out progressing")
+    engine["status"]["conditions"].append(stuck)
+    engine["status"] |= {"updatedReplicas": 0}
+    found = status(asked, made, Observed(tuple(objects)), NOON)
+    assert told(found, "Ready")["status"] == "True"
+    latest = told(found, "LatestDeploymentReady")
+    assert (latest["status"], latest["reason"], latest["severity"]) == ("False", "ProgressDeadlineExceeded", "Info")
+    assert "latestReadyRevision" not in found["components"]["engine"]
+
+
+def test_a_virtual_service_is_ready_and_makes_nothing() -> None:
+    found = look(service(LLAMA, ome_io__deploymentMode="VirtualDeployment"))
+    assert told(found, "Ready")["reason"] == "VirtualDeployment"
+    url = "http://llama-chat.default.svc.cluster.local"
+    assert found["url"] == found["address"]["url"] == found["components"]["predictor"]["url"] == url
+
+
+def test_a_gateway_that_refuses_the_route_is_heard() -> None:
+    gateway = {"disable_ingress_creation": False, "enable_gateway_api": True, "ingress_gateway": "a/b"}
+    asked, cluster = service(LLAMA), facts(**gateway)
+    made = plan(asked, cluster)
+    found = status(asked, made, sight(made, down=["llama-chat"]), NOON)
+    ingress = told(found, "IngressReady")
+    assert (ingress["status"], ingress["reason"]) == ("False", "NoMatchingParent")
+    assert ingress["message"] == "HTTPRoute llama-chat: no such listener"
+    silent = [{**each, "status": {}} if each["kind"] == "HTTPRoute" else each for each in map(live, made.objects)]
+    waiting = told(status(asked, made, Observed(tuple(silent)), NOON), "IngressReady")
+    assert (waiting["status"], waiting["reason"]) == ("Unknown", "WaitingForGateway")
+
+
+def test_knative_tells_of_routes_and_revisions() -> None:
+    asked = service({**LLAMA, "engine": {"minReplicas": 0}})
+    made = plan(asked, facts())
+    found = status(asked, made, sight(made), NOON)
+    kinds = {each["type"]: each["status"] for each in found["conditions"]}
+    assert kinds["EngineRouteReady"] == kinds["EngineConfigurationReady"] == kinds["RoutesReady"] == "True"
+    engine = found["components"]["engine"]
+    assert engine["mode"] == "Serverless" and engine["latestRolledoutRevision"] == "llama-chat-engine-00001"
+    assert engine["address"]["url"] == "http://llama-chat-engine.default.svc.cluster.local"
+    # No pod is there, and none is needed before a request comes.
+    states = {"activeModelState": "Standby", "targetModelState": "Standby"}
+    assert found["modelStatus"] == {"transitionStatus": "UpToDate", "modelRevisionStates": states}
+
+
+def test_the_router_that_wakes_a_service_is_its_way_in() -> None:
+    asked = service({**LLAMA, "engine": {"minReplicas": 0}})
+    cluster = facts()
+    object.__setattr__(cluster, "capabilities", frozenset())
+    made = plan(asked, cluster)
+    fronts = [
+        each["metadata"]["name"] for each in made.objects if each["metadata"]["labels"].get("component") == "front"
+    ]
+    assert fronts and made.components["engine"].mode == "RawDeployment"
+    found = status(asked, made, sight(made, down=fronts, replicas=0), NOON)
+    assert told(found, "EngineReady")["status"] == "True" and told(found, "IngressReady")["status"] == "False"
+    up = status(asked, made, sight(made, replicas=0), NOON)
+    assert told(up, "Ready")["status"] == "True"
+    assert up["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Standby"
+
+
+SAMPLES = sorted((Path(fleet.__file__).parent / "samples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
+def test_every_sample_gets_ready_and_stays_so(sample: Path) -> None:
+    documents = read([sample]).documents
+    cluster = cluster_facts([*documents, *shipped_runtimes()])
+    for document in documents:
+        if document["kind"] != "InferenceService":
+            continue
+        made = plan(document, cluster)
+        assert made.problems == []
+        asked = {**document, "status": status(document, made, sight(made), NOON)}
+        assert {each["status"] for each in asked["status"]["conditions"]} == {"True"}
+        assert asked["status"]["url"] and schema.check_status(asked) == []
+        assert status(asked, made, sight(made), NOON + timedelta(days=1)) == asked["status"]
+
+
+def test_the_accelerator_that_was_chosen_is_told() -> None:
+    [sample] = [each for each in SAMPLES if each.stem == "accelerators"]
+    documents = read([sample]).documents
+    [asked] = [each for each in documents if each["kind"] == "InferenceService"]
+    found = look(dict(asked), cluster=cluster_facts([*documents, *shipped_runtimes()]))
+    chosen = found["components"]["engine"]["selectedAccelerator"]
+    assert chosen["acceleratorClass"] and chosen["reason"] and chosen["nodeSelector"] and chosen["resourceRequests"]
+
+
+def test_of_several_ray_clusters_one_is_enough() -> None:
+    [sample] = [each for each in SAMPLES if each.stem == "multi-node-ray"]
+    documents = read([sample]).documents
+    [found] = [each for each in documents if each["kind"] == "InferenceService"]
+    asked = {
+        **found,
+        "spec": {**found["spec"], "engine": {**found["spec"]["engine"], "minReplicas": 2, "maxReplicas": 2}},
+    }
+    made = plan(asked, cluster_facts([*documents, *shipped_runtimes()]))
+    names = [each["metadata"]["name"] for each in made.objects if each["kind"] == "RayCluster"]
+    assert len(names) == 2
+    one = told(status(asked, made, sight(made, down=names[:1]), NOON), "EngineReady")
+    none = told(status(asked, made, sight(made, down=names), NOON), "EngineReady")
+    assert one["status"] == "True" and (none["status"], none["reason"]) == ("False", "RayClusterFailed")
+
+
+WORDS = st.sampled_from(
+    ["", "True", "False", "Error", "OOMKilled", "CrashLoopBackOff", "not one word", "x\ny", "é" * 2000]
+)
+KINDS = st.sampled_from(["Ready", "Available", "Progressing", "PodScheduled", "RoutesReady", "Accepted", ""])
+NUMBERS = st.integers(0, 100)
+
+
+def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """A mapping with some of these fields; or, now and then, something else."""
+    return st.fixed_dictionaries({}, optional=fields) | WORDS | st.none()
+
+
+def list_of(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=3) | WORDS
+
+
+CONDITIONS = list_of(some(type=KINDS, status=WORDS, reason=WORDS, message=WORDS, lastTransitionTime=WORDS))
+STATE = some(
+    running=some(),
+    waiting=some(reason=WORDS, message=WORDS),
+    terminated=some(exitCode=NUMBERS | WORDS, reason=WORDS, message=WORDS, finishedAt=WORDS),
+)
+CONTAINERS = list_of(some(name=WORDS, ready=st.booleans(), state=STATE, lastState=STATE))
+TRAFFIC = list_of(some(revisionName=WORDS, percent=NUMBERS | WORDS, latestRevision=st.booleans(), tag=WORDS))
+LIVE = some(
+    conditions=CONDITIONS,
+    parents=list_of(some(conditions=CONDITIONS)),
+    traffic=TRAFFIC,
+    state=WORDS,
+    latestCreatedRevisionName=WORDS,
+    latestReadyRevisionName=WORDS,
+    replicas=NUMBERS,
+    readyReplicas=NUMBERS | WORDS,
+    updatedReplicas=NUMBERS,
+    observedGeneration=NUMBERS,
+)
+POD = some(
+    phase=WORDS,
+    reason=WORDS,
+    message=WORDS,
+    conditions=CONDITIONS,
+    containerStatuses=CONTAINERS,
+    initContainerStatuses=CONTAINERS,
+)
+BEFORE = some(
+    conditions=CONDITIONS,
+    url=WORDS,
+    components=some(engine=some(traffic=TRAFFIC, revisions=list_of(some(name=WORDS, digest=WORDS)), url=WORDS)),
+    modelStatus=some(lastFailureInfo=some(reason=WORDS), modelRevisionStates=some(activeModelState=WORDS)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LIVE, POD, BEFORE, st.sampled_from([LLAMA, ROUTED, {**LLAMA, "engine": {"minReplicas": 0}}]))
+def test_whatever_is_seen_the_status_is_valid_and_settles(first: Any, second: Any, before: Any, spec: Any) -> None:
+    asked = service(spec)
+    if isinstance(before, dict):
+        asked["status"] = before
+    made = plan(asked, CLUSTER)
+    objects = tuple({**each, "status": first} for each in map(live, made.objects))
+    pods = ({**pod("a"), "status": second}, {**pod("b", ready=True), "spec": first})
+    asked["status"] = status(asked, made, Observed(objects, pods), NOON)
+    for later in range(1, 3):
+        again = status(asked, made, Observed(objects, pods), NOON + timedelta(hours=later))
+        # What somebody else wrote into it may take one round to go.
+        assert later == 1 or again == asked["status"]
+        asked["status"] = again
+    assert isinstance(before, dict) or schema.check_status(asked) == []
+
+
+CLUSTER = facts()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Services that cannot be made: the status says what to change, and what ran before stays."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fleet_sight import LLAMA, NOON, facts, look, pod, revision, service, sight, told
+
+from headrace.fleet import schema
+from headrace.fleet.planning import plan
+from headrace.fleet.status import Observed, status_of_problems
+from headrace.fleet.words import ClusterFacts, Problem
+
+ENGINE: dict[str, Any] = {"engine": {}}
+STRANGE = {
+    "kind": "ClusterBaseModel",
+    "metadata": {"name": "strange"},
+    "spec": {"modelFormat": {"name": "scroll"}, "modelArchitecture": "Papyrus"},
+}
+OFF = {"kind": "ClusterBaseModel", "metadata": {"name": "off"}, "spec": {"disabled": True}}
+DEAD = {"kind": "ClusterServingRuntime", "metadata": {"name": "dead"}, "spec": {"disabled": True}}
+
+
+def cluster() -> ClusterFacts:
+    found = facts()
+    return ClusterFacts(runtimes=(*found.runtimes, DEAD), models=(*found.models, STRANGE, OFF))
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason", "failure"),
+    [
+        ({**ENGINE, "model": {"name": "nowhere"}}, "BaseModelNotFound", "BaseModelNotFound"),
+        ({**ENGINE, "model": {"name": "off"}}, "BaseModelNotReady", "BaseModelNotReady"),
+        ({**ENGINE, "model": {"name": "strange"}}, "NoSupportingRuntime", "NoSupportingRuntime"),
+        ({**LLAMA, "runtime": {"name": "nowhere"}}, "RuntimeNotRecognized", "RuntimeNotRecognized"),
+        ({**LLAMA, "runtime": {"name": "dead"}}, "RuntimeDisabled", "RuntimeDisabled"),
+        ({**LLAMA, "runtime": {"name": "deepseek-pairs"}}, "NoSupportingRuntime", "NoSupportingRuntime"),
+        ({**LLAMA, "engine": {"minReplicas": 5, "maxReplicas": 2}}, "InvalidSpec", "InvalidPredictorSpec"),
+        ({"model": {"name": "deepseek-r1"}, "decoder": {}}, "InvalidSpec", "InvalidPredictorSpec"),
+    ],
+)
+def test_each_error_has_its_reason(spec: dict[str, Any], reason: str, failure: str) -> None:
+    asked = service(spec, generation=4)
+    found = look(asked, Observed(), cluster=cluster())
+    ready = told(found, "Ready")
+    assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", reason, 4)
+    assert ready["message"].startswith("spec.") and "; " in ready["message"]
+    model = found["modelStatus"]
+    assert model["transitionStatus"] == "InvalidSpec" and model["lastFailureInfo"]["reason"] == failure
+    assert model["lastFailureInfo"]["message"] == ready["message"]
+    assert model["modelRevisionStates"] == {"activeModelState": "Pending", "targetModelState": "FailedToLoad"}
+    assert found["observedGeneration"] == 4
+    assert schema.check_status({**asked, "status": found}) == []
+
+
+def test_what_ran_before_stays_told() -> None:
+    asked = service(LLAMA)
+    made = plan(asked, facts())
+    observed = sight(made, pods=[pod("a", ready=True, labels=revision(made))])
+    asked["status"] = before = look(asked, observed)
+    asked["spec"] = {**LLAMA, "model": {"name": "nowhere"}}
+    found = look(asked, now=NOON + timedelta(hours=1))
+    assert found["url"] == before["url"] and found["components"] == before["components"]
+    assert told(found, "EngineReady")["status"] == "True" and told(found, "Ready")["status"] == "False"
+    assert found["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Loaded"
+    assert found["modelStatus"]["modelCopies"] == {"failedCopies": 0, "totalCopies": 1}
+    asked["status"] = found
+    assert look(asked, now=NOON + timedelta(hours=2)) == found
+
+
+def test_an_error_that_is_not_the_users_leaves_the_model_alone() -> None:
+    asked = service(LLAMA)
+    asked["status"] = before = look(asked)
+    problem = Problem("", "the API server does not answer", "nothing: it is tried again")
+    found = status_of_problems(asked, [problem], NOON, reason="ReconcileError")
+    assert told(found, "Ready")["reason"] == "ReconcileError" and found["modelStatus"] == before["modelStatus"]
+
+
+def test_many_problems_are_counted() -> None:
+    problems = [Problem(f"spec.{number}", "is wrong", "change it") for number in range(9)]
+    message = told(status_of_problems(service(LLAMA), problems, NOON), "Ready")["message"]
+    assert "spec.4: is wrong" in message and "spec.5" not in message and message.endswith("and 4 more")

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of the model, and the real reason when something does not run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fleet_sight import LLAMA, NOON, ROUTED, condition, crashing, facts, live, pod, revision, service, sight, told
+
+from headrace.fleet import schema
+from headrace.fleet.planning import plan
+from headrace.fleet.status import Observed, status
+
+DEEPSEEK: dict[str, Any] = {"model": {"name": "deepseek-r1"}}
+
+
+def seen(
+    pods: list[dict[str, Any]], spec: dict[str, Any] = LLAMA, *, down: tuple[str, ...] = ("llama-chat-engine",)
+) -> Any:
+    asked = service(spec)
+    made = plan(asked, facts())
+    for each in pods:
+        each["metadata"]["labels"] = {**revision(made), **each["metadata"]["labels"]}
+    found = status(asked, made, sight(made, down=down, pods=pods), NOON)
+    assert schema.check_status({**asked, "status": found}) == []
+    return found
+
+
+def test_a_container_that_crashes_is_the_reason() -> None:
+    found = seen([crashing("llama-chat-engine-x", message="CUDA out of memory", code=3)])
+    engine = told(found, "EngineReady")
+    assert (engine["status"], engine["reason"]) == ("False", "CrashLoopBackOff")
+    said = "container ome-container ended with exit code 3 (Error): CUDA out of memory"
+    assert engine["message"] == f"pod llama-chat-engine-x: {said}"
+    assert told(found, "Ready")["reason"] == "CrashLoopBackOff"
+    assert found["modelStatus"] == {
+        "transitionStatus": "BlockedByFailedLoad",
+        "modelRevisionStates": {"activeModelState": "Pending", "targetModelState": "FailedToLoad"},
+        "lastFailureInfo": {
+            "location": "llama-chat-engine-x",
+            "reason": "ModelLoadFailed",
+            "message": said,
+            "modelRevisionName": "llama-chat-engine-00001",
+            "time": "2024-01-15T11:59:00Z",
+            "exitCode": 3,
+        },
+        "modelCopies": {"failedCopies": 1, "totalCopies": 1},
+    }
+
+
+def test_it_has_failed_until_it_is_ready_not_until_it_is_tried_again() -> None:
+    again = crashing("a")
+    again["status"]["containerStatuses"][0]["state"] = {"running": {"startedAt": "2024-01-15T12:00:00Z"}}
+    assert seen([again])["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    container = {"name": "ome-container", "ready": False, "state": {"waiting": {"reason": reason, "message": message}}}
+    return pod("a", containerStatuses=[container])
+
+
+KILLED = crashing("a", code=137)
+KILLED["status"]["containerStatuses"][0]["lastState"]["terminated"]["reason"] = "OOMKilled"
+INIT = {"name": "model-init", "state": {"running": {}}}
+INIT_FAILED = {"name": "model-init", "state": {"terminated": {"exitCode": 2, "reason": "Error"}}}
+STARTING = {"name": "ome-container", "ready": False, "state": {"running": {}}}
+DONE = {"name": "ome-container", "ready": False, "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}
+
+
+@pytest.mark.parametrize(
+    ("one", "target", "reason", "failure"),
+    [
+        (waiting("ImagePullBackOff", "no such image"), "FailedToLoad", "ImagePullBackOff", "RuntimeUnhealthy"),
+        (
+            waiting("CreateContainerConfigError", "no secret"),
+            "FailedToLoad",
+            "CreateContainerConfigError",
+            "RuntimeUnhealthy",
+        ),
+        (waiting("ContainerCreating"), "Pending", "ContainerCreating", ""),
+        (KILLED, "FailedToLoad", "OOMKilled", "ModelLoadFailed"),
+        (pod("a", initContainerStatuses=[INIT]), "Loading", "PodInitializing", ""),
+        (pod("a", initContainerStatuses=[INIT_FAILED]), "FailedToLoad", "Error", "ModelLoadFailed"),
+        (pod("a", containerStatuses=[STARTING]), "Loading", "ContainersNotReady", ""),
+        (pod("a", containerStatuses=[DONE]), "Pending", "Pending", ""),
+        (
+            pod("a", phase="Failed", reason="Evicted", message="low on memory"),
+            "FailedToLoad",
+            "Evicted",
+            "RuntimeUnhealthy",
+        ),
+        (
+            pod("a", phase="Pending", conditions=[condition("PodScheduled", False, "Unschedulable", "0/3 nodes")]),
+            "Pending",
+            "Unschedulable",
+            "",
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_a_pod_tells(one: dict[str, Any], target: str, reason: str, failure: str) -> None:
+    found = seen([one])
+    assert found["modelStatus"]["modelRevisionStates"]["targetModelState"] == target
+    assert told(found, "EngineReady")["reason"] == reason
+    assert found["modelStatus"].get("lastFailureInfo", {}).get("reason", "") == failure
+    assert (found["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad") == (target == "FailedToLoad")
+
+
+def test_what_a_quota_forbids_is_told_though_there_is_no_pod() -> None:
+    asked = service(LLAMA)
+    made = plan(asked, facts())
+    objects = [live(each, up=False) for each in made.objects]
+    [engine] = [each for each in objects if each["kind"] == "Deployment"]
+    engine["status"]["conditions"].append(condition("ReplicaFailure", True, "FailedCreate", "exceeded quota: gpus"))
+    found = told(status(asked, made, Observed(tuple(objects)), NOON), "EngineReady")
+    assert (found["status"], found["reason"], found["message"]) == ("False", "FailedCreate", "exceeded quota: gpus")
+
+
+def test_a_copy_that_fails_beside_one_that_answers_is_counted() -> None:
+    found = seen([pod("good", ready=True, age=9), crashing("bad")], down=())
+    model = found["modelStatus"]
+    assert model["modelCopies"] == {"failedCopies": 1, "totalCopies": 2}
+    assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loaded"}
+    assert model["lastFailureInfo"]["location"] == "bad" and told(found, "Ready")["status"] == "True"
+
+
+def test_the_old_copy_answers_while_the_new_one_loads() -> None:
+    asked = service(LLAMA)
+    made = plan(asked, facts())
+    old = pod("old", ready=True, age=99, labels={"ome.io/revision": "before"})
+    new = pod("new", containerStatuses=[STARTING], labels=revision(made))
+    observed = sight(made, pods=[old, new])
+    engine = next(each for each in observed.objects if each["kind"] == "Deployment")
+    engine["status"] |= {"updatedReplicas": 0}
+    model = status(asked, made, observed, NOON)["modelStatus"]
+    assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loading"}
+    assert model["transitionStatus"] == "InProgress"
+
+
+def test_a_router_loads_no_model_and_pods_that_go_do_not_count() -> None:
+    gone = pod("gone", ready=True)
+    gone["metadata"]["deletionTimestamp"] = "2024-01-15T11:00:00Z"
+    found = seen([pod("r", "router", ready=True), gone], ROUTED)
+    assert found["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Pending"
+    assert "modelCopies" not in found["modelStatus"]
+
+
+def test_the_half_of_a_pair_that_is_least_far_counts() -> None:
+    spec = {**DEEPSEEK, "engine": {}, "decoder": {}, "router": {}}
+    asked = service(spec)
+    made = plan(asked, facts())
+    pods = [
+        pod("e", "engine", ready=True, labels=revision(made)),
+        pod("d", "decoder", containerStatuses=[STARTING], labels=revision(made, "decoder")),
+    ]
+    found = status(asked, made, sight(made, down=["llama-chat-decoder"], pods=pods), NOON)
+    assert found["modelStatus"]["modelRevisionStates"] == {"activeModelState": "Pending", "targetModelState": "Loading"}
+    assert told(found, "DecoderReady")["reason"] == "ContainersNotReady"
+    assert told(found, "Ready")["message"].startswith("DecoderReady: pod d:")
+
+
+def test_of_a_group_of_nodes_the_leader_is_the_copy() -> None:
+    asked = service({**DEEPSEEK, "engine": {"worker": {"size": 1}}})
+    made = plan(asked, facts())
+    assert made.components["engine"].mode == "MultiNode"
+    name, index = "leaderworkerset.sigs.k8s.io/name", "leaderworkerset.sigs.k8s.io/worker-index"
+    of = {name: "lws-llama-chat-engine", **revision(made)}
+    pods = [pod("g", ready=True, labels={**of, index: "0"}), pod("g-1", ready=True, labels={**of, index: "1"})]
+    model = status(asked, made, sight(made, pods=pods), NOON)["modelStatus"]
+    assert model["modelCopies"] == {"failedCopies": 0, "totalCopies": 1}
+    assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loaded"}
+    pods = [pod("g", labels={**of, index: "0"}), crashing("g-1", labels={**of, index: "1"})]
+    found = status(asked, made, sight(made, down=["lws-llama-chat-engine"], pods=pods), NOON)
+    assert told(found, "EngineReady")["reason"] == "CrashLoopBackOff"
+    assert found["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
+
+
+def test_a_model_that_no_node_has_is_told() -> None:
+    cluster = facts()
+    [model] = [each for each in cluster.models if each["metadata"]["name"] == "llama-3-70b-instruct"]
+    assert isinstance(model, dict)
+    asked = service(LLAMA)
+    for state, transition in (("In_Transit", "InProgress"), ("Failed", "BlockedByFailedLoad")):
+        model["status"] = {"state": state, "nodesFailed": ["n1"]}
+        made = plan(asked, cluster)
+        found = status(asked, made, sight(made, down=["llama-chat-engine"]), NOON)["modelStatus"]
+        assert found["lastFailureInfo"]["reason"] == "BaseModelNotReady"
+        assert state in found["lastFailureInfo"]["message"] and "n1" in found["lastFailureInfo"]["message"]
+        assert found["transitionStatus"] == transition
+
+
+def test_a_long_last_word_is_cut_at_its_beginning() -> None:
+    found = seen([crashing("a", message="x" * 5000 + " the end")])
+    message = found["modelStatus"]["lastFailureInfo"]["message"]
+    assert len(message) == 1024 and message.endswith("the end")
