@@ -13,8 +13,8 @@ from pathlib import Path
 
 from bench import mlp, resnet50
 from bench.errors import BenchError
-from bench.formats import Format
-from bench.formats.files import RESNET50, SMALL, model_file
+from bench.formats import SMALL, Format
+from bench.formats.files import model_file
 from bench.torchscript import torchscript_file
 from bench.workloads import NETWORKS
 
@@ -90,24 +90,25 @@ def triton_mlp_repository(wait_microseconds: int) -> Path:
 def resnet50_repository(kind: Format, instances: int) -> Path:
     """ResNet-50 in this format, alone; each request is an execution of its own."""
     folder = _emptied(WORK / f"{kind.name}-{instances}")
-    _resnet50(folder, kind, instances)
+    _large(folder, kind, instances)
     return folder
 
 
 def loading_repository(kind: Format) -> Path:
-    """ResNet-50, and a model that is loaded before it, so that the framework has started."""
+    """The large model, and one that is loaded before it, so that the framework has started."""
     folder = _emptied(WORK / f"{kind.name}-load")
-    _resnet50(folder, kind)
+    _large(folder, kind)
     size = (resnet50.SMALL_WIDTH,)
-    config = _config(kind.backend, size, size, names=(kind.input_name, kind.output_name))
+    given = (kind.given,) if kind.columns else size
+    config = _config(kind.backend, size, given, names=(kind.input_name, kind.output_name))
     _link(model_file(kind, SMALL), _model(folder, SMALL, config) / kind.file)
     return folder
 
 
-def _resnet50(repository: Path, kind: Format, instances: int = 1) -> None:
+def _large(repository: Path, kind: Format, instances: int = 1) -> None:
     names = (kind.input_name, kind.output_name)
-    config = _config(kind.backend, kind.image, CLASSES, names=names, instances=instances)
-    _link(model_file(kind, RESNET50), _model(repository, RESNET50, config) / kind.file)
+    config = _config(kind.backend, kind.image, (kind.given,), names=names, instances=instances)
+    _link(model_file(kind, kind.large), _model(repository, kind.large, config) / kind.file)
 
 
 def _link(made: Path, wanted: Path) -> None:

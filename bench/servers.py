@@ -13,8 +13,8 @@ from pathlib import Path
 
 from bench.dialects import OWN_CALL, PREDICT
 from bench.errors import BenchError
-from bench.formats import FORMATS, Format
-from bench.formats.files import RESNET50, SMALL, model_file
+from bench.formats import FORESTS, FORMATS, RESNET50, SMALL, Format
+from bench.formats.files import model_file
 from bench.models import (
     example_repository,
     headrace_repository,
@@ -189,8 +189,10 @@ def _own_call(kind: Format, plans: tuple[str, ...], ports: Ports) -> Launch:
     shape = ",".join(map(str, (1, *kind.image)))
     files = [str(model_file(kind, plan)) for plan in plans]
     script = str(PEERS / "own-call/own_call.py")
-    # One thread all the way down, as Headrace has it: the matrix library below PyTorch asks this variable only.
-    return Launch([sys.executable, script, kind.name, str(ports.http), shape, *files], {"OMP_NUM_THREADS": "1"})
+    # One thread all the way down, as Headrace has it: the matrix library below PyTorch asks this variable only. Trees are
+    # read by as many threads as there are cores, in Headrace too.
+    threads = {} if kind.columns else {"OMP_NUM_THREADS": "1"}
+    return Launch([sys.executable, script, kind.name, str(ports.http), shape, *files], threads)
 
 
 READY = "/v2/health/ready"
@@ -217,6 +219,17 @@ def _of_format(kind: Format) -> tuple[Server, ...]:
     )
 
 
+def _of_forest(kind: Format) -> tuple[Server, ...]:
+    """The same for its loading alone."""
+    name, load = kind.name, (f"load-100mb-{kind.name}",)
+    return (
+        Server(f"headrace-{name}-load", load, partial(_headrace_loading, kind), READY, environment=OURS),
+        Server(
+            f"own-load-{name}", load, partial(_own_call, kind, (kind.large, SMALL)), READY, OWN_CALL, environment=OURS
+        ),
+    )
+
+
 def _proxy(name: str, launch: Callable[[Ports], Launch], needs: str = "") -> Server:
     return Server(name, ("router",), launch, READY, environment=OURS, behind="headrace-handler", needs=needs)
 
@@ -239,6 +252,7 @@ SERVERS: dict[str, Server] = {
         _proxy("nginx", nginx, needs="nginx"),
         _proxy("haproxy", haproxy, needs="haproxy"),
         *(server for kind in FORMATS.values() for server in _of_format(kind)),
+        *(server for kind in FORESTS.values() for server in _of_forest(kind)),
         Server("triton-python-onnx", MLP, _triton_onnx, READY, environment="triton-python", one_core=True),
         Server("triton-python-onnx-100us", MLP, _triton_onnx_wait, READY, environment="triton-python", one_core=True),
         Server("triton-python", (*EVERYTHING, *CROWDED), _triton_python, READY),

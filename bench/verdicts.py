@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bench.formats import FORMATS
+from bench.formats import FORESTS, FORMATS
 from bench.overload import TIMEOUT_BUDGET_MS
 from bench.summary import Figure, IdleFigure, LoadingFigure, MemoryFigure, OverloadFigure, StartFigure, Summary
 from bench.workloads import CROWDS
@@ -87,6 +87,7 @@ def verdicts_of(summary: Summary) -> list[Verdict]:
         *(verdict for name in MLP_WORKLOADS for verdict in _mlp_verdicts(name, known)),
         *(_overhead_verdict(name, known) for name in OVERHEAD_WORKLOADS),
         *(verdict for name in FORMATS for verdict in _format_verdicts(name, known, loaded)),
+        *(_loading_verdict(name, loaded) for name in FORESTS),
         _idle_verdict(summary.idle),
         _below("start (s)", "example repository", summary.start, _start_seconds, START_SECONDS_BELOW, " s"),
         _below("idle-memory (RSS MB)", "nothing loaded", summary.memory, _resident, IDLE_MEGABYTES_BELOW, " MB"),
@@ -141,21 +142,25 @@ def _rates_verdict(workload: str, servers: tuple[str, str], against: str, at_lea
 def _format_verdicts(name: str, known: Known, loaded: dict[str, LoadingFigure]) -> list[Verdict]:
     served, called = f"headrace-{name}", f"own-call-{name}"
     one, two = f"headrace-{name}-x1", f"headrace-{name}-x2"
-    ours, theirs = loaded.get(f"headrace-{name}-load"), loaded.get(f"own-load-{name}")
-    ratio = ours.seconds / theirs.seconds if ours and theirs else None
     return [
         _rates_verdict(f"resnet50-{name}", (served, called), called, SERVED_AT_LEAST, known),
         _rates_verdict(f"two-instances-{name}", (two, one), "1 instance", TWO_INSTANCES_AT_LEAST, known),
-        Verdict(
-            workload=f"load-100mb-{name} (s)",
-            against=f"own-load-{name}",
-            ours=ours.seconds if ours else None,
-            theirs=theirs.seconds if theirs else None,
-            compared=ratio,
-            target=f"<= {LOADING_AT_MOST:.2f}",
-            result=_result(ratio is not None and ratio <= LOADING_AT_MOST, ours, theirs),
-        ),
+        _loading_verdict(name, loaded),
     ]
+
+
+def _loading_verdict(name: str, loaded: dict[str, LoadingFigure]) -> Verdict:
+    ours, theirs = loaded.get(f"headrace-{name}-load"), loaded.get(f"own-load-{name}")
+    ratio = ours.seconds / theirs.seconds if ours and theirs else None
+    return Verdict(
+        workload=f"load-100mb-{name} (s)",
+        against=f"own-load-{name}",
+        ours=ours.seconds if ours else None,
+        theirs=theirs.seconds if theirs else None,
+        compared=ratio,
+        target=f"<= {LOADING_AT_MOST:.2f}",
+        result=_result(ratio is not None and ratio <= LOADING_AT_MOST, ours, theirs),
+    )
 
 
 def _mlp_verdicts(workload: str, known: Known) -> list[Verdict]:

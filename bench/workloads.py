@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from bench import mlp, resnet50
-from bench.formats import FORMATS, Format
+from bench.formats import FOREST, FORESTS, FORMATS, RESNET50, Format
+from bench.formats.files import forest_answer
 
 Transport = Literal["http", "grpc"]
 Encoding = Literal["json", "binary", "grpc"]
@@ -54,6 +55,8 @@ class Workload:
             return mlp.answer(self.numbers(), NETWORKS[self.model]).ravel()
         if self.model == RESNET50:
             return _resnet50_answer(self.shape, self.seed)
+        if self.model == FOREST:
+            return _forest_answer(self.name)
         flat = self.numbers().ravel()
         return flat[:1000] if self.model == "first1000" else flat
 
@@ -61,7 +64,7 @@ class Workload:
 SMALL = (1, 16)
 IMAGE = (1, 3, 224, 224)
 MLP_TOLERANCE = 1e-4  # the numbers are around 1, sums of 256 products in single precision
-RESNET50 = "resnet50"
+FOREST_TOLERANCE = 1e-4  # of a thousand numbers and more in single precision
 RESNET50_TOLERANCE = 1e-3  # the numbers are around 3, and those of two images differ by 0.07
 # Not a load but its absence; see idle.py and memory.py.
 IDLE, IDLE_MEMORY = "idle", "idle-memory"
@@ -90,6 +93,14 @@ def _resnet50(name: str, kind: Format, connections: int, what: str, **more: Any)
     )  # fmt: skip
 
 
+def _forest(kind: Format) -> Workload:
+    what = f"load 100 MB of trees that were checked before, and ask once ({kind.name})"
+    return Workload(
+        f"load-100mb-{kind.name}", what, "http", "binary", FOREST, (1, *kind.image), 1,
+        tolerance=FOREST_TOLERANCE, input_name=kind.input_name,
+    )  # fmt: skip
+
+
 def _numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.random.default_rng(seed).random(shape, dtype=np.float32)
 
@@ -99,6 +110,11 @@ def _numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
 def _resnet50_answer(shape: tuple[int, ...], seed: int) -> np.ndarray:
     images = _numbers(shape, seed)
     return resnet50.answer(images if shape == IMAGE else images.transpose(0, 3, 1, 2)).ravel()
+
+
+@cache
+def _forest_answer(loading: str) -> np.ndarray:
+    return np.array([forest_answer(FORESTS[loading.rpartition("-")[2]])], dtype=np.float32)
 
 
 _SIXTEEN = (
@@ -167,6 +183,6 @@ LOADINGS: dict[str, Workload] = {
         WORKLOADS[f"resnet50-{name}"], name=f"load-100mb-{name}", what=f"load ResNet-50 and ask it once ({name})"
     )
     for name in FORMATS
-}
+} | {f"load-100mb-{kind.name}": _forest(kind) for kind in FORESTS.values()}
 # What can be chosen on the command line, in the order of the report.
 NAMES = (*WORKLOADS, OVERLOAD, *LOADINGS, START, IDLE, IDLE_MEMORY)

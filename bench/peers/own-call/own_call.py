@@ -67,10 +67,27 @@ def open_tensorflow(file: str) -> Call:
     return call
 
 
+def open_xgboost(file: str) -> Call:
+    import xgboost
+
+    booster = xgboost.Booster({"nthread": 1})
+    booster.load_model(file)
+    return booster.inplace_predict
+
+
+def open_lightgbm(file: str) -> Call:
+    import lightgbm
+
+    booster = lightgbm.Booster(model_file=file)
+    return lambda rows: booster.predict(rows, num_threads=1)
+
+
 OPENERS: dict[str, Callable[[str], Call]] = {
     "onnx": open_onnx,
     "pytorch": open_pytorch,
     "tensorflow": open_tensorflow,
+    "xgboost": open_xgboost,
+    "lightgbm": open_lightgbm,
 }
 
 

@@ -7,6 +7,7 @@ categorical column is the number of its category. Instances share one booster: p
 
     parameters
       start_iteration_predict, num_iteration_predict   LightGBM's: the first round to use, and how many; all unless told
+      checked_file_cache   see `remembering`
 
 LightGBM has one number of threads for the whole process: the last batch to begin sets it. Models with different
 `intra_op_thread_count` therefore get in each other's way; none gets a wrong answer.
@@ -26,7 +27,15 @@ from headrace.backends.parameters import number_of
 from headrace.backends.signature import check_signature, completion, is_declared
 from headrace.backends.tabular.columns import Columns
 from headrace.backends.tabular.forest import MOST_THREADS, Forest, ForestInstance, Outputs, unreadable
-from headrace.backends.tabular.lightgbm_text import READ_ERRORS, BoosterText, read_booster
+from headrace.backends.tabular.lightgbm_text import (
+    CHECKS,
+    READ_ERRORS,
+    BoosterText,
+    facts_of,
+    read_booster,
+    recall_booster,
+)
+from headrace.backends.tabular.remembering import Format, read_checked
 from headrace.core.dtypes import FP32, FP64
 from headrace.core.errors import InvalidArgument
 from headrace.modelconfig.types import ModelConfig
@@ -118,15 +127,19 @@ def _model_file(config: ModelConfig, files: ModelFiles) -> Path:
 
 def _read(config: ModelConfig, file: Path) -> BoosterText:
     try:
-        return read_booster(file.read_bytes())
+        return read_checked(config, file, _format())
     except READ_ERRORS:
         log.exception("model %s: %s could not be read", config.name, file)
         raise unreadable(config, file.name, "LightGBM", _SAVE_AGAIN) from None
 
 
+def _format() -> Format[BoosterText]:
+    return Format("lightgbm", CHECKS, lgb.__version__, read_booster, facts_of, recall_booster, READ_ERRORS)
+
+
 def _open(config: ModelConfig, file: Path, read: BoosterText) -> Any:
     try:
-        return lgb.Booster(model_str=read.content)
+        return lgb.Booster(model_str=str(read.content, "utf-8"))
     except lgb.basic.LightGBMError:
         log.exception("model %s: %s could not be opened", config.name, file)
         raise unreadable(config, file.name, f"LightGBM {lgb.__version__}", _SAVE_AGAIN) from None

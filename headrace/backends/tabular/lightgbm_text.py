@@ -10,16 +10,22 @@ are mended. Training parameters and pandas' categories are left out: no predicti
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from headrace.backends.tabular.lightgbm_trees import one, read_trees
+
+CHECKS = 1
+"""To be raised with every change of what is let through, here, in `lightgbm_trees`, `lightgbm_numbers` and `trees`."""
 
 MOST_COLUMNS = 1 << 24
 MOST_CLASSES = 1 << 16
 
 _OBJECTIVE = re.compile(r"[a-z_0-9]+(?: [a-z_]+(?::[0-9.eE+-]{1,32})?)*", re.ASCII)
 _NAME = re.compile(r"[^\s=]+")
-_INFO = re.compile(r"none|\[[^\s\]]+\]|-?\d+(?::-?\d+)*", re.ASCII)
+# No NUL: LightGBM takes it for the end of the text, and answers as a model without trees does.
+_INFO = re.compile(r"none|\[[^\s\]\0]+\]|-?\d+(?::-?\d+)*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +39,11 @@ class BoosterText:
     classes: int
     """Trees of each round: numbers for each row."""
     rounds: int
-    content: str
+    content: bytes | memoryview
     """All of it, checked, as LightGBM reads it."""
 
 
-def read_booster(data: bytes) -> BoosterText:
+def read_booster(data: bytes | bytearray) -> BoosterText:
     """Raises `ValueError` (or `KeyError`, for a line that is missing) for what is no model."""
     if data.startswith(b"tree\r\n"):
         data = data.replace(b"\r\n", b"\n")
@@ -82,11 +88,24 @@ def read_booster(data: bytes) -> BoosterText:
         f"tree_sizes={' '.join(str(len(tree)) for tree in trees)}",
     ]
     front = "\n".join(lines) + "\n\n"
-    content = b"".join([front.encode(), *trees, b"end of trees\n\nparameters:\n\nend of parameters\n"]).decode()
+    content = b"".join([front.encode(), *trees, b"end of trees\n\nparameters:\n\nend of parameters\n"])
     return BoosterText(objective.partition(" ")[0], columns, names, per_round, len(trees) // per_round, content)
 
 
-READ_ERRORS: tuple[type[Exception], ...] = (ValueError, KeyError)
+def facts_of(text: BoosterText) -> tuple[dict[str, Any], bytes]:
+    """What `recall_booster` needs."""
+    return {name: getattr(text, name) for name in _FACTS}, bytes(text.content)
+
+
+def recall_booster(_data: bytearray, facts: Mapping[str, Any], content: memoryview) -> BoosterText:
+    """As `read_booster`, of data that it has read before."""
+    names = tuple(facts["column_names"])
+    return BoosterText(**{**{name: facts[name] for name in _FACTS}, "column_names": names}, content=content)
+
+
+_FACTS = tuple(field.name for field in fields(BoosterText) if field.name != "content")
+
+READ_ERRORS: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError)
 """What `read_booster` raises for a damaged file. UnicodeDecodeError is a ValueError."""
 
 

@@ -55,7 +55,7 @@ class _Tree:
     shrinkage: bytes
 
 
-def read_trees(data: bytes, begin: int, end: int, columns: int) -> list[bytes]:
+def read_trees(data: bytes | bytearray, begin: int, end: int, columns: int) -> list[bytes]:
     """The lines of each tree as LightGBM reads them, with `Tree=` and the two empty ones at its end."""
     written: list[bytes] = []
     waiting: list[_Tree] = []
@@ -67,7 +67,7 @@ def read_trees(data: bytes, begin: int, end: int, columns: int) -> list[bytes]:
     return written + _checked(waiting, columns)
 
 
-def _found(data: bytes, begin: int, end: int) -> Iterator[tuple[_Tree, int]]:
+def _found(data: bytes | bytearray, begin: int, end: int) -> Iterator[tuple[_Tree, int]]:
     """The trees, each with where it ends."""
     index = 0
     while found := _USUAL.match(data, begin, end):
@@ -80,7 +80,7 @@ def _found(data: bytes, begin: int, end: int) -> Iterator[tuple[_Tree, int]]:
         )
         begin, index = found.end(), index + 1
     # From the first one on that is written another way.
-    for part in data[begin:end].split(b"\n\n"):
+    for part in bytes(data[begin:end]).split(b"\n\n"):
         block = part.strip(b"\n")
         begin += len(part) + 2
         if block:

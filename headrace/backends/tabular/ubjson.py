@@ -10,9 +10,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+
+from headrace.backends.contract import Array
 
 DEEPEST = 64
 _MANY = 256
@@ -32,7 +35,8 @@ _NUMBERS: dict[int, tuple[struct.Struct, np.dtype[Any]]] = {
 _CONSTANTS: dict[int, bool | None] = {ord("T"): True, ord("F"): False, ord("Z"): None}
 _MARKERS = {dtype.newbyteorder("="): bytes([marker]) for marker, (_, dtype) in _NUMBERS.items()}
 _LENGTH = struct.Struct(">cq")
-_ITEM = np.dtype([("marker", "S1"), ("value", ">i8")])
+_BELOW = (127, 2**15 - 1, 2**31 - 1)
+"""What XGBoost writes with one, two and four bytes."""
 
 Packer = Callable[[bytearray, int, int], tuple[Any, int] | None]
 """Reads a list another way: from the data, where its items begin and how many they are to a value, and where it ends."""
@@ -215,13 +219,23 @@ def _write(value: Any, pieces: list[bytes]) -> None:
 def _write_list(items: list[Any], pieces: list[bytes]) -> None:
     pieces.extend((b"[#", _LENGTH.pack(b"L", len(items))))
     if set(map(type, items)) == {int}:
-        # One for each tree: many.
-        written = np.empty(len(items), _ITEM)
-        written["marker"], written["value"] = b"L", items
-        pieces.append(written.tobytes())
+        _write_numbers(np.array(items), pieces)
         return
     for item in items:
         _write(item, pieces)
+
+
+def _write_numbers(numbers: Array, pieces: list[bytes]) -> None:
+    """One for each tree: many. In as few bytes as XGBoost takes, so that what was read never has to move to make room."""
+    sizes = np.searchsorted(_BELOW, numbers, side="right")
+    begins = np.flatnonzero(np.diff(sizes, prepend=-1))
+    if numbers.min() < 0 or begins.size > _MANY:
+        begins, sizes = begins[:1], np.full_like(sizes, len(_BELOW))
+    for begin, end in pairwise((*begins.tolist(), numbers.size)):
+        marker = b"iIlL"[sizes[begin]]
+        written = np.empty(end - begin, [("marker", "S1"), ("value", _NUMBERS[marker][1])])
+        written["marker"], written["value"] = bytes([marker]), numbers[begin:end]
+        pieces.append(written.tobytes())
 
 
 def _write_text(text: str, pieces: list[bytes]) -> None:

@@ -7,6 +7,7 @@ XGBoost's in-place prediction changes nothing in it.
 
     parameters
       iteration_range   "begin,end": the rounds to use; all unless told, or up to the best one where training stopped early
+      checked_file_cache   see `remembering`
 
 Not read: XGBoost's old binary format, which XGBoost itself reads no more, and pickles.
 """
@@ -14,7 +15,6 @@ Not read: XGBoost's old binary format, which XGBoost itself reads no more, and p
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,15 @@ from headrace.backends.parameters import number_of
 from headrace.backends.signature import check_signature, completion, is_declared
 from headrace.backends.tabular.columns import Columns
 from headrace.backends.tabular.forest import MOST_THREADS, Forest, ForestInstance, Outputs, unreadable
-from headrace.backends.tabular.xgboost_file import READ_ERRORS, BoosterFile, read_booster
+from headrace.backends.tabular.remembering import Format, read_checked
+from headrace.backends.tabular.xgboost_file import (
+    CHECKS,
+    READ_ERRORS,
+    BoosterFile,
+    facts_of,
+    read_booster,
+    recall_booster,
+)
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument
 from headrace.modelconfig.types import ModelConfig
@@ -124,24 +132,14 @@ def _model_file(config: ModelConfig, files: ModelFiles) -> Path:
 
 def _read(config: ModelConfig, file: Path) -> BoosterFile:
     try:
-        return read_booster(_bytes_of(file))
+        return read_checked(config, file, _format())
     except READ_ERRORS:
         log.exception("model %s: %s could not be read", config.name, file)
         raise unreadable(config, file.name, "XGBoost", _SAVE_AGAIN) from None
 
 
-def _bytes_of(file: Path) -> bytearray:
-    """The whole file, in memory that may be written to."""
-    with file.open("rb", buffering=0) as opened:
-        data = bytearray(os.fstat(opened.fileno()).st_size)
-        filled = 0
-        with memoryview(data) as view:
-            # A single read ends at 2 GiB.
-            while filled < len(data) and (count := opened.readinto(view[filled:])):
-                filled += count
-    # It is shorter only if somebody is writing it, and is then refused for where it ends.
-    del data[filled:]
-    return data
+def _format() -> Format[BoosterFile]:
+    return Format("xgboost", CHECKS, xgb.__version__, read_booster, facts_of, recall_booster, READ_ERRORS)
 
 
 def _open(config: ModelConfig, file: Path, read: BoosterFile) -> Any:
@@ -149,10 +147,10 @@ def _open(config: ModelConfig, file: Path, read: BoosterFile) -> Any:
     booster = xgb.Booster({"nthread": threads})
     try:
         booster.load_model(read.content)
-        # The first prediction sets the booster up; from then on it is only read.
+        # The first prediction sets the booster up; from then on it is only read. One round does it as well as all.
         row = np.zeros((1, read.columns), np.float32)
         if read.booster != "gblinear":
-            booster.inplace_predict(row)
+            booster.inplace_predict(row, iteration_range=(0, min(read.rounds, 1)))
     except xgb.core.XGBoostError:
         log.exception("model %s: %s could not be opened", config.name, file)
         raise unreadable(config, file.name, f"XGBoost {xgb.__version__}", _SAVE_AGAIN) from None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ from headrace.backends.contract import Array
 from headrace.backends.tabular import ubjson
 from headrace.backends.tabular.trees import check_tree, whole_numbers
 from headrace.backends.tabular.xgboost_trees import NOWHERE, PackedTrees, packed_trees
+
+CHECKS = 1
+"""To be raised with every change of what is let through, here, in `xgboost_trees`, `trees` and `ubjson`."""
 
 MOST_COLUMNS = 1 << 24
 MOST_GROUPS = 1 << 16
@@ -46,9 +49,11 @@ class BoosterFile:
     rounds: int
     content: bytearray
     """All of it, checked, as XGBoost reads it."""
+    trees: PackedTrees | None
+    """Where they were in the file, if they were checked there."""
 
 
-def read_booster(data: bytearray) -> BoosterFile:
+def read_booster(data: bytearray, trees: ubjson.Packer = packed_trees) -> BoosterFile:
     """Raises one of `READ_ERRORS` for what is no model. The data may become the content: nobody else may keep it."""
     if data[:1] != b"{":
         raise ValueError("it does not begin as JSON or UBJSON does")
@@ -56,9 +61,36 @@ def read_booster(data: bytearray) -> BoosterFile:
     if data[1:2] != b"L":
         return _checked(_json(data), data)
     try:
-        return _checked(ubjson.decode(data, {"trees": packed_trees}), data)
+        return _checked(ubjson.decode(data, {"trees": trees}), data)
     except _OtherColumns:
         return _checked(ubjson.decode(data), data)
+
+
+def facts_of(file: BoosterFile) -> tuple[dict[str, Any], bytearray]:
+    """What `recall_booster` needs of a file besides its data: where the trees are, or else all that it has."""
+    if file.trees is not None:
+        return {"trees": asdict(file.trees)}, bytearray()
+    return {name: getattr(file, name) for name in _FACTS}, file.content
+
+
+def recall_booster(data: bytearray, facts: Mapping[str, Any], content: memoryview) -> BoosterFile:
+    """As `read_booster`, of data that it has read before."""
+    if "trees" not in facts:
+        names = tuple(facts["column_names"])
+        return BoosterFile(
+            **{**{name: facts[name] for name in _FACTS}, "column_names": names}, content=bytearray(content), trees=None
+        )
+    known = PackedTrees(**facts["trees"])
+
+    def where_they_were(data: bytearray, position: int, count: int) -> tuple[PackedTrees, int] | None:
+        fits = (position, count) == (known.begin, known.count) and position < known.end <= len(data)
+        return (known, known.end) if fits else None
+
+    # What is around the trees is little, and checked as ever.
+    read = read_booster(data, where_they_were)
+    if read.trees != known:
+        raise ValueError("the trees are not where they were")
+    return read
 
 
 class _OtherColumns(Exception):
@@ -107,6 +139,7 @@ def _checked(document: Any, data: bytearray) -> BoosterFile:
         best_iteration=None if best is None or not rounds else _number(best, 0, rounds - 1),
         rounds=rounds,
         content=ubjson.encode(checked) if kept is None else ubjson.encode_around(data, kept, checked),
+        trees=None if kept is None else PackedTrees(kept.begin, kept.end, kept.count, columns),
     )
 
 
@@ -146,16 +179,17 @@ def _forest(given: Mapping[str, Any], columns: int, groups: int) -> tuple[dict[s
     model: dict[str, Any] = {
         "gbtree_model_param": {"num_parallel_tree": str(parallel), "num_trees": str(count)},
         "tree_info": whole_numbers(given["tree_info"], count, 0, groups - 1).tolist(),
-        "trees": trees,
     }
-    if "iteration_indptr" not in given:
-        # Written since XGBoost 2.0; before, each round had as many trees for each group.
-        return model, count // (parallel * groups)
-    steps = whole_numbers(given["iteration_indptr"], None, 0, count)
-    if not steps.size or steps[0] != 0 or steps[-1] != count or (np.diff(steps) < 0).any():
-        raise ValueError("its rounds do not have all of its trees")
-    model["iteration_indptr"] = steps.tolist()
-    return model, steps.size - 1
+    # Written since XGBoost 2.0; before, each round had as many trees for each group.
+    rounds = count // (parallel * groups)
+    if "iteration_indptr" in given:
+        steps = whole_numbers(given["iteration_indptr"], None, 0, count)
+        if not steps.size or steps[0] != 0 or steps[-1] != count or (np.diff(steps) < 0).any():
+            raise ValueError("its rounds do not have all of its trees")
+        model["iteration_indptr"], rounds = steps.tolist(), steps.size - 1
+    # Last, as in the file: what comes after them takes no more room than it did, and 100 MB need not move for it.
+    model["trees"] = trees
+    return model, rounds
 
 
 def _kept(booster: Mapping[str, Any]) -> ubjson.Kept | None:
@@ -291,6 +325,8 @@ def _number(text: Any, low: int, high: int) -> int:
         raise ValueError(f"a number is not between {low} and {high}")
     return number
 
+
+_FACTS = tuple(field.name for field in fields(BoosterFile) if field.name not in ("content", "trees"))
 
 READ_ERRORS: tuple[type[Exception], ...] = (
     ValueError,

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""XGBoost's and LightGBM's files are checked once: the second load, by whoever, uses what the first has found."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import lightgbm as lightgbm_case
+from cases import xgboost as xgboost_case
+from tabular_models import configured, opened, placed, told
+
+from headrace.backends.tabular import checked_files, lightgbm_text, lightgbm_trees, remembering, ubjson, xgboost_file
+from headrace.backends.tabular import lightgbm as lightgbm_backend
+from headrace.backends.tabular import xgboost as xgboost_backend
+from headrace.backends.tabular.xgboost_trees import PackedTrees, _Passed
+from headrace.core.dtypes import FP32, FP64
+from headrace.core.errors import InvalidArgument
+
+ROWS = np.random.default_rng(1).standard_normal((7, 6))
+KINDS = ("ubj", "json", "txt")
+
+
+def content_of(kind: str) -> bytes:
+    if kind == "txt":
+        return str(lightgbm_case.booster("regression").model_to_string()).encode()
+    return bytes(xgboost_case.booster("reg:squarederror").save_raw(kind))
+
+
+def answer_of(kind: str, folder: Path, content: bytes | None, **parameters: str) -> Any:
+    backend, dtype = ("lightgbm", FP64) if kind == "txt" else ("xgboost", FP32)
+    config = configured(backend, {"input": (dtype, (6,))}, parameters=parameters)
+    files = placed(folder, content, f"model.{kind}")
+    return opened(config, files).compute({"input": ROWS.astype(dtype.numpy)}, ["predict"])["predict"]
+
+
+@pytest.fixture
+def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Path]]:
+    """What is in the cache, which is the test's own and takes small files too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(checked_files.SWITCH, raising=False)
+    monkeypatch.setattr(remembering, "LEAST_BYTES", 0)
+    folder = tmp_path / "cache" / "headrace" / "checked"
+    return lambda: sorted(folder.iterdir()) if folder.exists() else []
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with every look at trees."""
+    seen: list[str] = []
+
+    def counted(owner: Any, name: str) -> None:
+        genuine = getattr(owner, name)
+
+        def look(*given: Any) -> Any:
+            seen.append(name)
+            return genuine(*given)
+
+        monkeypatch.setattr(owner, name, look)
+
+    counted(_Passed, "are_trees")
+    counted(xgboost_file, "_tree")
+    counted(lightgbm_text, "read_trees")
+    counted(lightgbm_trees, "_checked")
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_load_checks_no_tree_and_answers_the_same(
+    tmp_path: Path, entries: Any, checks: list[str], kind: str
+) -> None:
+    first = answer_of(kind, tmp_path, content_of(kind))
+    looks = len(checks)
+    (entry,) = entries()
+    assert looks > 0
+    assert entry.stat().st_mode & 0o777 == 0o600
+    assert entry.parent.stat().st_mode & 0o777 == 0o700
+    # Another model with the same file has been checked, too.
+    for folder in (tmp_path, tmp_path / "other"):
+        np.testing.assert_array_equal(answer_of(kind, folder, content_of(kind)), first)
+    assert len(checks) == looks
+    assert entries() == [entry]
+
+
+@pytest.mark.parametrize("kind", ["ubj", "txt"])
+def test_a_file_that_tells_its_configuration_is_checked_once_for_that_and_the_load(
+    tmp_path: Path, entries: Any, checks: list[str], kind: str
+) -> None:
+    files = placed(tmp_path, content_of(kind), f"model.{kind}")
+    before = told("lightgbm" if kind == "txt" else "xgboost", files)
+    looks = len(checks)
+    answer_of(kind, tmp_path, None)
+    assert told("lightgbm" if kind == "txt" else "xgboost", files) == before
+    assert len(checks) == looks
+    assert len(entries()) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "instead"),
+    [
+        ("ubj", rb"left_children\[\$l#L.{8}", b"\x7f"),
+        ("json", rb'"left_children":\[', b"9"),
+        ("txt", rb"left_child=", b"9"),
+    ],
+)
+def test_a_changed_byte_is_checked_anew_and_refused(
+    tmp_path: Path, entries: Any, checks: list[str], kind: str, place: bytes, instead: bytes
+) -> None:
+    content = content_of(kind)
+    answer_of(kind, tmp_path, content)
+    kept, looks = entries(), len(checks)
+    found = re.search(place, content, re.DOTALL)
+    assert found is not None
+    changed = content[: found.end()] + instead + content[found.end() + 1 :]
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="cannot read 'model"):
+            answer_of(kind, tmp_path, changed)
+        assert len(checks) > looks
+        looks = len(checks)
+    assert entries() == kept
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_checks_and_another_library_check_again(
+    tmp_path: Path, entries: Any, checks: list[str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_of(kind, tmp_path, content_of(kind))
+    backend = lightgbm_backend if kind == "txt" else xgboost_backend
+    library = backend.lgb if kind == "txt" else backend.xgb
+    for count, (owner, name, value) in enumerate(
+        [(backend, "CHECKS", 999), (library, "__version__", "0.0"), (remembering, "__version__", "9.9")], 2
+    ):
+        monkeypatch.setattr(owner, name, value)
+        looks = len(checks)
+        answer_of(kind, tmp_path, None)
+        assert len(checks) > looks
+        assert len(entries()) == count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_switches_keep_nothing(
+    tmp_path: Path, entries: Any, checks: list[str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_of(kind, tmp_path, content_of(kind), checked_file_cache="0")
+    assert entries() == []
+    with pytest.raises(InvalidArgument, match="parameter checked_file_cache is 'perhaps'"):
+        answer_of(kind, tmp_path, None, checked_file_cache="perhaps")
+    monkeypatch.setenv(checked_files.SWITCH, "0")
+    answer_of(kind, tmp_path, None)
+    assert entries() == []
+    monkeypatch.delenv(checked_files.SWITCH)
+    monkeypatch.setattr(remembering, "LEAST_BYTES", 10**6)
+    answer_of(kind, tmp_path, None)
+    assert entries() == []
+    # An entry that is there is not looked at, either.
+    monkeypatch.setattr(remembering, "LEAST_BYTES", 0)
+    answer_of(kind, tmp_path, None)
+    looks = len(checks)
+    answer_of(kind, tmp_path, None, checked_file_cache="0")
+    assert len(checks) > looks
+
+
+TOGETHER = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from test_forest_cache import answer_of, content_of
+from headrace.backends.tabular import remembering
+from headrace.backends.tabular.checked_files import usual_folder
+remembering.LEAST_BYTES = 0
+folder, here = Path(sys.argv[1], str(os.getpid())), usual_folder(os.environ)
+kinds = ("ubj", "txt")
+expected = {kind: answer_of(kind, folder, content_of(kind), checked_file_cache="0").tolist() for kind in kinds}
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(24):
+    if number % 4 == 0:
+        for entry in list(here.glob("*.checked")):
+            entry.unlink(missing_ok=True)
+    for kind in kinds:
+        if answer_of(kind, folder, None).tolist() != expected[kind]:
+            sys.exit("another answer")
+"""
+
+
+def test_processes_that_load_the_same_at_once_do_not_get_in_each_others_way(tmp_path: Path, entries: Any) -> None:
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", TOGETHER, str(tmp_path), str(here), str(here.parent)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    both = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
+    said = [each.stdout.readline() for each in both if each.stdout]
+    for each in both:
+        if each.stdin:
+            each.stdin.write("go\n")
+            each.stdin.flush()
+    for each in both:
+        _, errors = each.communicate(timeout=100)
+        assert each.returncode == 0, errors[-2000:]
+        assert "damaged" not in errors
+    assert said == ["ready\n", "ready\n"]
+    assert [entry.suffix for entry in entries()] == [".checked", ".checked"]
+
+
+def test_what_is_around_the_trees_is_checked_at_every_load(tmp_path: Path, entries: Any, checks: list[str]) -> None:
+    # Only where the trees are is remembered of such a file, and nothing that it says besides.
+    answer_of("ubj", tmp_path, content_of("ubj"))
+    (entry,) = entries()
+    assert entry.stat().st_size < 500
+    data = bytearray(content_of("ubj"))
+    known = xgboost_file.read_booster(bytearray(data)).trees
+    assert isinstance(known, PackedTrees)
+    looks = len(checks)
+    facts = {"trees": {"begin": known.begin, "end": known.end, "count": known.count, "columns": known.columns}}
+    data[-2:-1] = b"\xff"
+    with pytest.raises(ValueError, match="."):
+        xgboost_file.recall_booster(data, facts, memoryview(b""))
+    assert len(checks) == looks
+
+
+@pytest.mark.parametrize(
+    "numbers", [[0] * 700, list(range(40000)), [-5, 3], [0, 2**31, 5], [1, 200] * 500, [126, 127, 32766, 32767, 2**40]]
+)
+def test_whole_numbers_are_written_as_they_are_read(numbers: list[int]) -> None:
+    assert ubjson.decode(ubjson.encode(numbers)) == numbers
+
+
+def test_a_text_that_lightgbm_would_take_to_end_early_is_refused(tmp_path: Path) -> None:
+    content = content_of("txt")
+    end = content.index(b"\n", content.index(b"feature_infos="))
+    place = content.rindex(b"]", 0, end)
+    with pytest.raises(InvalidArgument, match=r"cannot read 'model\.txt'"):
+        answer_of("txt", tmp_path, content[:place] + b"\0" + content[place:])
