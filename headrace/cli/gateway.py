@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from headrace.gateway.settings import GatewaySettings
     from headrace.wire.sockets import Address
 
-_LISTENING, _SERVICES, _LOGS = "Listening", "Services", "Logs"
+_LISTENING, _SERVICES, _PLATFORM, _LOGS = "Listening", "Services", "Where services run", "Logs"
 DATA_DIR = Path("~/.local/share/headrace")
 
 DataDir = Annotated[
@@ -94,6 +94,43 @@ def gateway(
             "--stop-services", help="End services with the gateway. They run on else.", rich_help_panel=_SERVICES
         ),
     ] = False,
+    platform: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="process (of this machine), local-docker, kubernetes or slurm.",
+            rich_help_panel=_PLATFORM,
+        ),
+    ] = "process",
+    platform_setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--platform-setting",
+            metavar="NAME=VALUE",
+            help="Of the platform: namespace, partition, network and so on. Repeatable.",
+            rich_help_panel=_PLATFORM,
+        ),
+    ] = None,
+    image: Annotated[
+        str,
+        typer.Option(
+            metavar="IMAGE",
+            help="For services; headrace's own unless told. tao: that of each architecture.",
+            rich_help_panel=_PLATFORM,
+        ),
+    ] = "",
+    callback_url: Annotated[
+        str,
+        typer.Option(
+            "--callback-url",
+            metavar="URL",
+            help="Of this gateway, as services reach it from there; without, idle ones are not stopped.",
+            rich_help_panel=_PLATFORM,
+        ),
+    ] = "",
+    no_gpus: Annotated[
+        bool, typer.Option("--no-gpus", help="Ask for no GPUs: there are none.", rich_help_panel=_PLATFORM)
+    ] = False,
     grace_seconds: Annotated[
         float,
         typer.Option(min=0, metavar="SECONDS", help="For what is in flight at SIGTERM.", rich_help_panel=_LISTENING),
@@ -121,13 +158,15 @@ def gateway(
         headrace jobs register ./model.onnx --org acme --arch classification --data-dir ./gateway
 
         headrace gateway --host 0.0.0.0 --tls-certificate cert.pem --tls-key key.pem
+
+        headrace gateway --platform kubernetes --platform-setting namespace=models --callback-url http://gateway.models:8090
     """
     from typing import cast
 
     from headrace.api.jobs.settings import JobsApiSettings
     from headrace.cli.checks import address_of, or_exit, tls_of
     from headrace.gateway.app import run_gateway
-    from headrace.gateway.settings import GatewaySettings
+    from headrace.gateway.settings import GatewaySettings, PlatformSettings
     from headrace.telemetry.logs import LogFormat, configure_logging
 
     with or_exit():
@@ -147,10 +186,21 @@ def gateway(
             grace_seconds,
             access_log=access_log,
             max_batches=max_batches,
+            platform=PlatformSettings(platform, _pairs(platform_setting or []), image, callback_url, not no_gpus),
             api=JobsApiSettings(inference_seconds=inference_timeout, concurrency=concurrency),
         )
         code = run_gateway(settings, lambda address, key: _show(settings, address, key))
     raise typer.Exit(code)
+
+
+def _pairs(given: list[str]) -> dict[str, str]:
+    made = {}
+    for text in given:
+        name, found, value = text.partition("=")
+        if not found or not name:
+            raise ValueError(f"--platform-setting {text[:64]!a} is not written NAME=VALUE")
+        made[name.strip().replace("-", "_")] = value
+    return made
 
 
 def service() -> None:

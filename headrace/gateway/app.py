@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +19,7 @@ from headrace.core.clock import SystemClock
 from headrace.core.errors import HeadraceError
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.opening import Opened, make_data_dir, opened
+from headrace.gateway.platforms import driver_for, on_platform, warn
 from headrace.gateway.ports import HeldPorts, check_safe
 from headrace.gateway.reconciling import Reconciling
 from headrace.gateway.settings import GatewaySettings
@@ -65,9 +67,13 @@ def job_settings(settings: GatewaySettings, callback_url: str) -> JobSettings:
 
 async def _run(settings: GatewaySettings, on_ready: OnReady | None) -> int:
     make_data_dir(settings.data_dir)
+    driver = driver_for(settings.platform, settings.data_dir, os.environ)
     ports = HeldPorts(settings)
     try:
-        async with opened(job_settings(settings, ports.callback_url), settings.token_key) as found:
+        told = on_platform(job_settings(settings, ports.callback_url), settings.platform, os.environ)
+        async with opened(told, settings.token_key, driver) as found:
+            if driver is not None:
+                await warn(driver)
             return await _serve(settings, ports, found, on_ready)
     finally:
         ports.release()

@@ -12,6 +12,7 @@ from headrace.access.logins import Access, open_access
 from headrace.core.errors import FailedPrecondition
 from headrace.jobs.service import JobService
 from headrace.jobs.settings import JobSettings
+from headrace.launch.contract import Driver
 
 
 class Opened(NamedTuple):
@@ -22,10 +23,12 @@ class Opened(NamedTuple):
 
 
 @asynccontextmanager
-async def opened(settings: JobSettings, token_key: Path | None = None) -> AsyncIterator[Opened]:
-    """Open both; they are closed at the end. Services run on."""
+async def opened(
+    settings: JobSettings, token_key: Path | None = None, driver: Driver | None = None
+) -> AsyncIterator[Opened]:
+    """Open both; they are closed at the end, the driver too. Services run on."""
     make_data_dir(settings.data_dir)
-    jobs = await JobService.open(settings)
+    jobs = await JobService.open(settings, driver)
     try:
         access = open_access(settings.data_dir, jobs.store.users, key_file=token_key)
         try:

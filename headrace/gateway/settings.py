@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,22 @@ from headrace.wire.sockets import Address
 from headrace.wire.tls import TlsFiles
 
 _BODY_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformSettings:
+    """Where services run."""
+
+    name: str = "process"
+    """`process`, `local-docker`, `kubernetes` or `slurm`."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the platform, by the names that its driver has."""
+    image: str = ""
+    """"": ours. See `jobs.settings.ContainerSettings.image`."""
+    callback_url: str = ""
+    """Under which services reach the gateway from where they run; "": they do not, and nobody stops idle ones."""
+    gpus: bool = True
+    """Whether services get GPUs there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +61,7 @@ class GatewaySettings:
     access_log: bool = False
     max_batches: int = 2
     """Jobs of the action `inference` that run at once; others wait."""
+    platform: PlatformSettings = field(default_factory=PlatformSettings)
     api: JobsApiSettings = field(default_factory=JobsApiSettings)
     limits: Limits = field(default_factory=lambda: Limits(body_bytes=_BODY_BYTES))
     """The longest body, but of inference requests, which are passed on as they come."""

@@ -73,7 +73,7 @@ class Pausing(BatchTools):
             job = await self._known(job_id)
             if job.status == "Pausing":
                 await self._keep_log(job)
-                await self._clear(job_id)
+                await self.clear(job_id)
                 held = job.details.get(HELD)
                 reason = "goes on when it is resumed" if held else "goes on when a gateway takes it up"
                 await self._change(job, Change("Paused", reason, self._acting.owner))

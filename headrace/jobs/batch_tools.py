@@ -44,6 +44,11 @@ class BatchTools:
         self._turn = str(uuid.uuid5(uuid.NAMESPACE_URL, driver.place))
         """The lease of whoever launches: two at once would be more than there may be."""
 
+    @property
+    def driver(self) -> Driver:
+        """What starts their processes."""
+        return self._driver
+
     async def close(self) -> None:
         """Finish what is under way; batches run on."""
         await self._background.close()
@@ -69,7 +74,8 @@ class BatchTools:
             job.id, lambda now: change if now.status == expected else None, self._clock.wall()
         )
 
-    async def _clear(self, job_id: str) -> None:
+    async def clear(self, job_id: str) -> None:
+        """End whatever there is of a batch's process, and leave nothing."""
         await self._driver.stop(Handle(job_id, self._driver.name), self._settings.grace_seconds)
 
     async def _keep_log(self, job: Job) -> str:

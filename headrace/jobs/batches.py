@@ -85,7 +85,7 @@ class Batches(Pausing):
         """Start it; whatever there is of an earlier process is removed first."""
         by = self._acting.owner
         try:
-            await self._clear(job.id)
+            await self.clear(job.id)
             row = await self._store.experiments.get(job.org, job.experiment_id)
             if row is None:
                 raise NotFound(f"Experiment {job.experiment_id} not found")
@@ -102,7 +102,7 @@ class Batches(Pausing):
         change = Change("Running", reason, by, {"handle": dict(handle.data), "gateway": by})
         job = await self._change(job, change)
         if job.is_final:
-            await self._clear(job.id)  # it was canceled while it was launched
+            await self.clear(job.id)  # it was canceled while it was launched
         return job
 
     # Look
@@ -151,7 +151,7 @@ class Batches(Pausing):
                 return await self._again(job, verdict)
             job = await self._change(job, Change(verdict.status, verdict.reason, self._acting.owner, verdict.details))
             if job.is_final:
-                await self._clear(job_id)
+                await self.clear(job_id)
             return job
 
     async def _again(self, job: Job, verdict: Verdict) -> Job:
@@ -159,7 +159,7 @@ class Batches(Pausing):
         if deaths > most:
             reason = f"{verdict.reason}, {deaths} times; what is done is kept: a new job with the same output goes on"
             job = await self._change(job, Change("Error", reason, by))
-            await self._clear(job.id)
+            await self.clear(job.id)
             return job
         reason = f"{verdict.reason}; it is started again and goes on ({deaths} of {most})"
         log.warning("job %s: %s", job.id, reason)
@@ -196,7 +196,7 @@ class Batches(Pausing):
             observed = await self._driver.status(handle_of(job))
             text = await self._keep_log(job)
             verdict = judge(observed, text) if observed.phase == "ended" else Verdict("", "")
-            await self._clear(job_id)
+            await self.clear(job_id)
             if verdict.status != "Done":
                 path = progress_path(job, self._settings)
                 progress = await asyncio.to_thread(read_progress, path, states=_ENDED)

@@ -2,13 +2,15 @@
 """Records against what really runs: `reconcile`. Called by the gateway at its start and every few seconds.
 
 Adopts services whose gateway was killed, finishes what it left half done, records the ends of those that died, and ends what
-no record knows. Of several gateways one does each of these; for a service that runs, nothing is written.
+no record knows, but where others start services too. Of several gateways one does each of these; for a service that runs,
+nothing is written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from headrace.core.errors import HeadraceError
 from headrace.jobs.acting import Busy
@@ -31,11 +33,15 @@ async def reconcile(services: Services, batches: Batches) -> None:
     try:
         # In this order: a service's record is older than the service, so what was found has its record by now.
         found = await services.driver.found()
+        beside = await batches.driver.found() if batches.driver is not services.driver else {}
+        found = {**beside, **found}
         jobs = await services.store.jobs.unfinished(services.driver.place)
-        jobs += await services.store.jobs.unfinished(services.driver.place, BATCH)
+        jobs += await services.store.jobs.unfinished(batches.driver.place, BATCH)
         await services.store.leases.drop_stale(services.clock.wall())
         strays = found.keys() - {job.id for job in jobs}
-        records = await services.store.jobs.among(sorted(strays))
+        if services.shares_place:
+            # A record is older than its service: one without is of others, who start some there too.
+            strays &= {*await services.store.jobs.among(sorted(strays)), *beside}
     except HeadraceError as error:
         log.warning("records cannot be compared with what runs: %s", error.message)
         return
@@ -45,8 +51,10 @@ async def reconcile(services: Services, batches: Batches) -> None:
         async with limit:
             try:
                 observed = found.get(job_id, _GONE)
-                if job is None:
-                    await _stray(services, job_id, records.get(job_id))
+                if job is None and job_id in beside:
+                    await _stray(services, job_id, batches.clear)
+                elif job is None:
+                    await _stray(services, job_id, services.clear)
                 elif job.action == BATCH:
                     await batches.reconcile(job, observed)
                 else:
@@ -95,11 +103,11 @@ async def _adopt(services: Services, job: Job) -> None:
     log.info("job %s is adopted", job.id)
 
 
-async def _stray(services: Services, job_id: str, job: Job | None) -> None:
+async def _stray(services: Services, job_id: str, clear: Callable[[str], Awaitable[None]]) -> None:
     """Something runs, or has left files, of which no record says that it should."""
-    if job is None:
-        log.warning("job %s runs here and has no record: it is ended", job_id)
     async with services.acting.alone(job_id):
         again = await services.store.jobs.get(job_id)
+        if again is None:
+            log.warning("job %s runs here and has no record: it is ended", job_id)
         if again is None or again.is_final:
-            await services.clear(job_id)
+            await clear(job_id)

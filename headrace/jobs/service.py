@@ -43,7 +43,14 @@ class JobService(Desk):
     """Make it with `open`, end it with `close`. Any number of tasks of one loop may call it."""
 
     def __init__(
-        self, store: Store, vault: Vault, driver: Driver, settings: JobSettings, clock: Clock, ask: AskStatus | None
+        self,
+        store: Store,
+        vault: Vault,
+        driver: Driver,
+        settings: JobSettings,
+        clock: Clock,
+        ask: AskStatus | None,
+        processes: Driver | None = None,
     ) -> None:
         planner = Planner(store, vault, settings)
         super().__init__(store, vault, settings, planner, clock)
@@ -53,7 +60,7 @@ class JobService(Desk):
         acting = Acting(store.leases, own_name(secrets.token_hex(4)), clock, settings.lease_seconds)
         self.services = Services(store, driver, vault, settings, clock, ask or self._own_ask or Asking(), acting)
         self.backups = Backups(store.database, vault, clock)
-        self.batches = Batches(store, driver, settings, clock, acting, planner)
+        self.batches = Batches(store, processes or driver, settings, clock, acting, planner)
 
     @classmethod
     async def open(
@@ -64,7 +71,10 @@ class JobService(Desk):
         clock: Clock | None = None,
         ask: AskStatus | None = None,
     ) -> JobService:
-        """Open the database, bring it up to date, and read or make the key file. Default driver: local processes."""
+        """Open the database, bring it up to date, and read or make the key file. Default driver: local processes.
+
+        Batches are local processes wherever services run, unless a driver is given without `containers`.
+        """
 
         def prepare() -> Vault:
             try:
@@ -76,14 +86,16 @@ class JobService(Desk):
 
         vault = await asyncio.to_thread(prepare)
         store = await Store.open(settings.url)
-        if driver is None:
-            driver = ProcessDriver(
+        processes: Driver | None = None
+        if driver is None or settings.containers is not None:
+            processes = ProcessDriver(
                 settings.launch_folder,
                 host=settings.service_host,
                 ports=settings.port_range,
                 log_bytes=settings.log_bytes,
             )
-        return cls(store, vault, driver, settings, clock or SystemClock(), ask)
+            driver = driver or processes
+        return cls(store, vault, driver, settings, clock or SystemClock(), ask, processes)
 
     async def close(self) -> None:
         """Finish what is under way; services and batches run on."""
@@ -92,6 +104,8 @@ class JobService(Desk):
         if self._own_ask is not None:
             self._own_ask.close()
         await self.driver.close()
+        if self.batches.driver is not self.driver:
+            await self.batches.driver.close()
         await self.store.close()
 
     @property
@@ -195,7 +209,7 @@ class JobService(Desk):
         """
         experiment = await self.get_experiment(org, experiment_id)
         work = await self.batches.checked(experiment, wish)
-        job = await self.create_job(org, user_id, experiment.id, wish, place=self.driver.place, work=work)
+        job = await self.create_job(org, user_id, experiment.id, wish, place=self.batches.driver.place, work=work)
         self.batches.wake()
         return job
 
@@ -270,7 +284,8 @@ class JobService(Desk):
 
     async def job_logs(self, org: str, job_id: str, experiment_id: str | None = None, tail: int = 1000) -> str:
         """The last lines of a job's log; "" if it has none."""
-        return await self.services.logs(await self.get_job(org, job_id, experiment_id), tail)
+        job = await self.get_job(org, job_id, experiment_id)
+        return await self.services.logs(job, tail, self.batches.driver if job.action == BATCH else None)
 
     async def job_events(self, org: str, job_id: str, experiment_id: str | None = None) -> list[Event]:
         """Every change of a job, oldest first."""

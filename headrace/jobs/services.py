@@ -65,6 +65,8 @@ class Services:
         self.acting = acting
         self.clock = clock
         self.callback_url = settings.callback_url
+        self.shares_place = settings.containers is not None
+        """Whether others may start services there too, of which there is no record here."""
         self._vault = vault
         self._settings = settings
         self._ask = ask
@@ -302,10 +304,11 @@ class Services:
         """Unless it is final."""
         return await self.store.jobs.change(job_id, lambda now: None if now.is_final else change, self.clock.wall())
 
-    async def logs(self, job: Job, tail: int) -> str:
-        """Of the service if it lives, else what was kept."""
-        if not job.is_final and job.place == self.driver.place:
-            text = await self.driver.logs(_handle(job), tail)
+    async def logs(self, job: Job, tail: int, driver: Driver | None = None) -> str:
+        """Of the service if it lives, else what was kept. `driver`: of a job that is no service."""
+        driver = driver or self.driver
+        if not job.is_final and job.place == driver.place:
+            text = await driver.logs(_handle(job), tail)
             if text:
                 return text
         kept = await self.store.jobs.kept_log(job.id)

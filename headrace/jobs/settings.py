@@ -3,8 +3,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerSettings:
+    """For platforms that run images, or commands of their own machines: every one but `process`."""
+
+    platform: str
+    """`local-docker`, `kubernetes`, `slurm`, as `launch.drivers` names them."""
+    image: str = "headrace"
+    """Ours; or "tao" for that of each architecture, a key of versions.yaml, or an image."""
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Has IMAGE_<KEY>, HEADRACE_IMAGE and TAO_VERSIONS_FILE, where they are set."""
+    bare: bool = False
+    """Slurm's mode without a container: `headrace` is on the nodes."""
+    gpus: bool = True
+    """Whether services get GPUs. Each asks for one at least, which a cluster without any would never give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +58,8 @@ class JobSettings:
     """Of one service's log that are kept, at least."""
     max_services: int = 1000
     """At once on this place."""
+    containers: ContainerSettings | None = None
+    """None for processes of this machine. Others may use such a platform too: what has no record there is left alone."""
 
     max_batches: int = 2
     """At once on this place; others wait."""

@@ -52,6 +52,8 @@ PASSED_ON = frozenset(
 )
 # fmt: on
 """Variables that `--docker_env_vars` may set."""
+JOB_VARIABLE = "HEADRACE_JOB"
+"""Says what `--job` says, for platforms whose command lines are read by others: a job has the keys of its buckets."""
 TASKS = ("language", "vision_language", "classifier", "detector", "embedding", "tensors", "video")
 _CONTAINER_HOST = "0.0.0.0"  # noqa: S104  # a container's port is published by whoever runs it
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -89,7 +91,9 @@ class Given:
 
 def launch_settings(given: Given, environ: MutableMapping[str, str]) -> MicroserviceSettings:
     """Read everything; variables of `--docker_env_vars` are put into `environ`, where libraries look for them."""
-    job = _object(given.job, "--job") if given.job else {}
+    # Taken away, so that no program that the model starts has the credentials in its environment.
+    in_environ = environ.pop(JOB_VARIABLE, "")
+    job = _object(given.job, "--job") if given.job else _object(in_environ, JOB_VARIABLE) if in_environ else {}
     told = _variables(given.docker_env_vars)
     environ.update(told)
     specs = _specs(job)

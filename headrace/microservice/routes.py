@@ -136,8 +136,9 @@ class MicroserviceHttp:
         if not wants_stream(body):
             await self._answer(service.chat, exchange, body, failed)
             return
+        stream = ChatStream(exchange, service.model, service.wall())
         try:
-            stream = ChatStream(exchange, service.model, service.wall(), with_usage=wants_usage(body))
+            stream.with_usage = wants_usage(body)
             await service.stream(body, stream.begin)
             stream.end()
         except Exception as error:

@@ -43,10 +43,11 @@ def wants_usage(body: Mapping[str, Any]) -> bool:
 class ChatStream:
     """One answer."""
 
-    def __init__(self, exchange: Exchange, model: str, created: float, *, with_usage: bool) -> None:
+    def __init__(self, exchange: Exchange, model: str, created: float) -> None:
         self._exchange = exchange
         self._chunks = Chunks(exchange, MOST_UNREAD_BYTES)
-        self._with_usage = with_usage
+        self.with_usage = False
+        """Whether the last chunk tells the tokens that were used. To be set before `begin`."""
         self._begin: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion.chunk",
@@ -58,14 +59,9 @@ class ChatStream:
     def begin(self, choices: int) -> OnAnswer:
         """The request is a right one; nothing is sent yet."""
         writer = self._writer = ChatChunks(
-            self._chunks, self._begin, reader=None, choices=choices, each=choices, with_usage=self._with_usage
+            self._chunks, self._begin, reader=None, choices=choices, each=choices, with_usage=self.with_usage
         )
         return partial(writer.add, 0)
-
-    @property
-    def begun(self) -> bool:
-        """Whether a status can no longer be chosen."""
-        return self._exchange.started
 
     def end(self) -> None:
         """The model has said everything."""

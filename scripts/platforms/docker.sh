@@ -42,7 +42,7 @@ remember() {
 
 start() {
   local dir=$1
-  mkdir -p "$dir/before"
+  mkdir -p "$dir"
   dir=$(cd "$dir" && pwd)
   if [ -e "$dir/docker.sock" ]; then
     echo "an engine was started in $dir before: stop it first" >&2
@@ -54,6 +54,7 @@ start() {
   fi
   # A docker0 without an engine is what one that was killed has left.
   ip link delete docker0 2>/dev/null || true
+  mkdir -p "$dir/before"
   remember "$dir/before"
   # Not a word of this script's own output may stay open in the engine, or whoever reads it waits for the engine's end.
   setsid dockerd --data-root "$dir/data" --exec-root "$dir/exec" --pidfile "$dir/dockerd.pid" \
@@ -84,7 +85,8 @@ forget_rules() {
 
 stop() {
   local dir=$1 pid table name
-  [ -d "$dir/before" ] || return 0
+  # Written last of what is remembered: without it nothing was started here, and what there is, is another's.
+  [ -e "$dir/before/paths" ] || return 0
   dir=$(cd "$dir" && pwd)
   if pid=$(cat "$dir/dockerd.pid" 2>/dev/null) && grep -q "$dir/data" "/proc/$pid/cmdline" 2>/dev/null; then
     kill "$pid"

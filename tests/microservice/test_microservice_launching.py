@@ -43,6 +43,20 @@ def test_a_job_is_json_or_python(written: str) -> None:
     assert settings.secrets.hide("a hf_0123456789 b") == f"a {HIDDEN} b"
 
 
+def test_a_job_from_the_environment_goes_no_further() -> None:
+    cloud = {"aws": {"bkt": {"access_key": "AKIA000000", "secret_key": "s3-secret-key", "cloud_region": "r"}}}
+    environ = {"HEADRACE_JOB": json.dumps({**JOB, "cloud_metadata": cloud}), "HF_TOKEN": "hf_0123456789"}
+    settings = launch_settings(Given(job_id="own", host="0.0.0.0"), environ)
+    assert (settings.job_id, settings.model_path, settings.network_arch) == ("own", "/models/m", "cosmos-rl")
+    assert settings.credentials is not None and environ == {"HF_TOKEN": "hf_0123456789"}
+    assert settings.secrets.hide("s3-secret-key hf_0123456789") == f"{HIDDEN} {HIDDEN}"
+    # What is written on the command line counts before it.
+    both = {"HEADRACE_JOB": '{"specs": {"model_path": "/other"}}'}
+    assert launch_settings(Given(job=json.dumps(JOB)), both).model_path == "/models/m"
+    with pytest.raises(InvalidArgument, match="HEADRACE_JOB is neither JSON"):
+        launch_settings(Given(), {"HEADRACE_JOB": "{secret"})
+
+
 def test_by_hand_it_is_for_this_machine() -> None:
     settings = launch_settings(Given(model_path="m", port=1234), {})
     assert str(settings.address) == "127.0.0.1:1234"

@@ -91,6 +91,7 @@ def test_wrong_requests_are_named(predict: Asked) -> None:
         ({"inference_type": "image2world"}, "make it text2world"),
         ({"inference_type": "dream"}, "'inference_type'"),
         ({"max_tokens": "many"}, "'max_tokens' is 'many'"),
+        ({"stream": True}, "'stream' is true, and what this model makes comes whole"),
     ):
         answer = chat(predict, "a river", **more)
         assert (answer.status, answer.body["error"]["type"]) == (400, "invalid_request")
