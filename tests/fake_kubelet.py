@@ -2,7 +2,8 @@
 """A fake: stands in for the scheduler, a node's kubelet and a cloud's load balancers, beside a real API server.
 
 A pod's command is run as a process of this machine, without any container: with the pod's variables and no others, its
-image's name looked at but never pulled. Its network is the machine's own. What is real: every object and every status that
+image's name looked at but never pulled. Its network is the machine's own, or with `networks` one of its own, as the kernel
+gives it, with an address that this machine reaches. What is real: every object and every status that
 passes through the API server, its controllers, and the log, which the API server fetches here over HTTPS as from a kubelet.
 """
 
@@ -39,6 +40,8 @@ MISSING = "registry.invalid/"
 NODE = "fake-node"
 _POLL_SECONDS = 0.05
 _MOST_RESTARTS_AT_ONCE = 2
+_HOST_ADDRESS = "10.244.255.254"
+"""Of this machine, for pods that have a network of their own."""
 
 
 @dataclass
@@ -54,13 +57,17 @@ class Running:
     last: dict[str, Any] = field(default_factory=dict)
     ending_since: float | None = None
     oom: bool = False
+    network: str = ""
 
 
 class FakeKubelet:
     """One node. `started` has the processes by (namespace, pod)."""
 
-    def __init__(self, server: KubernetesServer, folder: Path, *, gpus: int = 2, balance: bool = True) -> None:
+    def __init__(
+        self, server: KubernetesServer, folder: Path, *, gpus: int = 2, balance: bool = True, networks: bool = False
+    ) -> None:
         self._folder = folder
+        self._networks = networks
         self._gpus = gpus
         self._balance = balance
         self._client = Client(KubeConfig.from_file(server.kubeconfig), field_manager="fake-kubelet")
@@ -91,7 +98,7 @@ class FakeKubelet:
         self._logs.shutdown()
         self._logs.server_close()
         for running in self.started.values():
-            _kill(running.process)
+            _remove(running)
         with contextlib.suppress(ApiError):
             self._client.delete(core_v1.Node, NODE)
         self._client.close()
@@ -112,7 +119,7 @@ class FakeKubelet:
                     seen.add((pod.metadata.namespace, pod.metadata.name))
                     self._one(pod)
                 for key in set(self.started) - seen:  # removed by force
-                    _kill(self.started.pop(key).process)
+                    _remove(self.started.pop(key))
                 if self._balance:
                     self._balance_loads()
             except ApiError as error:
@@ -161,7 +168,9 @@ class FakeKubelet:
             self._tell(pod, {"phase": "Pending", "containerStatuses": [told]})
             return
         log = self._folder / f"{pod.metadata.uid}.log"
-        running = Running(pod.metadata.name, pod.metadata.namespace, log, _run(container, variables, log))
+        network = _make_network(pod) if self._networks else ""
+        process = _run(container, variables, log, network)
+        running = Running(pod.metadata.name, pod.metadata.namespace, log, process, network=network)
         self.started[(running.namespace, running.name)] = running
         self._watch(pod, running)
 
@@ -178,7 +187,7 @@ class FakeKubelet:
     def _watch(self, pod: Any, running: Running) -> None:
         code = running.process.poll()
         if code is None:
-            ready = _probe(pod)
+            ready = _probe(pod, _address(pod) if running.network else "127.0.0.1")
             state = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
             self._tell(pod, _status(pod, running, "Running", state, ready=ready))
             return
@@ -190,7 +199,7 @@ class FakeKubelet:
         elif running.restarts < _MOST_RESTARTS_AT_ONCE:
             running.restarts += 1
             running.last = {"terminated": ended}
-            running.process = _run(pod.spec.containers[0], self._variables(pod), running.log)
+            running.process = _run(pod.spec.containers[0], self._variables(pod), running.log, running.network)
         else:
             running.last = {"terminated": ended}
             wait = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off restarting failed container"}}
@@ -206,7 +215,7 @@ class FakeKubelet:
                 _kill(running.process)
             return
         if running is not None:
-            _kill(running.process)
+            _remove(running)
             del self.started[(running.namespace, running.name)]
         self._client.delete(core_v1.Pod, pod.metadata.name, namespace=pod.metadata.namespace, grace_period=0)
 
@@ -228,8 +237,10 @@ class FakeKubelet:
                 continue
             name, namespace = service.metadata.name, service.metadata.namespace
             found = self._client.get(core_v1.Endpoints, name, namespace=namespace)
-            if any(subset.addresses for subset in found.subsets or ()):
-                status = {"status": {"loadBalancer": {"ingress": [{"ip": "127.0.0.1"}]}}}
+            ready = [each.ip for subset in found.subsets or () for each in subset.addresses or ()]
+            if ready:
+                ip = ready[0] if self._networks else "127.0.0.1"
+                status = {"status": {"loadBalancer": {"ingress": [{"ip": ip}]}}}
                 self._client.patch(core_v1.ServiceStatus, name, status, namespace=namespace, patch_type=PatchType.MERGE)
 
 
@@ -242,8 +253,10 @@ def expand(text: str, variables: dict[str, str]) -> str:
     )
 
 
-def _run(container: Any, variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _run(container: Any, variables: dict[str, str], log: Path, network: str) -> subprocess.Popen[bytes]:
     words = [expand(word, variables) for word in [*(container.command or ()), *(container.args or ())]]
+    if network:
+        words = ["nsenter", f"--net=/run/netns/{network}", "--", *words]
     with log.open("ab") as file:
         return subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=variables, cwd="/", start_new_session=True
@@ -256,7 +269,36 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _probe(pod: Any) -> bool:
+def _remove(running: Running) -> None:
+    _kill(running.process)
+    if running.network:
+        # The pair of links goes with it.
+        subprocess.run(["ip", "netns", "delete", running.network], check=True, capture_output=True)
+
+
+def _make_network(pod: Any) -> str:
+    """A network of the pod's own, joined to the machine's by a pair of links."""
+    name = f"hr-{pod.metadata.uid[:8]}"
+    for line in (
+        f"netns add {name}",
+        f"link add {name} type veth peer name eth0 netns {name}",
+        f"link set {name} up",
+        f"-n {name} link set lo up",
+        f"-n {name} link set eth0 up",
+        f"-n {name} address add {_address(pod)}/32 dev eth0",
+        f"-n {name} route add {_HOST_ADDRESS}/32 dev eth0",
+        f"address add {_HOST_ADDRESS}/32 dev {name}",
+        f"route add {_address(pod)}/32 dev {name} src {_HOST_ADDRESS}",
+    ):
+        subprocess.run(["ip", *line.split()], check=True, capture_output=True)
+    return name
+
+
+def _address(pod: Any) -> str:
+    return f"10.244.{int(pod.metadata.uid[:2], 16)}.{int(pod.metadata.uid[2:4], 16) % 250 + 2}"
+
+
+def _probe(pod: Any, host: str) -> bool:
     container = pod.spec.containers[0]
     probe = container.readinessProbe
     if probe is None or probe.httpGet is None:
@@ -264,7 +306,7 @@ def _probe(pod: Any) -> bool:
     port = next(each.containerPort for each in container.ports if probe.httpGet.port in (each.name, each.containerPort))
     try:
         # A kubelet goes by the code alone: 200 to 399.
-        return urllib.request.urlopen(f"http://127.0.0.1:{port}{probe.httpGet.path}", timeout=1).status < 400
+        return urllib.request.urlopen(f"http://{host}:{port}{probe.httpGet.path}", timeout=1).status < 400
     except OSError:
         return False
 
@@ -282,12 +324,11 @@ def _waiting(pod: Any, reason: str, message: str) -> dict[str, Any]:
 
 
 def _status(pod: Any, running: Running, phase: str, state: dict[str, Any], *, ready: bool = False) -> dict[str, Any]:
-    number = sum(pod.metadata.uid.encode()) % 250 + 1
     answer = "True" if ready else "False"
     return {
         "phase": phase,
-        "podIP": f"10.244.0.{number}",
-        "podIPs": [{"ip": f"10.244.0.{number}"}],
+        "podIP": _address(pod),
+        "podIPs": [{"ip": _address(pod)}],
         "hostIP": "127.0.0.1",
         "conditions": [
             {"type": "PodScheduled", "status": "True"},

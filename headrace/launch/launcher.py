@@ -338,7 +338,7 @@ class Launcher:
     async def _one(self, driver: Driver, entry: Entry, observed: Observed | None) -> Service:
         handle = handle_of(entry)
         try:
-            # Before it is called stale it is asked for by its name: a Brev instance that sleeps tells nothing of what it has.
+            # Asked for by its name before it is called stale: a Brev instance that sleeps tells nothing of what it has.
             observed = observed or await driver.status(handle)
             if observed.phase == "running":
                 entry = await self._with_url(driver, entry, handle)

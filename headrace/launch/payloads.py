@@ -145,7 +145,7 @@ def program_words(
 
 
 def inner_command(payload: Payload, port: int = PORT_INSIDE, own_image: bool = False) -> str:
-    """One line for a POSIX shell. Ours takes the shell's place, and with it the platform's signals; TAO's lines stay TAO's."""
+    """One line for a POSIX shell. Our program takes the shell's place, and so gets the platform's signals itself."""
     return PREFIX + ("exec " if own_image else "") + shlex.join(program_words(payload, port, own_image))
 
 

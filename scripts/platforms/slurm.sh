@@ -82,6 +82,8 @@ CONF
 
 configure_ssh() {
   local dir=$1 port=$2
+  # A home of its own: what the user's shell reads at its start may take longer than the commands.
+  mkdir "$dir/home"
   ssh-keygen -q -t ed25519 -N "" -f "$dir/host_key"
   ssh-keygen -q -t ed25519 -N "" -f "$dir/client_key"
   cp "$dir/client_key.pub" "$dir/authorized_keys"
@@ -100,7 +102,7 @@ PermitRootLogin prohibit-password
 UsePAM no
 PrintMotd no
 MaxStartups 100
-SetEnv SLURM_CONF=$dir/slurm.conf
+SetEnv SLURM_CONF=$dir/slurm.conf HOME=$dir/home
 CONF
 }
 
@@ -164,7 +166,7 @@ stop() {
   for daemon in sshd slurmd slurmctld munged; do end "$dir" "$daemon.pid"; done
   # Every sshd of the machine needs that folder.
   if [ -e "$dir/made_run_sshd" ] && ! pgrep -x sshd -r R,S,D >/dev/null; then rmdir /run/sshd 2>/dev/null || true; fi
-  rm -rf "$dir/spool" "$dir/log" "$dir"/gpu? "$dir"/*.pid "$dir"/*_key "$dir"/*_key.pub "$dir"/munge* \
+  rm -rf "$dir/spool" "$dir/log" "$dir/home" "$dir"/gpu? "$dir"/*.pid "$dir"/*_key "$dir"/*_key.pub "$dir"/munge* \
     "$dir"/{slurm.conf,gres.conf,sshd_config,authorized_keys,known_hosts,ssh_port,made_run_sshd}
 }
 

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Docker engine for a test module, with an image made of this machine's own Python: no registry is needed.
+"""A Docker engine for tests, with an image made of this machine's own Python: no registry is needed.
 
-`from docker_platform import engine, DockerEngine` in a module marked `platform`.
+Tests that are marked `platform` have it by the fixture `engine`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import http.client
 import io
+import json
 import re
 import shutil
+import socket
 import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,16 +46,24 @@ class DockerEngine:
         return done.stdout.decode().strip()
 
     def held(self) -> set[str]:
-        """All containers, networks and volumes."""
+        """All containers, networks and volumes, asked of the engine itself: tests look often, and docker takes its time."""
         return {
-            *self.docker("ps", "--all", "--no-trunc", "--format", "container {{.ID}} {{.Names}}").splitlines(),
-            *self.docker("network", "ls", "--no-trunc", "--format", "network {{.ID}} {{.Name}}").splitlines(),
-            *self.docker("volume", "ls", "--format", "volume {{.Name}}").splitlines(),
+            *(f"container {each['Id']} {each['Names']}" for each in self._get("/containers/json?all=1")),
+            *(f"network {each['Id']} {each['Name']}" for each in self._get("/networks")),
+            *(f"volume {each['Name']}" for each in self._get("/volumes")["Volumes"] or ()),
         }
 
+    def _get(self, path: str) -> Any:
+        connection = http.client.HTTPConnection("docker", timeout=60)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        with contextlib.closing(connection):
+            connection.sock.connect(self.host.removeprefix("unix://"))
+            connection.request("GET", path)
+            return json.load(connection.getresponse())
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[DockerEngine]:
+
+@contextlib.contextmanager
+def docker_engine() -> Iterator[DockerEngine]:
     """An engine of its own, with `IMAGE` in it; nothing of it is left afterwards."""
     if shutil.which("dockerd") is None:
         pytest.skip("there is no dockerd: scripts/platforms/docker.sh install")

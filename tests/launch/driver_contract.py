@@ -36,6 +36,10 @@ from headrace.launch.contract import Driver, Handle, LaunchSpec, Mount, Observed
 __all__ = ["HERE", "NOTHING", "PROGRAM", "DriverContract", "Watch", "command", "free_port", "hostile"]
 
 
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 0.3
+"""Between two looks: each is a program or more on most platforms, and takes time from what it looks at."""
+
+
 class DriverContract:
     """The suite. Each test makes its driver inside of its own event loop."""
 
@@ -158,7 +162,7 @@ class DriverContract:
 
     def test_one_that_is_killed_behind_its_back_is_told(self) -> None:
         async def main(driver: Driver) -> None:
-            killed, kept = [await driver.start(self.spec(str(uuid.uuid4()))) for _ in range(2)]
+            killed, kept = await asyncio.gather(*(driver.start(self.spec(str(uuid.uuid4()))) for _ in range(2)))
             await self.answer(driver, killed)
             await self.answer(driver, kept)
             await self.kill_behind_its_back(killed)
@@ -167,8 +171,7 @@ class DriverContract:
             assert await driver.endpoint(killed) is None
             assert (await driver.status(kept)).phase == "running"
             await self.answer(driver, kept)
-            for handle in (killed, kept):
-                await driver.stop(handle, self.grace)
+            await asyncio.gather(*(driver.stop(handle, self.grace) for handle in (killed, kept)))
 
         self.run(main)
 
@@ -199,7 +202,8 @@ class DriverContract:
 
                 await self.until(known, f"cancelled after {seconds} s: neither found nor gone")
                 handle = Handle(job_id, driver.name)
-                await driver.stop(handle, self.grace)
+                # A program that has not come to listen to SIGTERM yet would be waited for.
+                await driver.stop(handle, 0.5)
                 await self.is_gone(driver, handle)
 
         self.run(main)
@@ -290,7 +294,7 @@ class DriverContract:
                 with pytest.raises(InvalidArgument):
                     await driver.start(spec)
                     raise AssertionError(f"not refused: {dict(spec.environment)!r} {dict(spec.secret_environment)!r}")
-                assert await self.everything_held() == before
+            assert await self.everything_held() == before
             assert not canary.exists()
 
         self.run(main)
@@ -303,18 +307,22 @@ class DriverContract:
             if fine.container is None:
                 return
             box = fine.container
+
+            async def tried(spec: LaunchSpec) -> None:
+                job_id = str(uuid.uuid4())
+                # Told as an error of ours, or started: an image may be looked for only when it is run.
+                with contextlib.suppress(HeadraceError):
+                    await driver.start(dataclasses.replace(spec, job_id=job_id))
+                await driver.stop(Handle(job_id, driver.name), 0.5)
+
             for text in (f"x; touch {canary}", f"--privileged $(touch {canary})", f"-v/:/x\ntouch {canary}"):
-                for spec in (
+                specs = (
                     dataclasses.replace(fine, container=dataclasses.replace(box, image=text)),
                     dataclasses.replace(fine, container=dataclasses.replace(box, mounts=(Mount("/tmp", "/" + text),))),
                     dataclasses.replace(fine, container=dataclasses.replace(box, mounts=(Mount("/" + text, "/in"),))),
                     dataclasses.replace(fine, labels={"org": text, text: "x"}),
-                ):
-                    job_id = str(uuid.uuid4())
-                    # Told as an error of ours, or started: an image may be looked for only when it is run.
-                    with contextlib.suppress(HeadraceError):
-                        await driver.start(dataclasses.replace(spec, job_id=job_id))
-                    await driver.stop(Handle(job_id, driver.name), 0.5)
+                )
+                await asyncio.gather(*map(tried, specs))
             assert not canary.exists()
 
         self.run(main)
@@ -328,19 +336,20 @@ class DriverContract:
 
         self.run(main)
 
-    @pytest.mark.parametrize("bad", ["", "..", "../../etc", "a/b", "x\0y", "-h", "$(id)", "a b", "all", "A" * 36])
-    def test_an_id_that_is_no_uuid_reaches_nothing(self, bad: str) -> None:
+    def test_an_id_that_is_no_uuid_reaches_nothing(self) -> None:
         async def main(driver: Driver) -> None:
-            handle = Handle(bad, driver.name)
-            for call in (
-                driver.status(handle),
-                driver.logs(handle, 10),
-                driver.endpoint(handle),
-                driver.stop(handle, self.grace),
-                driver.start(self.spec(bad)),
-            ):
-                with pytest.raises(InvalidArgument):
-                    await call
+            for bad in ("", "..", "../../etc", "a/b", "x\0y", "-h", "$(id)", "a b", "all", "A" * 36):
+                handle = Handle(bad, driver.name)
+                for call in (
+                    driver.status(handle),
+                    driver.logs(handle, 10),
+                    driver.endpoint(handle),
+                    driver.stop(handle, self.grace),
+                    driver.start(self.spec(bad)),
+                ):
+                    with pytest.raises(InvalidArgument):
+                        await call
+                        raise AssertionError(f"not refused: {bad!r}")
 
         self.run(main)
 
@@ -360,22 +369,24 @@ class DriverContract:
             async def same() -> bool:
                 return await self.everything_held() == before
 
-            await self.until(same, lambda: "left behind or missing")
-            assert await self.everything_held() == before
+            await self.until(same, "left behind or missing")
 
         asyncio.run(whole())
 
     async def answer(self, driver: Driver, handle: Handle) -> Any:
         """What the service says over HTTP, as soon as it does."""
         limit = time.monotonic() + self.patience
+        url, pause = None, _PAUSE_SECONDS
         while time.monotonic() < limit:
-            url = await driver.endpoint(handle)
+            # Its address does not change while it starts, and looking for it costs the machine more than asking there.
+            url = url or await driver.endpoint(handle)
             if url is not None:
                 try:
                     return await asyncio.to_thread(lambda url=url: json.load(urllib.request.urlopen(url, timeout=5)))
                 except (OSError, ValueError):
                     pass
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.3, _LONGEST_PAUSE_SECONDS)
         raise AssertionError(f"no answer; {await driver.status(handle)}; log: {await driver.logs(handle, 100)}")
 
     async def phase(self, driver: Driver, handle: Handle, *wanted: str) -> Observed:
@@ -397,7 +408,9 @@ class DriverContract:
     async def until(self, look: Callable[[], Awaitable[bool]], told: str | Callable[[], str]) -> None:
         """Look until it is so, for as long as the platform may take."""
         limit = time.monotonic() + self.patience
+        pause = _PAUSE_SECONDS
         while not await look():
             if time.monotonic() > limit:
                 raise AssertionError(told if isinstance(told, str) else told())
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.3, _LONGEST_PAUSE_SECONDS)

@@ -27,6 +27,13 @@ DELAY = 0.15
 """How long an instance takes to come and to go."""
 
 
+LS = """if [ "$*" = "ls --json" ] && [ -e {root}/logged-in ] && listing=$(<{root}/listing); then
+  echo '["ls", "--json"]' >>{root}/calls
+  printf '%s\\n' "$listing"
+  exit
+fi 2>/dev/null
+"""
+"""The same that `ls` prints, where no instance is just coming or going: every command of the driver begins with it."""
 SSH = """if [ "$1 $2 $3 $4 $5" != "-T -o ConnectTimeout=5 -o LogLevel=ERROR" ]; then exec {root}/bin/ssh-fake "$@"; fi
 host=$6; shift 6
 if [ "$(cat {root}/status-"$host" 2>/dev/null)" != RUNNING ]; then
@@ -56,7 +63,8 @@ class FakeBrev:
         for folder, program in (("bin", "brev"), ("bin", "ssh-fake"), ("instance-bin", "docker")):
             module = "fake_brev_docker" if program == "docker" else "fake_brev"
             line = run.replace("fake_brev", module)
-            self._write(folder, program, f'exec {sys.executable} -I -S -c "{line}" {program} {root} "$@"')
+            first = LS.format(root=root) if program == "brev" else ""
+            self._write(folder, program, f'{first}exec {sys.executable} -I -S -c "{line}" {program} {root} "$@"')
         # A shell and no Python where only a line is run: tests wait for this more than for all else.
         self._write("bin", "ssh", SSH.format(root=root))
         (root / "logged-in").touch()
@@ -139,6 +147,24 @@ def state(root: Path) -> Iterator[dict[str, Any]]:
                 file.unlink()
         for name, each in known.items():
             (root / f"status-{name}").write_text(each["status"])
+        (root / "listing").unlink(missing_ok=True)
+        if not any("until" in each for each in known.values()):
+            (root / "listing.new").write_text(listing(known))
+            (root / "listing.new").rename(root / "listing")
+
+
+def listing(known: dict[str, Any]) -> str:
+    """As `ls --json` prints it."""
+    rest = {
+        "build_status": "COMPLETED",
+        "shell_status": "READY",
+        "health_status": "HEALTHY",
+        "instance_type": "g5.xlarge",
+        "instance_kind": "gpu",
+        "gpu": "A10G",
+    }
+    listed = [{"name": name, "id": each["id"], "status": each["status"], **rest} for name, each in known.items()]
+    return json.dumps({"workspaces": listed or None})
 
 
 def split(words: list[str], flags: dict[str, bool]) -> tuple[dict[str, str], list[str]]:
@@ -190,26 +216,13 @@ def ls(root: Path, words: list[str]) -> None:
     if rest:
         raise Failed("too many args provided")
     with state(root) as known:
-        listed = [
-            {
-                "name": name,
-                "id": each["id"],
-                "status": each["status"],
-                "build_status": "COMPLETED",
-                "shell_status": "READY",
-                "health_status": "HEALTHY",
-                "instance_type": "g5.xlarge",
-                "instance_kind": "gpu",
-                "gpu": "A10G",
-            }
-            for name, each in known.items()
-        ]
+        told = listing(known)
     if "--json" in flags:
-        print(json.dumps({"workspaces": listed or None}))
+        print(told)
         return
-    print(f"You have {len(listed)} instances in Org fake")
-    for each in listed:
-        print(f" {each['name']}  {each['status']}  {each['id']}  {each['instance_type']}")
+    print(f"You have {len(known)} instances in Org fake")
+    for name, each in known.items():
+        print(f" {name}  {each['status']}  {each['id']}  g5.xlarge")
 
 
 def create(root: Path, words: list[str]) -> None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One API server with a fake kubelet for all tests of the driver `kubernetes`: import the fixtures that you use."""
+"""An API server with a fake kubelet for tests of the driver `kubernetes`, which have it by the fixture `cluster`."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from fake_kubelet import FakeKubelet
 from kubernetes_server import KubernetesServer
 
@@ -30,9 +30,9 @@ class Platform:
         return KubernetesDriver(self.settings(**given))
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    folder: Path = tmp_path_factory.mktemp("kubernetes")
-    with KubernetesServer(folder / "server") as server, FakeKubelet(server, folder / "kubelet") as kubelet:
+@contextlib.contextmanager
+def with_kubelet(server: KubernetesServer, folder: Path, *, networks: bool = False) -> Iterator[Platform]:
+    """Started and stopped."""
+    with FakeKubelet(server, folder, networks=networks) as kubelet:
         yield Platform(server, kubelet)
         assert not kubelet.errors, "\n".join(kubelet.errors[:3])

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from driver_contract import command, free_port, hostile
-from fake_brev import FakeBrev
+from fake_brev import FakeBrev, state
 
 from headrace.core.errors import (
     AlreadyExists,
@@ -201,7 +201,8 @@ def test_preflight_tells_what_is_missing(fake: FakeBrev, tmp_path: Path) -> None
     assert preflight(driver_of(fake, instance_id="", gpu_name="A100"))["instance"].passed
     fake.add_instance("box", "STOPPED")
     assert "brev start box" in preflight(driver_of(fake))["instance"].message
-    (fake.root / "instances.json").write_text('{"box": {"id": "x", "status": "RUNNING"}}')
+    with state(fake.root) as instances:
+        instances["box"]["status"] = "RUNNING"
     assert all(check.passed for check in preflight(driver_of(fake)).values())
     assert "brev-token" not in repr(BrevSettings.from_environment({"BREV_API_TOKEN": "brev-token"}))
 

@@ -9,14 +9,12 @@ import pytest
 
 pytest.register_assert_rewrite("driver_contract")
 
-from docker_platform import IMAGE, DockerEngine, engine  # noqa: E402
+from docker_platform import IMAGE, DockerEngine  # noqa: E402
 from driver_contract import NOTHING, DriverContract, command  # noqa: E402
 
 from headrace.launch.contract import Container, Driver, Handle, LaunchSpec  # noqa: E402
 from headrace.launch.docker.driver import DockerDriver  # noqa: E402
 from headrace.launch.docker.settings import DockerSettings  # noqa: E402
-
-__all__ = ["engine"]
 
 pytestmark = pytest.mark.platform
 

@@ -22,15 +22,13 @@ import pytest
 
 pytest.register_assert_rewrite("driver_contract")
 
-from docker_platform import IMAGE, DockerEngine, engine  # noqa: E402
+from docker_platform import IMAGE, DockerEngine  # noqa: E402
 from driver_contract import command  # noqa: E402
 
 from headrace.core.errors import FailedPrecondition, ResourceExhausted, Unavailable  # noqa: E402
 from headrace.launch.contract import Container, Handle, LaunchSpec, Mount  # noqa: E402
 from headrace.launch.docker.driver import DockerDriver  # noqa: E402
 from headrace.launch.docker.settings import DockerSettings  # noqa: E402
-
-__all__ = ["engine"]
 
 pytestmark = pytest.mark.platform
 
@@ -106,7 +104,7 @@ def test_a_network_that_was_there_stays(engine: DockerEngine) -> None:
         driver = driver_of(engine, network="mine")
         assert [check.message for check in await driver.preflight() if check.name == "network"] == ["mine is there"]
         handle = await driver.start(spec_of(command()))
-        await driver.stop(handle, 5)
+        await driver.stop(handle, 0.5)
         assert engine.held() == before
         engine.docker("network", "rm", "mine")
 

@@ -24,7 +24,7 @@ import pytest
 
 pytest.register_assert_rewrite("driver_contract")
 
-from docker_platform import DockerEngine, engine  # noqa: E402
+from docker_platform import DockerEngine  # noqa: E402
 from driver_contract import Watch  # noqa: E402
 
 from headrace.core.errors import FailedPrecondition, Unavailable  # noqa: E402
@@ -33,8 +33,6 @@ from headrace.launch.docker.driver import DockerDriver  # noqa: E402
 from headrace.launch.docker.engine import Engine  # noqa: E402
 from headrace.launch.docker.pulling import present_image  # noqa: E402
 from headrace.launch.docker.settings import DockerSettings  # noqa: E402
-
-__all__ = ["engine"]
 
 pytestmark = pytest.mark.platform
 

@@ -11,7 +11,7 @@ import pytest
 pytest.register_assert_rewrite("driver_contract")
 
 from driver_contract import NOTHING, DriverContract, command  # noqa: E402
-from kubernetes_platform import Platform, cluster  # noqa: E402, F401
+from kubernetes_platform import Platform  # noqa: E402
 from ports import free_port  # noqa: E402
 
 from headrace.launch.contract import Container, Driver, Handle, LaunchSpec  # noqa: E402
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.platform
 
 class TestKubernetes(DriverContract):
     @pytest.fixture(autouse=True)
-    def platform(self, cluster: Platform) -> None:  # noqa: F811
+    def platform(self, cluster: Platform) -> None:
         self.cluster = cluster
 
     async def driver(self) -> Driver:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from driver_contract import command, hostile
 from fake_kubelet import MISSING
-from kubernetes_platform import Platform, cluster  # noqa: F401
+from kubernetes_platform import Platform
 from lightkube.resources import apps_v1, batch_v1, core_v1
 from lightkube.types import PatchType
 from ports import free_port
@@ -27,8 +27,6 @@ from headrace.launch.kubernetes import manifests
 from headrace.launch.kubernetes.driver import KubernetesDriver
 from headrace.launch.kubernetes.settings import KubernetesSettings
 
-# pytest finds the fixture by its name.
-# ruff: noqa: F811
 pytestmark = pytest.mark.platform
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "kubernetes-services.md"
 PATIENCE = 60.0

@@ -36,6 +36,7 @@ from headrace.launch.drivers import DriverOptions, default_state_dir
 from headrace.launch.identity import own_name
 from headrace.launch.launcher import Launcher, Patience, StartFailed, StartRequest
 from headrace.launch.registry import DEFAULT_PATH, RUNNING, STARTING, Entry, Registry
+from headrace.launch.slurm.script import node_port
 
 HERE = str(Path(__file__).parent)
 ARCH = "tao-dataservices"
@@ -389,6 +390,72 @@ def test_a_container_gets_the_line_of_every_platform_and_an_address_when_there_i
     run(main)
 
 
+class Sleeper(Fake):
+    """Tells more of a service once it has an address, and nothing of anything while it sleeps."""
+
+    asleep = False
+    tunnel = 71
+
+    async def described(self, handle: Handle) -> Handle:
+        return replace(handle, data={**handle.data, "tunnel_pid": self.tunnel, "slurm_node": "n1", "started": 5})
+
+    async def found(self) -> dict[str, Observed]:
+        return {} if self.asleep else dict(self.held)
+
+    async def status(self, handle: Handle) -> Observed:
+        if self.asleep:
+            raise Unavailable("the instance box is STOPPED: start it with `brev start box`")
+        return await super().status(handle)
+
+
+def test_what_is_known_once_there_is_an_address_is_recorded(folder: Path) -> None:
+    async def main() -> None:
+        fake = Sleeper()
+        async with faked(folder, fake) as ours:
+            entry = await ours.start(DOCKER)
+            assert entry.tunnel_pid is None
+            fake.held[entry.job_id], fake.url = Observed("running", word="Running"), "http://127.0.0.1:9"
+            await ours.list()
+            found = recorded(folder)[entry.job_id]
+            assert (found.tunnel_pid, found.slurm_node, found.more["handle"]["started"]) == (71, "n1", 5)
+            # A tunnel that died is made again when its service does not answer, maybe elsewhere.
+            fake.url, fake.tunnel = "http://127.0.0.1:10", 72
+            with pytest.raises(DeadlineExceeded):
+                await ours.wait_ready(entry.job_id, Patience(0.0, try_seconds=0.1))
+            found = recorded(folder)[entry.job_id]
+            assert (found.tunnel_pid, found.host_url) == (72, "http://127.0.0.1:10")
+            fake.url = "http://127.0.0.1:11"
+            second = await ours.start(DOCKER)
+            assert recorded(folder)[second.job_id].tunnel_pid == second.tunnel_pid == 72
+
+    run(main)
+
+
+def test_what_a_sleeping_machine_has_is_neither_stale_nor_pruned(folder: Path) -> None:
+    async def main() -> None:
+        fake = Sleeper()
+        async with faked(folder, fake) as ours:
+            entry = await ours.start(DOCKER)
+            fake.asleep = True
+            [service] = await ours.list()
+            assert service.state == "unknown" and "brev start box" in service.reason
+            assert await ours.prune() == [] and entry.job_id in recorded(folder)
+            fake.asleep, fake.held = False, {}
+            [service] = await ours.list()
+            assert service.state == "stale"
+
+    run(main)
+
+
+def test_ours_is_started_without_a_gpu_on_every_platform(folder: Path) -> None:
+    wanted = replace(DOCKER, num_gpus=0)
+    assert launcher(folder)._plan(wanted).gpus == 0
+    environ = {"SLURM_PARTITION": "gpu", "SLURM_CONTAINER_MODE": "bare"}
+    assert launcher(folder, environ=environ)._plan(replace(wanted, platform="slurm", image="")).gpus == 0
+    with pytest.raises(InvalidArgument, match="--image headrace"):
+        launcher(folder)._plan(replace(wanted, image=""))
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -573,4 +640,5 @@ def test_a_bare_job_of_slurm_is_planned_by_the_variable_too(folder: Path) -> Non
         container = planning.spec_of(plan, 8085, folder).container
         assert container is not None and container.image.partition(":")[0] == image
         # The node's network is shared: the service listens where nobody else does.
-        assert container.port == 8085 and " --port 8085" in container.command
+        port = node_port(plan.job_id)
+        assert container.port == port and f" --port {port}" in container.command

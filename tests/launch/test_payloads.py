@@ -67,6 +67,13 @@ def test_the_line_of_each_architecture() -> None:
     assert inner_command(hub) == predict + "--model base-2b" + out
 
 
+def test_our_own_program_takes_the_place_of_the_shell() -> None:
+    for arch in (COSMOS_RL, PREDICT, DATA):
+        assert inner_command(_payload(arch), own_image=True).startswith(
+            "umask 0 && exec headrace microservice start --"
+        )
+
+
 def test_another_port_is_told() -> None:
     for arch in (COSMOS_RL, PREDICT, DATA):
         assert shlex.split(inner_command(_payload(arch), 8091))[-2:] == ["--port", "8091"]

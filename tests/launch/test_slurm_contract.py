@@ -15,19 +15,13 @@ import pytest
 pytest.register_assert_rewrite("driver_contract")
 
 from driver_contract import NOTHING, DriverContract, command  # noqa: E402
-from slurm_platform import Cluster, cluster  # noqa: E402
+from slurm_platform import Cluster  # noqa: E402
 
 from headrace.launch.contract import Container, Driver, Handle, LaunchSpec  # noqa: E402
 from headrace.launch.folders import is_id  # noqa: E402
 from headrace.launch.slurm.script import node_port  # noqa: E402
 
 pytestmark = pytest.mark.platform
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Cluster]:
-    with cluster() as started:
-        yield started
 
 
 class Contract(DriverContract):

@@ -27,7 +27,7 @@ from onnx import TensorProto, helper
 pytest.register_assert_rewrite("driver_contract")
 
 from driver_contract import command  # noqa: E402
-from slurm_platform import Cluster, cluster  # noqa: E402
+from slurm_platform import Cluster  # noqa: E402
 
 from headrace.core.errors import AlreadyExists, FailedPrecondition, Unavailable  # noqa: E402
 from headrace.launch.contract import Container, Handle, LaunchSpec, Observed  # noqa: E402
@@ -35,12 +35,6 @@ from headrace.launch.slurm.driver import SlurmDriver  # noqa: E402
 from headrace.launch.slurm.script import PORT_TAKEN, node_port  # noqa: E402
 
 pytestmark = pytest.mark.platform
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Cluster]:
-    with cluster() as started:
-        yield started
 
 
 @pytest.fixture

@@ -62,6 +62,15 @@ def azure_server(folder: Path) -> Iterator[AzureServer]:
     """`folder` is for its objects and its log."""
     port = free_port()
     path = program("HEADRACE_AZURITE_BLOB", INSTALLED / "azurite" / "node_modules" / ".bin" / "azurite-blob")
-    words = [path, "--silent", "--location", str(folder / "azurite"), "--blobHost", "127.0.0.1", "--blobPort", str(port)]
+    words = [
+        path,
+        "--silent",
+        "--location",
+        str(folder / "azurite"),
+        "--blobHost",
+        "127.0.0.1",
+        "--blobPort",
+        str(port),
+    ]
     with running([*words, "--skipApiVersionCheck", "--disableTelemetry"], port, folder / "azurite.log"):
         yield AzureServer(f"http://127.0.0.1:{port}/{ACCOUNT}")
