@@ -19,6 +19,7 @@ from headrace.cli.jobs import jobs
 from headrace.cli.keys import keys
 from headrace.cli.microservice import microservice
 from headrace.cli.models import models
+from headrace.cli.operator import operator
 from headrace.cli.router import router
 from headrace.cli.serve import ServeCommand, serve
 from headrace.cli.service import service
@@ -48,6 +49,7 @@ app.add_typer(keys)
 app.add_typer(users)
 app.add_typer(jobs)
 app.add_typer(service)
+app.add_typer(operator)
 app.add_typer(ab)
 
 

@@ -145,6 +145,8 @@ VERBS = (
     "users add",
     "jobs register",
     "explain",
+    "operator run",
+    "operator manifests",
     "service start",
     "service request",
     "service stop",

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One look at one service: plan, apply, remove, tell. Called by the queue; what it knows comes from the view.
+
+It remembers nothing that the next look needs, so that it may be killed between any two calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from headrace.fleet.cluster.api import Api, Refused, Unreachable
+from headrace.fleet.cluster.applying import Applier
+from headrace.fleet.cluster.events import Recorder
+from headrace.fleet.cluster.queue import Key
+from headrace.fleet.cluster.resources import SERVICES
+from headrace.fleet.cluster.view import View
+from headrace.fleet.planning import Plan, plan
+from headrace.fleet.planning.site import live_key
+from headrace.fleet.status import Observed, status, status_of_problems
+from headrace.fleet.words import Document, Problem, items, kind_of, name_of, part, text
+
+log = logging.getLogger("headrace.operator")
+
+OLD_FINALIZER = "inferenceservice.finalizers"
+"""OME's: a service that it left behind could never be deleted with it."""
+RECONCILE_ERROR, INTERNAL_ERROR = "ReconcileError", "InternalError"
+
+
+def utc_now() -> datetime:
+    """The time of this machine."""
+    return datetime.now(UTC)
+
+
+class Reconciler:
+    """Brings services to what they ask for."""
+
+    def __init__(self, api: Api, view: View, recorder: Recorder, now: Callable[[], datetime] = utc_now) -> None:
+        self._api = api
+        self._view = view
+        self._recorder = recorder
+        self._applier = Applier(api, view)
+        self._now = now
+
+    async def reconcile(self, key: Key) -> bool:
+        """Look at a service once. False: try again later. Never raises but when cancelled."""
+        service = self._view.service(key)
+        if service is None:
+            return True
+        try:
+            if text(service, "metadata", "deletionTimestamp"):
+                await self._let_go(service)
+                return True
+            return await self._bring(service)
+        except Unreachable as error:
+            log.warning("%s/%s: the API server does not answer (%s)", *key, error)
+        except Refused as refused:
+            if refused.code != 409:  # somebody was quicker, and what they wrote is on its way to us
+                log.warning("%s/%s: %s", *key, refused)
+        except Exception:
+            log.exception("%s/%s cannot be looked at", *key)
+        return False
+
+    async def _bring(self, service: Document) -> bool:
+        planned = self._plan(service)
+        if isinstance(planned, Problem):
+            await self._tell(service, status_of_problems(service, [planned], self._now(), reason=INTERNAL_ERROR))
+            return False
+        if planned.problems:
+            await self._tell(service, status(service, planned, Observed(), self._now()))
+            return True
+        refused = await self._applier.apply(service, planned.objects)
+        if refused:
+            await self._tell(service, status_of_problems(service, refused, self._now(), reason=RECONCILE_ERROR))
+            return False
+        objects, pods = self._view.owned(service), self._view.pods(service)
+        seen = Observed(tuple(objects), tuple(pods))
+        await self._tell(service, status(service, planned, seen, self._now()))
+        return True
+
+    def _plan(self, service: Document) -> Plan | Problem:
+        live = {live_key(kind_of(each), name_of(each)): each for each in self._view.owned(service)}
+        try:
+            return plan(service, self._view.facts, live)
+        except Exception:
+            # A mistake of ours. It must show at this service, and must not reach the others.
+            log.exception("%s/%s cannot be planned", text(service, "metadata", "namespace"), name_of(service))
+            return Problem("", "the operator failed to plan this service", "look at its log, and report it")
+
+    async def _tell(self, service: Document, told: Document) -> None:
+        """Write the status if it changed, and an event if Ready did."""
+        before = part(service, "status")
+        after: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(told))
+        if before == after:
+            return
+        where = self._view.where(SERVICES)
+        if where is None:
+            return
+        change = {
+            "metadata": {"resourceVersion": text(service, "metadata", "resourceVersion")},
+            "status": _difference(before, after),
+        }
+        namespace = text(service, "metadata", "namespace")
+        try:
+            made = await self._api.patch(where, namespace, name_of(service), change, "status")
+        except Refused as refused:
+            if refused.code == 404:  # deleted meanwhile
+                return
+            raise
+        self._view.put(SERVICES, made)
+        await self._recorder.ready_changed(service, _ready(before), _ready(after))
+
+    async def _let_go(self, service: Document) -> None:
+        left = items(service, "metadata", "finalizers")
+        where = self._view.where(SERVICES)
+        if OLD_FINALIZER not in left or where is None:
+            return
+        metadata = {
+            "finalizers": [each for each in left if each != OLD_FINALIZER],
+            "resourceVersion": text(service, "metadata", "resourceVersion"),
+        }
+        try:
+            await self._api.patch(
+                where, text(service, "metadata", "namespace"), name_of(service), {"metadata": metadata}
+            )
+        except Refused as refused:
+            if refused.code != 404:
+                raise
+
+
+def _ready(told: Document) -> Document:
+    return next((each for each in items(told, "conditions") if text(each, "type") == "Ready"), {})
+
+
+def _difference(before: Document, after: Document) -> dict[str, Any]:
+    """The merge patch that makes one of the other."""
+    change: dict[str, Any] = {name: None for name in before if name not in after}
+    for name, value in after.items():
+        old = before.get(name)
+        if old == value:
+            continue
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        change[name] = _difference(old, value) if both else value  # type: ignore[arg-type]
+    return change

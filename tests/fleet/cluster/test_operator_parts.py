@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue, the ConfigMap and the manifests, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from headrace.fleet.cluster import queue
+from headrace.fleet.cluster.configuration import configured
+from headrace.fleet.cluster.manifests import ManifestSettings, cluster_rules, manifests
+from headrace.fleet.cluster.queue import Queue, backoff
+from headrace.fleet.cluster.resources import CHILDREN, Served, served
+from headrace.fleet.words import FleetSettings
+
+KEY = ("default", "a")
+
+
+def test_a_key_is_never_worked_on_twice_at_once_and_once_more_if_asked_meanwhile() -> None:
+    seen: list[int] = []
+    inside = 0
+
+    async def work(key: tuple[str, str]) -> bool:
+        nonlocal inside
+        inside += 1
+        seen.append(inside)
+        for _ in range(3):
+            jobs.add(KEY)
+            await asyncio.sleep(0)
+        inside -= 1
+        return True if len(seen) < 3 else await asyncio.Event().wait()
+
+    async def run() -> None:
+        nonlocal jobs
+        jobs = Queue(work, workers=4)
+        jobs.add(KEY)
+        jobs.add(KEY)
+        task = asyncio.create_task(jobs.run())
+        while len(seen) < 3:
+            await asyncio.sleep(0)
+        assert not jobs.idle
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    jobs: Queue
+    asyncio.run(run())
+    assert seen == [1, 1, 1]
+
+
+def test_what_fails_is_tried_again_later_and_later() -> None:
+    assert [round(backoff(times) / queue.FIRST_SECONDS / 2 ** (times - 1), 2) <= 1 for times in range(1, 8)] == [
+        True
+    ] * 7
+    assert backoff(1) < backoff(4) < backoff(9) <= queue.LONGEST_SECONDS
+    assert backoff(10**6) <= queue.LONGEST_SECONDS
+    tries: list[float] = []
+
+    async def work(key: tuple[str, str]) -> bool:
+        tries.append(asyncio.get_running_loop().time())
+        return len(tries) == 2
+
+    async def run() -> None:
+        jobs = Queue(work)
+        jobs.add(KEY)
+        task = asyncio.create_task(jobs.run())
+        while len(tries) < 2 or not jobs.idle:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+    assert tries[1] - tries[0] >= queue.FIRST_SECONDS * 0.7
+
+
+def test_the_config_map_of_ome_is_understood() -> None:
+    ingress = {
+        "ingressDomain": "example.org",
+        "enableGatewayAPI": True,
+        "disableIngressCreation": False,
+        "omeIngressGateway": "gateways/main",
+        "additionalIngressDomains": ["a.org"],
+        "urlScheme": 7,
+    }
+    data = {"ingress": json.dumps(ingress), "deploy": '{"defaultDeploymentMode": "Serverless"}', "kedaConfig": "{no"}
+    found = configured(FleetSettings(), {"data": data})
+    assert (found.ingress_domain, found.enable_gateway_api, found.disable_ingress_creation) == (
+        "example.org",
+        True,
+        False,
+    )
+    assert found.default_mode == "Serverless" and found.additional_domains == ("a.org",)
+    assert found.url_scheme == "http" and found.prometheus_address == FleetSettings().prometheus_address
+    assert configured(FleetSettings(), None) == FleetSettings()
+    assert configured(FleetSettings(), {"data": {"ingress": "[]"}}) == FleetSettings()
+
+
+def test_the_best_version_that_is_served_is_taken() -> None:
+    offered = {"autoscaling/v2beta2": frozenset({"horizontalpodautoscalers"}), "v1": frozenset({"services"})}
+    found = {each.kind: where.api_version for each, where in served(CHILDREN, offered).items()}
+    assert found == {"HorizontalPodAutoscaler": "autoscaling/v2beta2", "Service": "v1"}
+    where = Served(CHILDREN[0], "v1")
+    assert where.path("ns", "x", "status") == "/api/v1/namespaces/ns/services/x/status"
+    assert where.path() == "/api/v1/services"
+
+
+def test_the_operator_asks_for_no_more_than_it_needs() -> None:
+    rules = cluster_rules()
+    assert not any("*" in word for rule in rules for words in rule.values() for word in words)
+    assert not any("secrets" in rule["resources"] for rule in rules)
+    verbs = {verb for rule in rules for verb in rule["verbs"]}
+    assert not verbs & {"escalate", "bind", "impersonate", "deletecollection"}
+    kinds = [each["kind"] for each in manifests(ManifestSettings(namespace="x", image="i:1", replicas=2))]
+    assert kinds.count("CustomResourceDefinition") == 8 and kinds[-1] == "Deployment"
+    (deployment,) = manifests(ManifestSettings(namespace="x", image="i:1"))[-1:]
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["args"][:2] == ["operator", "run"]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One show for every platform: `headrace service ...` as people type it, on what a `test_shows_<platform>.py` brings along.
+
+Three are started at once, listed, asked and read; one is killed behind the launcher's back and reported; all are stopped,
+and the platform holds what it held before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ARCH = "tao-dataservices"
+HEADRACE = Path(sys.executable).parent / "headrace"
+PROGRAM = Path(__file__).parent / "show_program.py"
+SECRET = "wandb-0123456789abcdef"
+_PATIENCE_SECONDS = 60.0
+
+Row = dict[str, Any]
+
+
+class Shell:
+    """Somebody's shell: a folder, variables, and a registry of its own."""
+
+    def __init__(self, folder: Path, environ: Mapping[str, str], *, chat: bool, words: Sequence[object] = ()) -> None:
+        self.folder = folder
+        self._environ = {**os.environ, "WANDB_API_KEY": SECRET, "HOME": str(folder), **environ}
+        self._chat = chat
+        self._start = ["start", *map(str, words), "--json"]
+        self.said: list[str] = []
+        """All that was printed: no secret is among it."""
+
+    def __call__(self, *words: object, code: int = 0) -> Any:
+        """One command to its end, and the JSON that it prints."""
+        return self.read(self.begin(*words), code)
+
+    def begin(self, *words: object) -> subprocess.Popen[str]:
+        """A command that is not waited for."""
+        argv = [str(HEADRACE), "service", *map(str, words), "--registry", "services.json"]
+        return subprocess.Popen(
+            argv, cwd=self.folder, env=self._environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def read(self, command: subprocess.Popen[str], code: int = 0) -> Any:
+        """What a command printed as JSON; its errors where it was to fail."""
+        out, err = command.communicate(timeout=180)
+        self.said += [out, err]
+        assert command.returncode == code, f"{command.args}: {command.returncode}\n{out}\n{err}"
+        return json.loads(out) if code == 0 else err
+
+    def start(self, number: int) -> list[Row]:
+        """So many at once."""
+        commands = [self.begin(*self._start) for _ in range(number)]
+        return [self.read(each) for each in commands]
+
+    def ask(self, rows: Sequence[Row]) -> None:
+        """Have each answer, and nobody else: by `request` where it chats, else at the address that `start` told."""
+        if self._chat:
+            asked = [self.request(row["job_id"], "--architectures", "architectures") for row in rows]
+            told = [self.read(each)["choices"][0]["message"]["content"] for each in asked]
+            assert told == [f"{row['job_id']} heard: it's $(me)" for row in rows]
+        for row in [] if self._chat else rows:
+            self._infer(row)
+
+    def request(self, job_id: str, *words: str) -> subprocess.Popen[str]:
+        """A chat that is begun."""
+        return self.begin("request", "--job-id", job_id, "--prompt", "it's $(me)", "--yes", "--json", *words)
+
+    def _infer(self, row: Row) -> None:
+        body = {"inputs": {"x": [[-1.0, 2.5]]}}
+        asked = urllib.request.Request(
+            f"{row['host_url']}/api/v1/inference", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=30) as response:
+            told = json.load(response)
+        assert told["results"]["outputs"] == {"y": [[0.0, 2.5]]}, told
+
+    def has_arrived(self, row: Row) -> bool:
+        """Whether the secret variable is there, as the stand-in tells."""
+        told = self("status", row["job_id"], "--json")["service"]
+        return bool(told["job_id"] == row["job_id"] and (told["token"] if self._chat else True))
+
+
+def show(shell: Shell, *, kill: Callable[[Row], None], held: Callable[[], set[str]], logged: str) -> list[Row]:
+    """The whole of it. Returns the three as they were started."""
+    before = held()
+    started = shell.start(3)
+    assert all(each["ready"] and each["state"] == "running" for each in started), started
+    ids = [each["job_id"] for each in started]
+    assert len({each["host_url"] for each in started}) == len(set(ids)) == 3, started
+    rows = {each["job_id"]: each for each in shell("list", "--json")}
+    assert set(rows) == set(ids) and {each["state"] for each in rows.values()} == {"running"}, rows
+    assert [each["host_url"] for each in started] == [rows[job]["host_url"] for job in ids]
+    shell.ask(started)
+    assert shell.has_arrived(started[0])
+    assert logged in shell("logs", ids[0], "--json")["log"]
+    kept, killed, _ = started
+    kill(killed)
+    row = until(lambda: _state(shell, killed["job_id"]), lambda row: row["state"] in ("ended", "stale"))
+    assert row["reason"], row
+    states = {each["job_id"]: each["state"] for each in shell("list", "--json")}
+    assert [states[job] for job in (ids[0], ids[2])] == ["running", "running"]
+    shell.ask([kept])
+    stopping = [shell.begin("stop", job, "--json") for job in ids]
+    assert [shell.read(each) for each in stopping] == [{"job_id": job, "status": "stopped"} for job in ids]
+    assert shell("list", "--json") == []
+    until(held, lambda now: now == before)
+    recorded = (shell.folder / "services.json").read_text()
+    assert SECRET not in recorded + "".join(shell.said)
+    return started
+
+
+def until(look: Callable[[], Any], good: Callable[[Any], bool]) -> Any:
+    """What is seen, as soon as it is as it should be."""
+    limit = time.monotonic() + _PATIENCE_SECONDS
+    while not good(found := look()):
+        assert time.monotonic() < limit, found
+        time.sleep(0.1)
+    return found
+
+
+def write_architecture(folder: Path, program: Sequence[str], image: str) -> Path:
+    """An architecture of the user's own: the stand-in, in an image of theirs."""
+    made = folder / "architectures"
+    made.mkdir()
+    document = {
+        "name": "show",
+        "image": {"key": "SHOW", "default": image},
+        "model_path": {"means": "folder", "forms": ["path"]},
+        "command": {"shape": "job", "program": list(program), "port": "always"},
+        "request": {"fields": {"max_tokens": {"type": "int", "default": 16, "least": 1}}},
+    }
+    (made / "show.json").write_text(json.dumps(document))
+    return made
+
+
+def tiny_model(folder: Path) -> Path:
+    """max(x, 0), in ONNX."""
+    from onnx import TensorProto, helper
+
+    folder.mkdir()
+    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", tensors[:1], tensors[1:])
+    whole = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    (folder / "model.onnx").write_bytes(whole.SerializeToString())
+    return folder
+
+
+def _state(shell: Shell, job_id: str) -> Row:
+    return next(each for each in shell("list", "--json") if each["job_id"] == job_id)
