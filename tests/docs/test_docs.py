@@ -50,7 +50,7 @@ def tools_of(document: Path) -> set[str]:
 DOCUMENTS = documents()
 MADE = {"docs/guides/serve-options.md"}
 """Tables made from the code, which tests beside that code compare with it."""
-ELSEWHERE = {"docs/guides/kubernetes-services.md", "docs/guides/cloud-platforms.md"}
+ELSEWHERE = {"docs/guides/kubernetes-services.md", "docs/guides/cloud-platforms.md", "docs/guides/slurm.md"}
 """What they tell needs a cluster or an account; `tests/launch` tries it where there is one, or a stand-in."""
 RUN = [document for document in DOCUMENTS if runs_something(document)]
 
