@@ -8,6 +8,7 @@ engine writes goes to the log line by line, and the last lines are kept for whoe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ _READ_BYTES = 65_536
 _LINE_CHARACTERS = 2000
 _KEPT_LINES = 20
 _POLL_SECONDS = 0.2
+_KILLED_SECONDS = 2.0
 _LAST_READS = 64
 
 
@@ -85,9 +87,11 @@ class Child:
             await asyncio.wait({self.exited})
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once, and take note of that: a server that is closing may give the loop no other turn."""
         if not self.exited.done():
             self._signal(signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._ended(self._popen.wait(_KILLED_SECONDS))
 
     def kill_without_loop(self) -> None:
         """The same, when the loop has stopped already. From any thread."""
@@ -140,7 +144,9 @@ class Child:
                 self._poll = self._loop.call_later(_POLL_SECONDS, self._look)
             return
         self._signal(signal.SIGKILL)
-        code = self._popen.wait()
+        self._ended(self._popen.wait())
+
+    def _ended(self, code: int) -> None:
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
