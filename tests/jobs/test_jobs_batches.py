@@ -37,6 +37,15 @@ KILLED = Observed("ended", word="Failed", exit_code=-9, reason="the process was 
 class Platform(FakeDriver):
     """What ends here was killed, unless its log has a summary."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
+
+    async def stop(self, handle: Handle, grace_seconds: float) -> None:
+        await self.may_stop.wait()
+        await super().stop(handle, grace_seconds)
+
     async def status(self, handle: Handle) -> Observed:
         found = await super().status(handle)
         if found.phase != "ended":
@@ -199,10 +208,12 @@ def test_paused_by_a_user_waits_for_a_user(tmp_path: Path) -> None:
         async with opened(tmp_path, driver, max_batches=1) as service:
             parent = await trained(service, tmp_path)
             first, second = await batch(service, parent), await batch(service, parent, "2.jsonl")
+            driver.may_stop.clear()
             assert (await service.pause_job("org", "u", first.id)).status == "Pausing"
             assert (await service.pause_job("org", "u", first.id)).status == "Pausing"  # again does nothing
             with pytest.raises(FailedPrecondition, match="being paused"):
                 await service.resume_job("org", "u", first.id)
+            driver.may_stop.set()
             await service.batches.close()
             found = await service.get_job("org", first.id)
             assert (found.status, found.reason) == ("Paused", "goes on when it is resumed")
