@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.core.errors import (
     Cancelled,
@@ -42,6 +42,7 @@ FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """What is taken: weights, configurations, tokenizers, chat templates."""
 _WEIGHTS = ".safetensors"
 _TRIES = 3
+T = TypeVar("T")
 _AT_ONCE = 4
 _LOOK_SECONDS = 30.0
 
@@ -83,13 +84,7 @@ class HubSource:
     def look(self) -> HubListing:
         """What there is to download. Raises NotFound, PermissionDenied, Unavailable with what to do about it."""
         place = self._place
-        with self._told():
-            from huggingface_hub import HfApi
-
-            api = HfApi(endpoint=self._endpoint, token=self._token)
-            info = api.model_info(
-                place.repository, revision=place.revision or None, files_metadata=True, timeout=_LOOK_SECONDS
-            )
+        info = self._persistently(self._info)
         found = [(str(entry.rfilename), int(entry.size or 0)) for entry in info.siblings or ()]
         chosen = [entry for entry in found if self._is_wanted(entry[0])]
         # Some repositories hold their weights twice: as transformers reads them, and as their makers do.
@@ -149,36 +144,43 @@ class HubSource:
                 raise Cancelled(f"downloading {self._place} was cancelled")
             progress(size)
 
-        heard(0)
-        path = self._downloaded(commit, name, folder, heard)
+        path = self._persistently(lambda: self._downloaded(commit, name, folder, heard))
         if size and Path(path).stat().st_size != size:
             raise DataDamaged(f"{name} of {self._place} came with another size than the Hub says it has; try again")
         wanted = from_hex("sha256", sha256)
         if wanted is not None and not wanted.fits(Path(path), stopped):
             raise DataDamaged(f"{name} of {self._place} came with another SHA-256 than the Hub says it has; try again")
 
-    def _downloaded(self, commit: str, name: str, folder: Path, heard: Callable[[int], None]) -> str:
-        tries = 0
-        while True:
-            tries += 1
-            try:
-                with self._told():
-                    from huggingface_hub import hf_hub_download
+    def _info(self) -> Any:
+        from huggingface_hub import HfApi
 
-                    return hf_hub_download(
-                        self._place.repository,
-                        name,
-                        revision=commit,
-                        local_dir=folder,
-                        endpoint=self._endpoint,
-                        token=self._token,
-                        tqdm_class=_bar(heard),
-                    )
-            except _Cut:
-                # What came is kept. A server may close an idle connection at the moment in which it is used again.
-                if tries >= _TRIES:
-                    raise
-                heard(0)
+        place = self._place
+        api = HfApi(endpoint=self._endpoint, token=self._token)
+        return api.model_info(
+            place.repository, revision=place.revision or None, files_metadata=True, timeout=_LOOK_SECONDS
+        )
+
+    def _downloaded(self, commit: str, name: str, folder: Path, heard: Callable[[int], None]) -> str:
+        from huggingface_hub import hf_hub_download
+
+        heard(0)
+        return hf_hub_download(
+            self._place.repository,
+            name,
+            revision=commit,
+            local_dir=folder,
+            endpoint=self._endpoint,
+            token=self._token,
+            tqdm_class=_bar(heard),
+        )
+
+    def _persistently(self, work: Callable[[], T]) -> T:
+        """What a connection was lost in is tried again: a server may close an idle one at the moment of its next use."""
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(_Cut), self._told():
+                return work()
+        with self._told():
+            return work()
 
     def _is_wanted(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in self._patterns)

@@ -72,7 +72,8 @@ def reply(handler: Handler, body: bytes, status: int = 200, **headers: str) -> N
     """An ordinary answer. `content_type="x"` is the header Content-Type."""
     handler.send_response(status)
     named = {name.replace("_", "-").title(): value for name, value in headers.items()}
-    for name, value in {"Content-Length": str(len(body)), **named}.items():
+    # It closes after each answer, and clients that keep connections have to know.
+    for name, value in {"Content-Length": str(len(body)), "Connection": "close", **named}.items():
         handler.send_header(name, value)
     handler.end_headers()
     if handler.command != "HEAD":
