@@ -66,7 +66,7 @@ class DockerEngine:
 def docker_engine() -> Iterator[DockerEngine]:
     """An engine of its own, with `IMAGE` in it; nothing of it is left afterwards."""
     if shutil.which("dockerd") is None:
-        pytest.skip("there is no dockerd: scripts/platforms/docker.sh install")
+        pytest.fail("there is no dockerd: bash scripts/platforms/docker.sh install")
     folder = Path(tempfile.mkdtemp(prefix="hr-docker-", dir="/tmp"))  # a socket's path must be short
     try:
         subprocess.run(["bash", SCRIPT, "start", folder], check=True, timeout=60)

@@ -218,7 +218,7 @@ SetEnv DOCKER_HOST={host}
 def over_ssh(engine: DockerEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DockerEngine]:
     """The same engine, on the other side of ssh."""
     if not Path("/usr/sbin/sshd").exists():
-        pytest.skip("there is no sshd: apt-get install openssh-server")
+        pytest.fail("there is no sshd: bash scripts/platforms/slurm.sh install")
     port = free_port()
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
