@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from gateway_process import Gateway, gateway
 from picture_models import data_url, onnx_classifier, png
+from seed_script import START
+from seed_script import WAIT as PRINTED_WAIT
 from store_stub import SECRET, StoreStub
 from vl_model import mp4, tiny_qwen_vl
 
@@ -30,50 +32,7 @@ TOKEN=$(curl -s -X POST $BASE_URL/login \
     }' | jq -r '.token')
 echo "Authenticated with token"
 """
-START = r"""
-echo "Starting inference microservice..."
-INFERENCE_MS_JOB_ID=$(curl -s -X POST \
-    $BASE_URL/orgs/$NGC_ORG/experiments/$EXPERIMENT_ID/inference_microservice/start \
-    -H "Authorization: Bearer $TOKEN" \
-    -H "Content-Type: application/json" \
-    -d '{
-        "parent_id": "'"$TRAIN_JOB_ID"'"
-    }' | jq -r '.job_id')
-echo "Inference Microservice Job ID: $INFERENCE_MS_JOB_ID"
-"""
-WAIT = r"""
-echo "Waiting for model to load..."
-while true; do
-    STATUS=$(curl -s -X GET \
-        $BASE_URL/orgs/$NGC_ORG/experiments/$EXPERIMENT_ID/jobs/$INFERENCE_MS_JOB_ID/inference_microservice/status \
-        -H "Authorization: Bearer $TOKEN")
-    MODEL_LOADED=$(echo $STATUS | jq -r '.model_loaded')
-    MODEL_LOADING=$(echo $STATUS | jq -r '.model_loading')
-    SERVER_INIT=$(echo $STATUS | jq -r '.server_initializing')
-    INIT_ERROR=$(echo $STATUS | jq -r '.initialization_error')
-    LOAD_ERROR=$(echo $STATUS | jq -r '.model_load_error')
-    if [ "$INIT_ERROR" != "null" ]; then
-        echo "Initialization error: $INIT_ERROR"
-        exit 1
-    fi
-    if [ "$LOAD_ERROR" != "null" ]; then
-        echo "Model load error: $LOAD_ERROR"
-        exit 1
-    fi
-    if [ "$MODEL_LOADED" == "true" ]; then
-        echo "Model is ready!"
-        break
-    fi
-    if [ "$SERVER_INIT" == "true" ]; then
-        echo "Server initializing (downloading files)... waiting 10s"
-    elif [ "$MODEL_LOADING" == "true" ]; then
-        echo "Model loading... waiting 10s"
-    else
-        echo "Waiting for service... 10s"
-    fi
-    sleep 0.1
-done
-"""
+WAIT = PRINTED_WAIT.replace("sleep 10", "sleep 0.1")
 INFER = r"""
 echo "Running inference..."
 RESULT=$(curl -s -X POST \
