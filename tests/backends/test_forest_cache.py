@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -46,6 +47,8 @@ def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], lis
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(checked_files.SWITCH, raising=False)
     monkeypatch.setattr(remembering, "LEAST_BYTES", 0)
+    # No file of a test is old enough for its digest to be remembered, however slow the machine.
+    monkeypatch.setattr(remembering, "SETTLED_SECONDS", 1e9)
     folder = tmp_path / "cache" / "headrace" / "checked"
     return lambda: sorted(folder.iterdir()) if folder.exists() else []
 
@@ -86,6 +89,61 @@ def test_the_second_load_checks_no_tree_and_answers_the_same(
         np.testing.assert_array_equal(answer_of(kind, folder, content_of(kind)), first)
     assert len(checks) == looks
     assert entries() == [entry]
+
+
+@pytest.fixture
+def hashes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each file that was read was hashed."""
+    seen: list[bool] = []
+    genuine = remembering.read_whole
+
+    def read_whole(file: Path, *, hashed: bool = True) -> tuple[bytearray, str]:
+        seen.append(hashed)
+        return genuine(file, hashed=hashed)
+
+    monkeypatch.setattr(remembering, "read_whole", read_whole)
+    return seen
+
+
+def test_a_file_that_lies_untouched_is_not_even_hashed(
+    tmp_path: Path, entries: Any, checks: list[str], hashes: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = answer_of("ubj", tmp_path, content_of("ubj"))
+    monkeypatch.setattr(remembering, "SETTLED_SECONDS", -1e9)
+    looks = len(checks)
+    for _ in range(3):
+        np.testing.assert_array_equal(answer_of("ubj", tmp_path, None), first)
+    assert (hashes, len(checks)) == ([True, True, False, False], looks)
+    # What the kernel notes of a change cannot be set back, as the time of the last writing can.
+    file = tmp_path / "test" / "1" / "model.ubj"
+    written = file.stat()
+    changed = bytearray(file.read_bytes())
+    found = re.search(rb"left_children\[\$l#L.{8}", changed, re.DOTALL)
+    assert found is not None
+    changed[found.end()] = 0x7F
+    file.write_bytes(changed)
+    os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
+    with pytest.raises(InvalidArgument, match="cannot read 'model"):
+        answer_of("ubj", tmp_path, None)
+    assert hashes[-1]
+
+
+def test_a_file_that_changes_while_it_is_read_is_hashed_after_all(
+    tmp_path: Path, entries: Any, checks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remembering, "SETTLED_SECONDS", -1e9)
+    answer_of("ubj", tmp_path, content_of("ubj"))
+    other = bytes(xgboost_case.booster("binary:logistic").save_raw("ubj"))
+    genuine = remembering.read_whole
+
+    def overtaken(file: Path, *, hashed: bool = True) -> tuple[bytearray, str]:
+        file.write_bytes(other)
+        return genuine(file, hashed=hashed)
+
+    monkeypatch.setattr(remembering, "read_whole", overtaken)
+    looks = len(checks)
+    answer_of("ubj", tmp_path, None)
+    assert len(checks) > looks
 
 
 @pytest.mark.parametrize("kind", ["ubj", "txt"])
@@ -173,7 +231,7 @@ sys.path[:0] = sys.argv[2:]
 from test_forest_cache import answer_of, content_of
 from headrace.backends.tabular import remembering
 from headrace.backends.tabular.checked_files import usual_folder
-remembering.LEAST_BYTES = 0
+remembering.LEAST_BYTES, remembering.SETTLED_SECONDS = 0, 1e9
 folder, here = Path(sys.argv[1], str(os.getpid())), usual_folder(os.environ)
 kinds = ("ubj", "txt")
 expected = {kind: answer_of(kind, folder, content_of(kind), checked_file_cache="0").tolist() for kind in kinds}

@@ -5,6 +5,9 @@ Called by `xgboost` and `lightgbm`, each with a `Format` that says how its files
 that. The digest of what was read into memory decides, and only that memory, or what was kept for its digest, is used: a
 file that changes while it is read, or afterwards, changes nothing. Small files are checked as quickly as they are looked up.
 
+Hashing 100 MB takes a tenth of the time that loading them does. So the digest, too, is remembered for a file that has lain
+untouched for a while: by where it is, which inode it is, and the two times that the kernel notes with every change.
+
     parameters
       checked_file_cache   1, unless told: remember that the file was checked (see `checked_files`); 0 check it at each load
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +31,8 @@ from headrace.version import __version__
 
 LEAST_BYTES = 1 << 20
 """Of a file that is remembered."""
+SETTLED_SECONDS = 2.0
+"""How long ago a file was changed whose digest is remembered: two changes within one tick of a clock look like one."""
 
 _AT_ONCE = 4 << 20
 
@@ -57,10 +63,11 @@ def read_checked(config: ModelConfig, file: Path, format_: Format[Read]) -> Read
     """Raises one of the format's errors for a file that is none of its."""
     wanted = number_of(config.parameters, "checked_file_cache", 1, 1)
     folder = usual_folder(os.environ) if wanted else None
-    data, digest = read_whole(file, LEAST_BYTES if folder is not None else None)
-    if folder is None or not digest:
-        return format_.check(data)
-    entries, key = CheckedFiles(folder), _key(format_, digest)
+    if folder is None or file.stat().st_size < LEAST_BYTES:
+        return format_.check(read_whole(file, hashed=False)[0])
+    entries = CheckedFiles(folder)
+    data, digest = _read_known(file, entries)
+    key = _key(format_, digest)
     remembered = entries.find(key)
     if remembered is not None:
         try:
@@ -73,20 +80,48 @@ def read_checked(config: ModelConfig, file: Path, format_: Format[Read]) -> Read
     return read
 
 
-def read_whole(file: Path, digest_from: int | None = None) -> tuple[bytearray, str]:
-    """The file, in memory that may be written to, and its SHA-256: "" for a file that is smaller than `digest_from`."""
+def _read_known(file: Path, entries: CheckedFiles) -> tuple[bytearray, str]:
+    """The file, in memory that may be written to, and its digest: the one it had, if nobody has touched it since."""
+    before = _standing(file)
+    remembered = entries.find(before)
+    digest = str(remembered.facts.get("digest", "")) if remembered is not None else ""
+    data, hashed = read_whole(file, hashed=not digest)
+    now = _standing(file)
+    if digest:
+        return data, digest if now == before else hashlib.sha256(data).hexdigest()
+    if now == before and time.time() - max(int(now["changed"]), int(now["written"])) / 1e9 > SETTLED_SECONDS:
+        entries.keep(now, {"digest": hashed})
+    return data, hashed
+
+
+def _standing(file: Path) -> dict[str, str]:
+    found = file.stat()
+    return {
+        # The folder of the entries may be shared by machines.
+        "machine": os.uname().nodename,
+        "path": str(file.absolute()),
+        "device": str(found.st_dev),
+        "inode": str(found.st_ino),
+        "size": str(found.st_size),
+        "written": str(found.st_mtime_ns),
+        "changed": str(found.st_ctime_ns),
+    }
+
+
+def read_whole(file: Path, *, hashed: bool = True) -> tuple[bytearray, str]:
+    """The file, in memory that may be written to, and its SHA-256, or ""."""
     with file.open("rb", buffering=0) as opened:
         data = bytearray(os.fstat(opened.fileno()).st_size)
-        digest = hashlib.sha256() if digest_from is not None and len(data) >= digest_from else None
+        digest = hashlib.sha256() if hashed else None
         filled = 0
         # Hashing and reading take about as long, and neither holds the interpreter.
         with ThreadPoolExecutor(1) as beside, memoryview(data) as view:
-            hashed: list[Future[None]] = []
+            parts: list[Future[None]] = []
             while filled < len(data) and (count := opened.readinto(view[filled : filled + _AT_ONCE])):
                 if digest is not None:
-                    hashed.append(beside.submit(digest.update, view[filled : filled + count]))
+                    parts.append(beside.submit(digest.update, view[filled : filled + count]))
                 filled += count
-            for part in hashed:
+            for part in parts:
                 part.result()
     # It is shorter only if somebody is writing it, and is then refused for where it ends.
     del data[filled:]
