@@ -231,7 +231,7 @@ class TestMemory:
 
     def test_known_heads_are_bounded_and_forgotten_with_the_routes(self, routes: Routes) -> None:
         route, params = routes.find(b"GET", b"/exact")
-        known = KnownHead(RequestHead(b"GET", b"/exact", [], version="1.1"), route, params, 0)
+        known = KnownHead(RequestHead(b"GET", b"/exact", [], version="1.1"), route, params, 0, True)
         heads = routes.known_heads(b"http")
         for number in range(3 * module._REMEMBERED_HEADS):
             routes.remember_head(b"http", b"%d" % number, known)

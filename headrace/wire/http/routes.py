@@ -49,6 +49,8 @@ class KnownHead:
     route: Route
     params: tuple[str, ...]
     body_bytes: int
+    plain: bool
+    """Whether its body goes to the handler as it came."""
 
 
 class Routes:

@@ -26,7 +26,7 @@ from headrace.wire.unread import LINGER_SECONDS, UnreadWatch, sweep_closing
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.wire.http.exchange import Buffer
+    from headrace.wire.http.exchange import Buffer, Handler
     from headrace.wire.site import Site
 
 log = logging.getLogger("headrace.wire")
@@ -221,6 +221,17 @@ class Http1Protocol(asyncio.Protocol):
         self._waiting.append(exchange)
         if len(self._waiting) >= self.site.limits.pipelined_requests:
             self.pause_reading(Pause.LINE)
+
+    def request_plain(self, exchange: Http1Exchange, handler: Handler) -> None:
+        """As `request_complete`, in one go, for the usual request: whole, and its body to be given as it came."""
+        if self._current is not None or self.write_paused or self._waiting:
+            self.request_complete(exchange)
+            return
+        self._current = exchange
+        try:
+            handler(exchange)
+        except Exception as error:
+            exchange.fail(error)
 
     def leave_wanted(self, exchange: Http1Exchange) -> None:
         """The client waits for leave to send a body that is read as a whole."""

@@ -177,7 +177,10 @@ class RequestReader:
             if last.params:
                 exchange.params = last.params
             exchange.body = data[len(self._last_text) :]
-            connection.request_complete(exchange)
+            if last.plain:
+                connection.request_plain(exchange, last.route.handler)
+            else:
+                connection.request_complete(exchange)
             return b""
         start = 0
         while True:
@@ -353,7 +356,9 @@ class RequestReader:
         plain = exchange.keep_alive and head.version == "1.1" and not exchange.route.streams_body
         if text is None or not plain or any(head.get(name) is not None for name in (b"transfer-encoding", b"expect")):
             return
-        self._routes.remember_head(self._scheme, text, KnownHead(head, exchange.route, exchange.params, self._want))
+        bare = exchange.route.raw or b"content-encoding" not in head.by_name
+        known = KnownHead(head, exchange.route, exchange.params, self._want, bare)
+        self._routes.remember_head(self._scheme, text, known)
 
     def _complete_direct(self) -> None:
         body = self.direct
