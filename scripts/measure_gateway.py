@@ -143,7 +143,9 @@ def _idle(given: argparse.Namespace) -> bool:
         f"{given.services} idle services: the gateway takes {percent:.2f} % of a core, they themselves {theirs:.2f} %; "
         f"one real service of a small model that nobody asks takes {real:.3f} %"
     )
-    return bool(percent < MOST_IDLE_PERCENT)
+    together = percent + real * given.services
+    print(f"the gateway with {given.services} such services would take {together:.2f} % of a core")
+    return bool(together < MOST_IDLE_PERCENT)
 
 
 # A gateway

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Since when nobody has used a service, and when that is too long. Asked by `service` every few seconds.
+"""Since when nobody has used a service, and when that is too long. Asked by `service` when it may be.
 
 Counted from the moment the model is loaded; inference and chat requests begin it anew, status polls do not. Time comes from
 a `Clock`, so that tests need not wait for half an hour.
@@ -11,6 +11,8 @@ from headrace.core.clock import Clock
 from headrace.microservice.settings import IdleSettings
 
 _MINUTE = 60.0
+_LONGEST_SECONDS = 60.0
+"""Between two looks: a machine that slept, or a clock that was set, is noticed then."""
 
 
 class IdleWatch:
@@ -44,6 +46,11 @@ class IdleWatch:
         if self._since is None or self._running:
             return 0.0
         return (self._clock.monotonic() - self._since) / _MINUTE
+
+    @property
+    def least_seconds(self) -> float:
+        """Before that, it cannot have rested for too long: hundreds of services that only look are felt."""
+        return min((self.settings.timeout_minutes - self.minutes) * _MINUTE, _LONGEST_SECONDS)
 
     def expired(self) -> bool:
         """True once for each rest that has become too long."""

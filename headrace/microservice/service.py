@@ -33,7 +33,7 @@ from headrace.microservice.times import iso
 
 log = logging.getLogger("headrace.microservice")
 
-_MACHINE_MS = 15_000
+_MACHINE_MS = 30_000
 """Between two looks at the machine for metrics: services are many, and most of the time nobody asks them."""
 
 
@@ -238,7 +238,7 @@ class Microservice:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self.settings.idle.period_seconds)
+            await asyncio.sleep(max(self.settings.idle.period_seconds, self.idle.least_seconds))
             await self.look()
 
     async def look(self) -> None:

@@ -72,6 +72,23 @@ def listener() -> Iterator[Listener]:
         server.server_close()
 
 
+def test_it_is_looked_at_no_sooner_than_it_can_have_expired() -> None:
+    clock = ManualClock()
+    watch = IdleWatch(IdleSettings(timeout_minutes=2), clock)
+    watch.loaded()
+    assert watch.least_seconds == 60
+    clock.advance(90)
+    assert watch.least_seconds == pytest.approx(30)
+    watch.began()
+    clock.advance(900)
+    assert watch.least_seconds == 60
+    watch.ended()
+    clock.advance(119)
+    assert (watch.least_seconds, watch.expired()) == (pytest.approx(1), False)
+    clock.advance(1)
+    assert watch.expired()
+
+
 def test_it_counts_from_the_load_and_only_inference_counts() -> None:
     clock = ManualClock()
     watch = IdleWatch(IdleSettings(timeout_minutes=30), clock)
