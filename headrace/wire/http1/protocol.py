@@ -20,6 +20,7 @@ from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
 from headrace.wire.http1.direct import BodyReceiver
 from headrace.wire.http1.exchange import Http1Exchange, Pause, Stage
 from headrace.wire.http1.reader import Phase, Refusal, RequestReader
+from headrace.wire.http1.recognising import Recogniser
 from headrace.wire.peers import peer_name
 from headrace.wire.unread import LINGER_SECONDS, UnreadWatch, sweep_closing
 
@@ -43,6 +44,7 @@ class Http1Protocol(asyncio.Protocol):
         self.write_paused = False
         self._transport: asyncio.Transport | None = None
         self._reader: RequestReader
+        self._recogniser: Recogniser
         self.peer = ""
         """The client's address, for logs."""
         self._waiting: deque[Http1Exchange] = deque()
@@ -72,6 +74,7 @@ class Http1Protocol(asyncio.Protocol):
         self.peer = peer_name(self._transport)
         secure = transport.get_extra_info("sslcontext") is not None
         self._reader = RequestReader(self, b"https" if secure else b"http")
+        self._recogniser = self._reader.recogniser
         self._idle_since = self.site.now
         self.site.connections.add(self)
 
@@ -82,7 +85,7 @@ class Http1Protocol(asyncio.Protocol):
         reader = self._reader
         try:
             if reader.phase == Phase.BETWEEN:
-                data = reader.feed_known(data)
+                data = self._recogniser.feed(data)
             if data:
                 reader.feed(data)
         except Refusal as refusal:

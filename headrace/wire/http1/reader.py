@@ -14,17 +14,14 @@ import httptools
 
 from headrace.core.buffers import uninitialised
 from headrace.wire.http.heads import Field, RequestHead
-from headrace.wire.http.routes import KnownHead
 from headrace.wire.http1.exchange import Http1Exchange
+from headrace.wire.http1.recognising import Recogniser
 
 if TYPE_CHECKING:
     from headrace.wire.http1.protocol import Http1Protocol
 
 _DIRECT_BODY_BYTES = 64 * 1024
 """A body with a longer Content-Length is read by the kernel into its own memory; a shorter one is cheaper to copy."""
-
-_KNOWN_HEAD_BYTES = 4096
-"""Heads up to this size are remembered."""
 
 
 class Phase:
@@ -48,17 +45,12 @@ class RequestReader:
     """One per connection. Methods named `on_*` are called by httptools."""
 
     __slots__ = (
-        "_candidate",
         "_chunks",
         "_connection",
         "_digested",
         "_fields",
         "_filled",
         "_head_bytes",
-        "_known",
-        "_last",
-        "_last_size",
-        "_last_text",
         "_limits",
         "_parser",
         "_pieces",
@@ -74,6 +66,7 @@ class RequestReader:
         "direct",
         "exchange",
         "phase",
+        "recogniser",
         "since",
     )
 
@@ -83,12 +76,7 @@ class RequestReader:
         self._limits = connection.site.limits
         self._routes = connection.site.routes
         self._scheme = scheme
-        self._known = connection.site.routes.known_heads(scheme)
-        self._candidate: bytes | None = None
-        self._last: KnownHead
-        self._last_text = b""
-        self._last_size = -1
-        """The last request that was known: its head as it came, and its length with the body."""
+        self.recogniser = Recogniser(connection, self, scheme)
         self._parser: Any = httptools.HttpRequestParser(self)
         self.phase = Phase.BETWEEN
         self.since = 0.0
@@ -161,57 +149,16 @@ class RequestReader:
         self._parser = httptools.HttpRequestParser(self)
         self._complete_direct()
 
-    def feed_known(self, data: bytes) -> bytes:
-        """Take the requests whose head was seen before, letter for letter; return what is left for `feed`.
-
-        To be asked first, with bytes that come between requests (`phase`).
-
-        Clients repeat themselves, and the same bytes mean the same request: one dictionary look-up replaces the parser.
-        """
-        connection = self._connection
-        size = len(data)
-        if size == self._last_size and data.startswith(self._last_text):
-            # The same again on the same connection: not even looked up.
-            last = self._last
-            exchange = Http1Exchange(connection, last.head, last.route, True)
-            if last.params:
-                exchange.params = last.params
-            exchange.body = data[len(self._last_text) :]
-            if last.plain:
-                connection.request_plain(exchange, last.route.handler)
-            else:
-                connection.request_complete(exchange)
-            return b""
-        start = 0
-        while True:
-            end = data.find(b"\r\n\r\n", start, start + _KNOWN_HEAD_BYTES) + 4
-            text = data[start:end]
-            known = self._known.get(text)
-            if known is None:
-                # Empty lines before a request are no part of its head, so only what begins with a method is kept.
-                self._candidate = text if end > start + 4 and text[:1].isupper() else None
-                return data[start:]
-            exchange = Http1Exchange(connection, known.head, known.route, True)
-            if known.params:
-                exchange.params = known.params
-            stop = end + known.body_bytes
-            if stop > size:
-                self.exchange = exchange
-                self._streams = False
-                self.phase = Phase.BODY
-                self.since = self._site.now
-                self._want = known.body_bytes
-                self._filled = size - end
-                self.direct = uninitialised(self._want)
-                self.direct[: self._filled] = data[end:]
-                return b""
-            exchange.body = data[end:stop]
-            if not start:
-                self._last, self._last_text, self._last_size = known, text, stop
-            connection.request_complete(exchange)
-            if stop == size or not connection.open:
-                return b""
-            start = stop
+    def await_body(self, exchange: Http1Exchange, size: int, begun: bytes) -> None:
+        """The head of a request is known, and its body has begun: read the rest of it."""
+        self.exchange = exchange
+        self._streams = False
+        self.phase = Phase.BODY
+        self.since = self._site.now
+        self._want = size
+        self._filled = len(begun)
+        self.direct = uninitialised(size)
+        self.direct[: self._filled] = begun
 
     # Called by httptools.
 
@@ -251,8 +198,7 @@ class RequestReader:
             return
         exchange = self._new_exchange(self._parser.should_keep_alive())
         self._prepare_body(exchange)
-        if self._candidate is not None:
-            self._remember(exchange)
+        self.recogniser.read(exchange, self._want)
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body, de-chunked."""
@@ -350,16 +296,6 @@ class RequestReader:
         if expect is not None:
             self._connection.leave_wanted(exchange)
 
-    def _remember(self, exchange: Http1Exchange) -> None:
-        text, self._candidate = self._candidate, None
-        head = exchange.head
-        plain = exchange.keep_alive and head.version == "1.1" and not exchange.route.streams_body
-        if text is None or not plain or any(head.get(name) is not None for name in (b"transfer-encoding", b"expect")):
-            return
-        bare = exchange.route.raw or b"content-encoding" not in head.by_name
-        known = KnownHead(head, exchange.route, exchange.params, self._want, bare)
-        self._routes.remember_head(self._scheme, text, known)
-
     def _complete_direct(self) -> None:
         body = self.direct
         self.direct = None
@@ -383,7 +319,7 @@ class RequestReader:
     def _after_upgrade(self, rest: memoryview) -> memoryview:
         """The parser stopped after a head that asks for an upgrade; go on as the request deserves."""
         self._upgrading = False
-        self._candidate = None
+        self.recogniser.forget()
         method = self._parser.get_method()
         if method == b"CONNECT":
             raise Refusal(501, "CONNECT is not served: this is not a proxy")
