@@ -14,12 +14,14 @@ from functools import partial
 
 import uvloop
 
+from headrace.apps.router_reloading import Reloading
 from headrace.apps.supervisor import BAD_CONFIGURATION
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import Limits
 from headrace.router.h2.proxy import GrpcProxy
 from headrace.router.proxy import RouterProxy
 from headrace.router.settings import RouterSettings
+from headrace.router.waking.scaler import Scaler
 from headrace.telemetry.access import log_access
 from headrace.wire.http.routes import Routes
 from headrace.wire.negotiation import NegotiatingProtocol
@@ -42,25 +44,38 @@ class RouterAppSettings:
     grace_seconds: float = 30.0
     """How long a request in flight may take after SIGTERM."""
     access_log: bool = False
+    config: str = ""
+    """The file that they come from, if any: they are read anew when it changes, and on SIGHUP."""
 
 
 OnReady = Callable[[RouterProxy, Address], None]
 
 
-def run_router(settings: RouterAppSettings, on_ready: OnReady | None = None) -> int:
-    """Route until a signal; returns the exit code. `on_ready` is called once the port is open."""
+Reread = Callable[[], RouterAppSettings]
+
+
+def run_router(settings: RouterAppSettings, on_ready: OnReady | None = None, reread: Reread | None = None) -> int:
+    """Route until a signal; returns the exit code.
+
+    `on_ready` is called once the port is open, `reread` when the settings may be others.
+    """
     try:
-        return uvloop.run(_run(settings, on_ready))
+        return uvloop.run(_run(settings, on_ready, reread))
     except HeadraceError as error:
         log.error("%s", error.message)
         return BAD_CONFIGURATION
 
 
-async def _run(settings: RouterAppSettings, on_ready: OnReady | None) -> int:
-    proxy = RouterProxy(settings.router)
+async def _run(settings: RouterAppSettings, on_ready: OnReady | None, reread: Reread | None) -> int:
+    proxy = RouterProxy(settings.router, _scaler(settings.router))
     grpc = GrpcProxy(proxy.backends, settings.router, budget=proxy.budget)
+    grpc.waking = proxy.waking
+    grpc.line = proxy.line
+    proxy.on_renew.append(grpc.renew)
     site = build_router_site(proxy, grpc, settings)
     server = WireServer(site, settings.address, partial(NegotiatingProtocol, site), tls=settings.tls)
+    stop = partial(proxy.stop_being_ready, settings.grace_seconds)
+    reloading = Reloading(settings, proxy, reread) if reread is not None else None
     try:
         # Who is up is known before the first request comes.
         await proxy.start()
@@ -71,10 +86,22 @@ async def _run(settings: RouterAppSettings, on_ready: OnReady | None) -> int:
         gc.freeze()
         if on_ready is not None:
             on_ready(proxy, server.address)
-        return await run_until_signal([server], settings.grace_seconds, on_signal=proxy.stop_being_ready)
+        if reloading is not None:
+            reloading.start()
+        return await run_until_signal([server], settings.grace_seconds, on_signal=stop)
     finally:
+        if reloading is not None:
+            await reloading.close()
         await grpc.close()
         await proxy.close()
+
+
+def _scaler(settings: RouterSettings) -> Scaler | None:
+    if settings.activation is None:
+        return None
+    from headrace.router.waking.kubernetes import connect
+
+    return connect()
 
 
 def build_router_site(proxy: RouterProxy, grpc: GrpcProxy | None, settings: RouterAppSettings) -> Site:

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.log_options import LogLevel, LogStyle
+
 if TYPE_CHECKING:
     from headrace.apps.router import RouterAppSettings
     from headrace.router.proxy import RouterProxy
     from headrace.wire.sockets import Address
 
 _LISTENING, _CHECKS, _RETRIES, _LOGS = "Listening", "Health", "Retries and time limits", "Logs"
+_CHOICES, _FINDING = "Choice of a backend", "Finding backends"
 
 
 def router(
+    context: typer.Context,
     backends: Annotated[
         list[str] | None,
         typer.Option(
@@ -23,7 +27,12 @@ def router(
         ),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(metavar="POLICY", help="p2c, round-robin, least or weighted. Default: p2c.")
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="p2c (power_of_two), round-robin, least (least_loaded), weighted, random, cache_aware or prefix_hash. "
+            "Default: p2c.",
+        ),
     ] = None,
     config: Annotated[
         str, typer.Option(metavar="FILE", help="YAML with any of these settings; options count for more.")
@@ -55,6 +64,79 @@ def router(
     slow_start: Annotated[
         float | None,
         typer.Option(min=0, metavar="SECONDS", help="A backend that comes back gets its share bit by bit."),
+    ] = None,
+    cache_threshold: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="cache_aware: share of a prompt that must be known. 0.3.", rich_help_panel=_CHOICES
+        ),
+    ] = None,
+    balance_abs_threshold: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="cache_aware: load alone decides when loads differ by more. 64.", rich_help_panel=_CHOICES
+        ),
+    ] = None,
+    balance_rel_threshold: Annotated[
+        float | None, typer.Option(min=1, help="cache_aware: and by this factor. 1.5.", rich_help_panel=_CHOICES)
+    ] = None,
+    eviction_interval: Annotated[
+        float | None,
+        typer.Option(
+            "--eviction-interval",
+            "--eviction-interval-secs",
+            min=0,
+            metavar="SECONDS",
+            help="cache_aware: how often full trees are cut. 60.",
+            rich_help_panel=_CHOICES,
+        ),
+    ] = None,
+    max_tree_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1024, help="cache_aware: characters remembered for each backend. 4194304.", rich_help_panel=_CHOICES
+        ),
+    ] = None,
+    sticky_cookie: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Sessions by a cookie, which clients are given.", rich_help_panel=_CHOICES),
+    ] = None,
+    sticky_header: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Sessions by a header.", rich_help_panel=_CHOICES)
+    ] = None,
+    sticky_body: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Sessions by a key of a JSON body.", rich_help_panel=_CHOICES)
+    ] = None,
+    max_outstanding: Annotated[
+        int | None,
+        typer.Option(min=0, help="Requests a backend may have at once; more wait. 0: any.", rich_help_panel=_CHOICES),
+    ] = None,
+    discover_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A list of backends, followed as it changes.", rich_help_panel=_FINDING),
+    ] = None,
+    discover_dns: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:PORT", help="A backend for each address of a name.", rich_help_panel=_FINDING),
+    ] = None,
+    discover_pods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SELECTOR", help="A backend for each ready pod, such as app=chat.", rich_help_panel=_FINDING
+        ),
+    ] = None,
+    discover_namespace: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the pods. The router's own.", rich_help_panel=_FINDING)
+    ] = None,
+    discover_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Of the pods. Their first one.", rich_help_panel=_FINDING),
+    ] = None,
+    hedge_after: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, metavar="SECONDS", help="Ask a second backend after so long.", rich_help_panel=_RETRIES
+        ),
     ] = None,
     health_path: Annotated[
         str | None,
@@ -99,12 +181,8 @@ def router(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=_LOGS)
     ] = False,
-    log_level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_LOGS)
-    ] = "info",
-    log_format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="auto, json or text.", rich_help_panel=_LOGS)
-    ] = "auto",
+    log_level: LogLevel = "info",
+    log_format: LogStyle = "auto",
 ) -> None:
     """Spread requests over several servers: HTTP, server-sent events, WebSockets and gRPC on one port.
 
@@ -121,8 +199,12 @@ def router(
 
         headrace router --config router.yaml --port 8080
 
+        headrace router --discover-dns chat-engine.default.svc:8080 --policy cache_aware
+
         curl -s http://127.0.0.1:8070/router/status
     """
+    if context.invoked_subcommand is not None:
+        return
     given: dict[str, Any] = {
         "backends": backends or None,
         "policy": policy,
@@ -145,6 +227,21 @@ def router(
         "timeouts.response_seconds": response_timeout,
         "timeouts.idle_seconds": idle_timeout,
         "grace_seconds": grace_seconds,
+        "cache_aware.cache_threshold": cache_threshold,
+        "cache_aware.balance_abs_threshold": balance_abs_threshold,
+        "cache_aware.balance_rel_threshold": balance_rel_threshold,
+        "cache_aware.eviction_interval_seconds": eviction_interval,
+        "cache_aware.max_tree_size": max_tree_size,
+        "sticky.cookie": sticky_cookie,
+        "sticky.header": sticky_header,
+        "sticky.body": sticky_body,
+        "max_outstanding": max_outstanding,
+        "hedging.after_seconds": hedge_after,
+        "discovery.file": discover_file,
+        "discovery.dns": discover_dns,
+        "discovery.pods": discover_pods,
+        "discovery.namespace": discover_namespace,
+        "discovery.port": discover_port,
         "access_log": access_log or None,
     }
     from headrace.cli.checks import or_exit
@@ -167,7 +264,7 @@ def _run(given: dict[str, Any], config: str, log_level: str, log_format: str) ->
     def show(proxy: RouterProxy, address: Address) -> None:
         _show(settings, proxy, address)
 
-    return run_router(settings, show)
+    return run_router(settings, show, lambda: router_settings(given, config))
 
 
 def _show(settings: RouterAppSettings, proxy: RouterProxy, address: Address) -> None:
@@ -175,7 +272,7 @@ def _show(settings: RouterAppSettings, proxy: RouterProxy, address: Address) -> 
 
     from headrace.cli.tables import open_console, table
 
-    styles = {"up": "green", "starting": "yellow", "ejected": "yellow", "down": "red"}
+    styles = {"up": "green", "starting": "yellow", "ejected": "yellow", "down": "red", "asleep": "blue"}
     rows = [
         (each.name, f"{each.weight:g}", Text(each.state, styles[each.state]), each.health.reason)
         for each in proxy.backends.all

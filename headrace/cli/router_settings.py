@@ -2,7 +2,8 @@
 """From options and a YAML file to a router's settings. Called by `router`; options count for more than the file.
 
 The file has the names of `headrace.router.settings`: `backends`, `policy`, `host`, `port`, and the sections `health`,
-`outliers`, `retries` and `timeouts`. A mistake in it is told with its file and line.
+`outliers`, `retries`, `timeouts`, `cache_aware`, `prefix_hash`, `sticky`, `hedging`, `queue` and `discovery`; `activation`
+is read by `router_activation`. A mistake is told with its file and line.
 """
 
 from __future__ import annotations
@@ -15,8 +16,19 @@ import yaml
 
 from headrace.apps.router import RouterAppSettings
 from headrace.cli.checks import address_of, tls_of
+from headrace.cli.router_activation import read_activation
 from headrace.core.errors import InvalidArgument
+from headrace.router.choosing.checking import check_choices
+from headrace.router.choosing.settings import (
+    CacheAwareSettings,
+    HedgingSettings,
+    PrefixHashSettings,
+    QueueSettings,
+    StickySettings,
+)
+from headrace.router.discovery.settings import DiscoverySettings
 from headrace.router.settings import (
+    ALIASES,
     POLICIES,
     BackendAddress,
     HealthSettings,
@@ -31,6 +43,12 @@ _SECTIONS: dict[str, Any] = {
     "outliers": OutlierSettings,
     "retries": RetrySettings,
     "timeouts": TimeoutSettings,
+    "cache_aware": CacheAwareSettings,
+    "prefix_hash": PrefixHashSettings,
+    "sticky": StickySettings,
+    "hedging": HedgingSettings,
+    "queue": QueueSettings,
+    "discovery": DiscoverySettings,
 }
 _KINDS: dict[str, str] = {
     "policy": "str",
@@ -45,10 +63,12 @@ _KINDS: dict[str, str] = {
     "slow_start_seconds": "float",
     "idle_connections": "int",
     "whole_bytes": "int",
+    "max_outstanding": "int",
     "grace_seconds": "float",
     "access_log": "bool",
     **{f"{section}.{each.name}": str(each.type) for section, made in _SECTIONS.items() for each in fields(made)},
 }
+_ACTIVATION = "activation"
 _WORDS = {"str": "a text", "int": "a whole number from 0", "float": "a number from 0", "bool": "true or false"}
 _APP = ("host", "port", "tls_certificate", "tls_key", "tls_client_ca", "grace_seconds", "access_log")
 
@@ -60,8 +80,6 @@ def router_settings(given: dict[str, Any], config: str) -> RouterAppSettings:
         if isinstance(value, float) and not isfinite(value):
             raise InvalidArgument(f"{name} is a number, not {value}")
     texts = values.pop("backends", ())
-    if not texts:
-        raise InvalidArgument("a router needs a backend: add --backend http://host:8000")
     app = {name: values.pop(name) for name in _APP if name in values}
     sections = {
         section: made(
@@ -73,17 +91,24 @@ def router_settings(given: dict[str, Any], config: str) -> RouterAppSettings:
         )
         for section, made in _SECTIONS.items()
     }
-    if values.get("policy", POLICIES[0]) not in POLICIES:
-        raise InvalidArgument(f"policy is {', '.join(POLICIES)}, not {values['policy']!r}")
+    if not texts and not sections["discovery"].wanted:
+        raise InvalidArgument("a router needs a backend: add --backend http://host:8000, or say where to find them")
+    policy = values.get("policy", POLICIES[0])
+    values["policy"] = ALIASES.get(policy, policy)
+    if values["policy"] not in POLICIES:
+        raise InvalidArgument(f"policy is {', '.join(POLICIES)}, not {policy!r}")
     health = sections["health"]
     if health.path and (not health.path.startswith("/") or not health.path.isprintable() or " " in health.path):
         raise InvalidArgument(f"the health path begins with / and has no spaces: {health.path!r} is none")
+    router = RouterSettings(tuple(BackendAddress.parse(text) for text in texts), **values, **sections)
+    check_choices(router)
     return RouterAppSettings(
-        router=RouterSettings(tuple(BackendAddress.parse(text) for text in texts), **values, **sections),
+        router=router,
         address=address_of(app.get("host", "127.0.0.1"), app.get("port", 8070), ""),
         tls=tls_of(app.get("tls_certificate", ""), app.get("tls_key", ""), app.get("tls_client_ca", "")),
         grace_seconds=app.get("grace_seconds", 30.0),
         access_log=app.get("access_log", False),
+        config=config,
     )
 
 
@@ -117,11 +142,15 @@ def _read_mapping(node: yaml.Node, prefix: str, path: str, found: dict[str, Any]
             _read_mapping(value, f"{name}.", path, found)
         elif name == "backends":
             found[name] = _read_backends(value, path)
+        elif name == _ACTIVATION:
+            found[name] = read_activation(value, path)
         elif name in _KINDS:
             found[name] = _read_value(value, name, path)
         else:
             known = sorted(
-                each.removeprefix(prefix) for each in (*_KINDS, *_SECTIONS, "backends") if each.startswith(prefix)
+                each.removeprefix(prefix)
+                for each in (*_KINDS, *_SECTIONS, "backends", _ACTIVATION)
+                if each.startswith(prefix)
             )
             known = [each for each in known if "." not in each]
             raise InvalidArgument(f"{_place(path, key)}: there is no setting {name!r}; there are {', '.join(known)}")

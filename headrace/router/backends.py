@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from headrace.core.errors import Unavailable
 from headrace.router.health import Health
-from headrace.router.policies import Policy, make_policy
+from headrace.router.policies import Policy, SmoothWeighted, make_policy
 
 if TYPE_CHECKING:
+    from headrace.router.choosing.chooser import Chooser
     from headrace.router.settings import BackendAddress, RouterSettings
 
 log = logging.getLogger("headrace.router")
@@ -61,7 +62,19 @@ class Stats:
 class Backend:
     """One server."""
 
-    __slots__ = ("address", "health", "live", "name", "outstanding", "ramp", "share", "stats", "weight")
+    __slots__ = (
+        "address",
+        "health",
+        "live",
+        "name",
+        "outstanding",
+        "ramp",
+        "resting",
+        "share",
+        "stats",
+        "tunnels",
+        "weight",
+    )
 
     def __init__(self, address: BackendAddress, health: Health) -> None:
         self.address = address
@@ -69,6 +82,10 @@ class Backend:
         self.weight = address.weight
         self.outstanding = 0
         """Requests it has and has not answered."""
+        self.tunnels = 0
+        """WebSockets that are open to it."""
+        self.resting = False
+        """Whether all rest, so that it gets no requests whatever its health. Kept by `Backends`."""
         self.live = True
         """Whether it gets requests: up by its checks and not ejected. Kept by `Backends`."""
         self.ramp = 1.0
@@ -83,7 +100,9 @@ class Backend:
 
     @property
     def state(self) -> str:
-        """One word for people: `up`, `down`, `ejected` or `starting`."""
+        """One word for people: `up`, `down`, `ejected`, `starting` or `asleep`."""
+        if self.resting:
+            return "asleep"
         if not self.health.up:
             return "down"
         if self.health.ejected:
@@ -97,13 +116,24 @@ class Backends:
     def __init__(self, settings: RouterSettings, policy: Policy | None = None) -> None:
         self._outliers = settings.outliers
         self._slow_start = settings.slow_start_seconds
-        self._choose = (policy or make_policy(settings.policy)).pick
+        self._checks = settings.health
+        self.policy = policy or make_policy(settings.policy)
+        self._choose = self.policy.pick
         self.all: tuple[Backend, ...] = tuple(
             Backend(address, Health(settings.health, settings.outliers)) for address in settings.backends
         )
         self.live: list[Backend] = list(self.all)
         self.on_change: Callable[[Backend], None] | None = None
         """Called when a backend starts or stops getting requests."""
+        self.joined: list[Callable[[Backend], None]] = []
+        """Called when a backend has come, before it gets requests."""
+        self.left: list[Callable[[Backend], None]] = []
+        """Called when a backend has gone and has answered all it had."""
+        self.chooser: Chooser | None = None
+        """Who chooses where that takes a look at the request (`choosing`); both proxies ask it instead."""
+        self.leaving: list[Backend] = []
+        """Those that have gone and still have requests."""
+        self._departed_requests = 0
 
     def pick(self, exclude: Collection[Backend] = ()) -> Backend | None:
         """The backend for the next request, not among `exclude`; None when there is none."""
@@ -123,6 +153,10 @@ class Backends:
         backend.outstanding += 1
         backend.stats.requests += 1
         return backend
+
+    def choose(self, live: Sequence[Backend]) -> Backend:
+        """One of these by the policy, which is told nothing of the request."""
+        return self._choose(live) if len(live) > 1 else live[0]
 
     def begin(self, backend: Backend, *, retry: bool = False) -> None:
         """A request is given to the backend."""
@@ -168,10 +202,90 @@ class Backends:
                 self._renew(backend, now)
             if backend.ramp < 1.0:
                 self._set_ramp(backend, now)
+        if self.leaving:
+            self._let_leave()
+
+    def change(self, addresses: Sequence[BackendAddress], now: float) -> None:
+        """These are the servers from now on.
+
+        Those that are new wait for a check, if there are checks. Those that are not among them get no more requests, and
+        answer the ones they have.
+        """
+        resting = any(each.resting for each in self.all)
+        gone = {_place(each.address): each for each in self.all}
+        kept: list[Backend] = []
+        came: list[Backend] = []
+        for address in addresses:
+            backend = gone.pop(_place(address), None)
+            if backend is None:
+                backend = Backend(address, Health(self._checks, self._outliers))
+                backend.live, backend.resting = False, resting
+                if self._checks.path:
+                    backend.health.not_known()
+                came.append(backend)
+            elif backend.address != address:
+                backend.address, backend.weight = address, address.weight
+                backend.share = backend.weight * backend.ramp
+            kept.append(backend)
+        self.all = tuple(kept)
+        self.leaving += gone.values()
+        for backend in gone.values():
+            backend.live = False
+        self.live = [each for each in kept if each.live]
+        for backend in came:
+            log.info("%s has come", backend.name)
+            for tell in self.joined:
+                tell(backend)
+            backend.health.since = now
+            self._renew(backend, now)
+        for backend in gone.values():
+            log.info("%s has gone; it has %d requests to answer", backend.name, backend.outstanding)
+            if self.on_change is not None:
+                self.on_change(backend)
+        self._let_leave()
+
+    def renew(self, settings: RouterSettings, now: float) -> None:
+        """Other settings, for the same servers."""
+        self._outliers, self._checks = settings.outliers, settings.health
+        self._slow_start = settings.slow_start_seconds
+        self.policy = make_policy(settings.policy)
+        self._choose = self.policy.pick
+        for backend in self.all:
+            backend.health.renew(settings.health, settings.outliers)
+            self._renew(backend, now)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait until a backend has room (`choosing.limits`)."""
+        return 0
+
+    @property
+    def departed_requests(self) -> int:
+        """Requests that were given to those that have gone, retries not counted."""
+        return self._departed_requests + sum(each.stats.requests - each.stats.retries for each in self.leaving)
+
+    def rest(self) -> None:
+        """Nobody gets requests until `rise`: what answers is asleep (`waking`)."""
+        for backend in self.all:
+            backend.resting = True
+        live, self.live = self.live, []
+        for backend in live:
+            backend.live = False
+            if self.on_change is not None:
+                self.on_change(backend)
+
+    def rise(self, up: Collection[Backend], now: float) -> None:
+        """The end of `rest`. Those in `up` have just answered: what was held against them is over."""
+        for backend in self.all:
+            backend.resting = False
+            if backend in up:
+                backend.health.found_up(now)
+            self._renew(backend, now)
 
     def unavailable(self) -> Unavailable:
         """What a client is told when nobody can take its request: which backends there are, and why not."""
         told = "; ".join(f"{backend.name} is {backend.state}{_because(backend)}" for backend in self.all)
+        told = told or "there is none yet; look whether what it should be found by names any"
         return Unavailable(f"no backend can take the request: {told}", retry_after_seconds=self.retry_after())
 
     def retry_after(self) -> float:
@@ -190,7 +304,7 @@ class Backends:
         self._renew(backend, now)
 
     def _renew(self, backend: Backend, now: float) -> None:
-        live = backend.health.up and not backend.health.ejected
+        live = backend.health.up and not backend.health.ejected and not backend.resting
         if live == backend.live:
             return
         backend.live = live
@@ -204,12 +318,27 @@ class Backends:
         if self.on_change is not None:
             self.on_change(backend)
 
+    def _let_leave(self) -> None:
+        done = [each for each in self.leaving if not each.outstanding]
+        for backend in done:
+            self.leaving.remove(backend)
+            self._departed_requests += backend.stats.requests - backend.stats.retries
+            if isinstance(self.policy, SmoothWeighted):
+                self.policy.forget(backend)
+            for tell in self.left:
+                tell(backend)
+
     def _set_ramp(self, backend: Backend, now: float) -> None:
         if self._slow_start > 0:
             backend.ramp = min(1.0, max(_SMALLEST_RAMP, (now - backend.health.since) / self._slow_start))
         else:
             backend.ramp = 1.0
         backend.share = backend.weight * backend.ramp
+
+
+def _place(address: BackendAddress) -> tuple[str, str, int]:
+    """What makes two addresses the same server."""
+    return address.url, address.grpc_host, address.grpc_port
 
 
 def _because(backend: Backend) -> str:

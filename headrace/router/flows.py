@@ -43,6 +43,9 @@ class Flow:
     _backend: Backend | None = None
     _began = 0.0
     _outcome = Outcome.OK
+    held = False
+    """Whether it waits for somebody to wake."""
+    held_since = 0.0
 
     def __init__(self, router: Forwarder, exchange: Exchange, plan: RequestPlan) -> None:
         self._router = router
@@ -56,7 +59,7 @@ class Flow:
         router, exchange, plan = self._router, self._exchange, self._plan
         backend = router.backends.give()
         if backend is None:
-            exchange.fail(router.backends.unavailable())
+            router.nobody(self, exchange)
             return
         budget = router.budget
         if budget.short:
@@ -135,7 +138,7 @@ class Flow:
 
     def switched(self, head: AnswerHead, rest: bytes) -> None:
         """See `customers.Customer`."""
-        connection, exchange = self._connection, self._exchange
+        connection, exchange, backend = self._connection, self._exchange, self._backend
         self._settle(Outcome.OK)
         self._let_go()
         if connection is None:
@@ -144,7 +147,7 @@ class Flow:
             connection.drop()
             exchange.fail(Unavailable("the router is shutting down: connect again", retry_after_seconds=1))
             return
-        open_tunnel(exchange, connection, head, rest, self._router.settings.timeouts.idle_seconds)
+        open_tunnel(exchange, connection, head, rest, self._router.settings.timeouts.idle_seconds, backend)
 
     def failed(self, why: str, *, untouched: bool = False, late: bool = False) -> None:
         """See `customers.Customer`."""
@@ -162,6 +165,12 @@ class Flow:
 
     def writable(self) -> None:
         """See `customers.Customer`."""
+
+    # Called by those who hold it.
+
+    def early_bytes(self) -> int:
+        """Bytes of its body that have come before it could be sent."""
+        return 0
 
     # Inside.
 
@@ -207,6 +216,7 @@ class Flow:
         router, backend, exchange = self._router, self._backend, self._exchange
         if backend is None:
             return
+        unsent = self._connection is None
         self._settle(Outcome.FAILED)
         if exchange.started:
             self._let_go()
@@ -215,15 +225,22 @@ class Flow:
             return
         self._tried = (*self._tried, backend)
         if may and self._tries < router.settings.retries.tries:
-            other = router.backends.pick(self._tried)
+            other = self._other()
             if other is not None and router.budget.spend():
                 log.info("%s %s: trying %s", backend.name, why, other.name)
                 self._give(other)
                 return
+        if unsent and router.hold(self, exchange):
+            self._tried = ()
+            return
         self._let_go()
         log.warning("%s %s", backend.name, why)
         head = _GATEWAY_TIMEOUT if status == 504 else _BAD_GATEWAY
         exchange.respond(head, orjson.dumps({"error": f"the backend {backend.name} {why}"}))
+
+    def _other(self) -> Backend | None:
+        """Who may have it after those that were tried."""
+        return self._router.backends.pick(self._tried)
 
     def _let_go(self) -> None:
         """Nothing more is to come. The two know each other: without this, only the collector would part them."""
@@ -254,7 +271,7 @@ class StreamedFlow(Flow):
         router = self._router
         backend = router.backends.pick()
         if backend is None:
-            self._exchange.fail(router.backends.unavailable())
+            router.nobody(self, self._exchange)
             return
         router.budget.earn()
         self._exchange.on_disconnect = self._cancelled
@@ -267,6 +284,10 @@ class StreamedFlow(Flow):
     def writable(self) -> None:
         """See `customers.Customer`."""
         self._exchange.resume_body()
+
+    def early_bytes(self) -> int:
+        """See `Flow.early_bytes`."""
+        return sum(map(len, self._early))
 
     def _give(self, backend: Backend, *, fresh: bool = False) -> None:
         # Until there is a connection, the client keeps what it has.
@@ -289,7 +310,7 @@ class StreamedFlow(Flow):
     def _piece(self, data: bytes) -> None:
         connection = self._connection
         if connection is None:
-            if self._backend is not None:
+            if self._backend is not None or self.held:
                 self._early.append(data)
             return
         self._send(connection, data)

@@ -9,13 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.router.backends import Backend, Backends
+from headrace.router.choosing.flows import ConsideredFlow, ConsideredStreamedFlow
+from headrace.router.choosing.hedging import HedgedFlow, Hedger
 from headrace.router.flows import Flow, StreamedFlow, wrong_length
 from headrace.router.requests import RequestPlan, plan_of
+from headrace.router.waking.held import HeldFlow
 
 if TYPE_CHECKING:
+    from headrace.router.choosing.chooser import Chooser
+    from headrace.router.choosing.queueing import WaitingLine
     from headrace.router.pools import CoarseClock, Pool
     from headrace.router.retries import RetryBudget
     from headrace.router.settings import RouterSettings
+    from headrace.router.waking.activator import Activator
     from headrace.telemetry.metrics import Histogram
     from headrace.wire.http.exchange import Exchange
     from headrace.wire.http.heads import RequestHead
@@ -42,8 +48,17 @@ class Forwarder:
         self.clock = clock
         self.observe = {backend: histogram.observe for backend, histogram in seconds.items()}
         """How long backends take to answer, from the choice of one to the end of its answer."""
+        self.waking: Activator | None = None
+        """Where what is behind the backends sleeps: who holds requests until it is awake."""
         self.addresses: dict[str, bytes] = {}
         """Of clients seen before, by the names that exchanges have for them."""
+        self.flow: type[Flow] = Flow
+        self.streamed_flow: type[StreamedFlow] = StreamedFlow
+        """What requests become: those of `choosing` where a choice looks at them."""
+        self.chooser: Chooser | None = None
+        self.hedger: Hedger | None = None
+        self.line: WaitingLine | None = None
+        """Where requests wait when every backend has all it may have."""
 
     def whole(self, exchange: Exchange) -> None:
         """A handler: the request's body is there."""
@@ -53,12 +68,32 @@ class Forwarder:
         if len(exchange.body) != plan.whole_length:
             # A promise of the wire's; a request with the wrong length would swallow the next one.
             raise wrong_length()
-        Flow(self, exchange, plan).start()
+        self.flow(self, exchange, plan).start()
 
     def streamed(self, exchange: Exchange) -> None:
         """A handler: the request's body follows."""
         plan = cast("RequestPlan | None", exchange.head.memo) or self._plan(exchange.head)
-        StreamedFlow(self, exchange, plan).start()
+        self.streamed_flow(self, exchange, plan).start()
+
+    def consider(self, chooser: Chooser | None, hedger: Hedger | None) -> None:
+        """From now on, have these choose; None: by number alone."""
+        self.chooser, self.hedger = chooser, hedger
+        self.flow = Flow if chooser is None else ConsideredFlow if hedger is None else HedgedFlow
+        self.streamed_flow = StreamedFlow if chooser is None else ConsideredStreamedFlow
+
+    def nobody(self, flow: Flow, exchange: Exchange) -> None:
+        """No backend can take the request: it waits, or its client is told."""
+        if self.line is not None and self.backends.live:
+            self.line.add(HeldFlow(flow, exchange))
+        elif not self.hold(flow, exchange):
+            exchange.fail(self.backends.unavailable())
+
+    def hold(self, flow: Flow, exchange: Exchange) -> bool:
+        """Have the request wait until somebody is awake; False where nobody sleeps."""
+        if self.waking is None:
+            return False
+        self.waking.hold(HeldFlow(flow, exchange))
+        return True
 
     def name(self, peer: str) -> bytes:
         """The client's address for X-Forwarded-For, which is then among `addresses`."""

@@ -92,6 +92,26 @@ class Health:
                 self.reason = ""
         return True
 
+    def found_up(self, now: float) -> None:
+        """Somebody has seen it answer, and knows that it was not there before: no check need confirm it."""
+        self.up = True
+        self.ejected = False
+        self.reason = ""
+        self.since = self._quiet_since = now
+        self._streak = 0
+        self.spare(now)
+
+    def not_known(self) -> None:
+        """It has just come: it gets no requests before its first check."""
+        self.up = False
+        self.reason = "it has not been checked yet"
+
+    def renew(self, checks: HealthSettings, outliers: OutlierSettings) -> None:
+        """Other settings. Without checks it is up."""
+        self._checks, self._outliers = checks, outliers
+        if not checks.path and not self.up:
+            self.up, self.reason = True, ""
+
     def failed(self, now: float) -> bool:
         """A request failed. True if that makes the server one to eject."""
         self.in_row += 1

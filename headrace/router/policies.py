@@ -11,7 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.core.errors import InvalidArgument
-from headrace.router.settings import POLICIES
+from headrace.router.settings import ALIASES, POLICIES
 
 if TYPE_CHECKING:
     from headrace.router.backends import Backend
@@ -107,16 +107,47 @@ class SmoothWeighted:
         credit[best] = most - total
         return best
 
+    def forget(self, backend: Backend) -> None:
+        """The server has gone for good."""
+        self._credit.pop(backend, None)
+
+    def __copy__(self) -> SmoothWeighted:
+        # For who wants to know the next choice without making it.
+        made = SmoothWeighted(Random())  # noqa: S311 - unused
+        made._credit = dict(self._credit)
+        return made
+
+
+class ByChance:
+    """Any, by its weight."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random.random
+
+    def pick(self, live: Sequence[Backend]) -> Backend:
+        """See `Policy.pick`."""
+        left = self._random() * sum(backend.share for backend in live)
+        for backend in live:
+            left -= backend.share
+            if left < 0:
+                return backend
+        return live[-1]
+
 
 _MAKERS: dict[str, Callable[[Random], Policy]] = dict(
-    zip(POLICIES, (PowerOfTwo, RoundRobin, LeastOutstanding, SmoothWeighted), strict=True)
+    zip(
+        POLICIES,
+        # The last two look at requests (`choosing`), and where there is nothing to look at, at the load.
+        (PowerOfTwo, RoundRobin, LeastOutstanding, SmoothWeighted, ByChance, LeastOutstanding, LeastOutstanding),
+        strict=True,
+    )
 )
 
 
 def make_policy(name: str, random: Random | None = None) -> Policy:
-    """The policy of this name, one of `settings.POLICIES`."""
+    """The policy of this name, one of `settings.POLICIES` or of its `ALIASES`."""
     try:
-        maker = _MAKERS[name]
+        maker = _MAKERS[ALIASES.get(name, name)]
     except KeyError:
         raise InvalidArgument(f"there is no policy {name!r}; choose one of {', '.join(POLICIES)}") from None
     return maker(random or Random())  # noqa: S311 - spreads requests, hides nothing

@@ -28,6 +28,13 @@ class RetryBudget:
         self.refused = 0
         """Retries that there was no budget for."""
 
+    def renew(self, settings: RetrySettings) -> None:
+        """Other settings; what there is of the budget is kept, up to the reserve."""
+        self._earned = settings.budget
+        self._reserve = float(settings.reserve)
+        self._credit = min(self._credit, self._reserve)
+        self.short = self._credit < self._reserve
+
     def earn(self) -> None:
         """A request has come."""
         if self.short:

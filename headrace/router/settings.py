@@ -8,8 +8,19 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from headrace.core.errors import InvalidArgument
+from headrace.router.choosing.settings import (
+    CacheAwareSettings,
+    HedgingSettings,
+    PrefixHashSettings,
+    QueueSettings,
+    StickySettings,
+)
+from headrace.router.discovery.settings import DiscoverySettings
+from headrace.router.waking.settings import ActivationSettings
 
-POLICIES = ("p2c", "round-robin", "least", "weighted")
+POLICIES = ("p2c", "round-robin", "least", "weighted", "random", "cache_aware", "prefix_hash")
+ALIASES = {"power_of_two": "p2c", "round_robin": "round-robin", "least_loaded": "least"}
+"""What other routers, and `router.config` of a service, call the same policies."""
 _FORM = "write http://host:port[,weight=N][,grpc=host:port]"
 _HOST = re.compile(r"[A-Za-z0-9.:_-]+")
 _PORTS = {"http": 80, "https": 443}
@@ -156,3 +167,14 @@ class RouterSettings:
     """The longest head of an answer."""
     ca_file: str = ""
     """Who signs the certificates of https backends; the system's authorities unless given."""
+    activation: ActivationSettings | None = None
+    """What sleeps behind the backends, if anything does."""
+    cache_aware: CacheAwareSettings = field(default_factory=CacheAwareSettings)
+    prefix_hash: PrefixHashSettings = field(default_factory=PrefixHashSettings)
+    sticky: StickySettings = field(default_factory=StickySettings)
+    hedging: HedgingSettings = field(default_factory=HedgingSettings)
+    max_outstanding: int = 0
+    """Requests that a backend may have at once; 0 for any number. More wait, as `queue` says."""
+    queue: QueueSettings = field(default_factory=QueueSettings)
+    discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
+    """Where backends are found beside those that are named."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.core.errors import NotFound, Unavailable
+from headrace.router.choosing.counting import Choices
 from headrace.telemetry.exposition import Format, negotiate, render
 from headrace.version import __version__
 from headrace.wire.http.heads import CONTENT_TYPE, OK_JSON, OK_PLAIN, ResponseHead
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from headrace.router.pools import Pool
     from headrace.router.retries import RetryBudget
     from headrace.router.settings import RouterSettings
+    from headrace.router.waking.activator import Activator
     from headrace.telemetry.metrics import Histogram
     from headrace.telemetry.registry import Registry
     from headrace.wire.http.exchange import Exchange
@@ -39,15 +41,18 @@ class RouterStatus:
         pools: dict[Backend, Pool],
         budget: RetryBudget,
         settings: RouterSettings,
+        waking: Activator | None = None,
     ) -> None:
         self.ready = True
+        self._waking = waking
         self._registry = registry
         self._backends = backends
         self._pools = pools
         self._budget = budget
-        self._policy = settings.policy
+        self.choices = Choices(registry, backends, settings.policy)
+        """Why backends were chosen."""
         self._heads = {each: ResponseHead(200, [(CONTENT_TYPE, each.value)]) for each in Format}
-        family = registry.histogram(
+        self._family = family = registry.histogram(
             "headrace_router_backend_seconds",
             "Time from the choice of a backend to the end of its answer.",
             ["backend"],
@@ -56,6 +61,8 @@ class RouterStatus:
             backend: family.labels(backend=backend.name) for backend in backends.all
         }
         self._declare()
+        if waking is not None:
+            waking.declare(registry)
 
     def add_to(self, routes: Routes) -> None:
         """Register the endpoints; nothing under `/router` goes to a backend."""
@@ -64,15 +71,31 @@ class RouterStatus:
         routes.add("GET", "/router/healthz", self._answer_health)
         routes.mount("/router", _unknown)
 
+    def join(self, backend: Backend) -> Histogram:
+        """A backend has come; where its times are counted."""
+        found = self.seconds[backend] = self._family.labels(backend=backend.name)
+        return found
+
+    def leave(self, backend: Backend) -> None:
+        """A backend has gone; its times go with it, unless another of its name has come."""
+        self.seconds.pop(backend, None)
+        if all(each.name != backend.name for each in self._backends.all):
+            self._family.remove(backend=backend.name)
+
     def as_json(self) -> dict[str, Any]:
         """The whole state."""
-        return {
+        told = {
             "version": __version__,
-            "policy": self._policy,
+            "policy": self.choices.policy,
             "live": len(self._backends.live),
             "retries": {"spent": self._budget.spent, "refused": self._budget.refused},
             "backends": [self._of(backend) for backend in self._backends.all],
+            "leaving": [{"url": each.name, "outstanding": each.outstanding} for each in self._backends.leaving],
         }
+        if self._waking is not None:
+            # A number: KEDA's metrics-api trigger reads it.
+            told |= {"active": int(self._waking.active), "waking": self._waking.as_json()}
+        return told
 
     def _of(self, backend: Backend) -> dict[str, Any]:
         stats, pool = backend.stats, self._pools[backend]
@@ -101,7 +124,7 @@ class RouterStatus:
     def _answer_health(self, exchange: Exchange) -> None:
         if not self.ready:
             exchange.fail(Unavailable("the router is shutting down", retry_after_seconds=1))
-        elif not self._backends.live:
+        elif not self._backends.live and self._waking is None:
             exchange.fail(self._backends.unavailable())
         else:
             exchange.respond(OK_PLAIN, b"ok\n")
@@ -153,4 +176,8 @@ class RouterStatus:
 
 
 def _unknown(exchange: Exchange) -> None:
-    exchange.fail(NotFound("there is no such page: /router/status, /router/metrics and /router/healthz are there"))
+    exchange.fail(
+        NotFound(
+            "there is no such page: /router/status, /router/metrics, /router/healthz and /router/explain are there"
+        )
+    )

@@ -12,13 +12,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.router.answers import AnswerHead
+    from headrace.router.backends import Backend
     from headrace.router.upstream import Upstream
     from headrace.wire.http1.exchange import Http1Exchange
     from headrace.wire.site import Site
 
 
 def open_tunnel(
-    exchange: Http1Exchange, connection: Upstream, head: AnswerHead, rest: bytes, idle_seconds: float
+    exchange: Http1Exchange,
+    connection: Upstream,
+    head: AnswerHead,
+    rest: bytes,
+    idle_seconds: float,
+    backend: Backend | None = None,
 ) -> Tunnel | None:
     """Tell the client that the protocol is switched, and join the two connections."""
     site = exchange.site
@@ -28,7 +34,7 @@ def open_tunnel(
     except ConnectionResetError:
         exchange.abort()
         return None
-    tunnel = Tunnel(site, below, above, idle_seconds)
+    tunnel = Tunnel(site, below, above, idle_seconds, backend)
     if site.access_log is not None:
         site.access_log(exchange.peer, exchange.head, 101)
     switching = b"HTTP/1.1 101 Switching Protocols\r\n%bconnection: upgrade\r\nupgrade: websocket\r\n%b\r\n"
@@ -43,8 +49,18 @@ def open_tunnel(
 class Tunnel:
     """Two connections that are one. See `wire.site.Connection`."""
 
-    def __init__(self, site: Site, below: asyncio.Transport, above: asyncio.Transport, idle_seconds: float) -> None:
+    def __init__(
+        self,
+        site: Site,
+        below: asyncio.Transport,
+        above: asyncio.Transport,
+        idle_seconds: float,
+        backend: Backend | None = None,
+    ) -> None:
         self.site = site
+        self._backend = backend
+        if backend is not None:
+            backend.tunnels += 1
         self._idle_seconds = idle_seconds
         self.since = site.now
         self._gone = 0
@@ -83,6 +99,8 @@ class Tunnel:
         self._gone += 1
         if self._gone == len(self._ends):
             self.site.connections.discard(self)
+            if self._backend is not None:
+                self._backend.tunnels -= 1
             return
         self.since = self.site.now
         for end in self._ends:

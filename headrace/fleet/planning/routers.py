@@ -23,10 +23,10 @@ OUR_POLICIES = {
     "round_robin": "round-robin",
     "power_of_two": "p2c",
     "least_loaded": "least",
-    "random": "weighted",
-    "cache_aware": "p2c",
+    "random": "random",
+    "cache_aware": "cache_aware",
 }
-"""Words of `routing_strategy` to those of `headrace router`, which spreads by weight where others say by chance."""
+"""Words of `routing_strategy` to those of `headrace router`."""
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0, "h": 3600.0}
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
 _SGLANG = ("sglang", "smg", "--service-discovery", "sgl-")

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import Awaitable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.core.errors import FailedPrecondition, Unavailable
+from headrace.launch.kubernetes.kubeconfig import read_kubeconfig, unusable
 from headrace.launch.kubernetes.names import MANAGER
 from headrace.launch.kubernetes.refusals import refusal, unreachable
 from headrace.launch.kubernetes.settings import KubernetesSettings
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.launch")
 
 Thing = dict[str, Any]
-
-_IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-_HOME = "~/.kube/config"
 
 
 class Refused(Exception):
@@ -156,18 +152,14 @@ class Cluster:
                     timeout=httpx2.Timeout(self._settings.request_seconds),
                     field_manager=MANAGER,
                 )
-            except Exception:
-                # Certificates that are no files or no certificates, a user without a name: lightkube tells them all apart.
-                log.exception("the kubeconfig's user or certificates cannot be used")
-                raise FailedPrecondition(
-                    "the kubeconfig's user or certificates cannot be used; try `kubectl get pods` (the log has more)"
-                ) from None
+            except Exception as error:
+                raise unusable(error) from None
             self._loop = loop
         return self._client
 
     def _configuration(self) -> SingleConfig:
         if self._config is None:
-            self._config = _configuration(self._settings)
+            self._config = read_kubeconfig(self._settings.kubeconfig, self._settings.context)
         return self._config
 
     @contextlib.contextmanager
@@ -199,42 +191,6 @@ class Cluster:
             raise FailedPrecondition(
                 f"{doing}: the kubeconfig's way to log in does not work (the log has more)"
             ) from None
-
-
-def _configuration(settings: KubernetesSettings) -> SingleConfig:
-    try:
-        from lightkube import KubeConfig
-    except ImportError:
-        raise FailedPrecondition("services on Kubernetes need lightkube: pip install 'headrace[kubernetes]'") from None
-    try:
-        if not settings.kubeconfig and _IN_POD.exists() and "KUBERNETES_SERVICE_HOST" in os.environ:
-            found = KubeConfig.from_service_account()
-        else:
-            found = KubeConfig.from_file(_kubeconfig(settings.kubeconfig))
-        config = found.get(settings.context or None)
-    except FailedPrecondition:
-        raise
-    except Exception as error:
-        # YAML that is none, a context that is not there, a cluster that is not named.
-        log.info("the kubeconfig cannot be used: %s: %s", type(error).__name__, error)
-        which = f"the context {settings.context!a}" if settings.context else "its current context"
-        raise FailedPrecondition(
-            f"the kubeconfig cannot be used: look whether it is one, and has {which} (`kubectl config get-contexts`)"
-        ) from None
-    if config is None or not config.cluster.server:
-        raise FailedPrecondition("the kubeconfig names no server: choose one with `kubectl config use-context`")
-    return config
-
-
-def _kubeconfig(given: str) -> Path:
-    candidates = [Path(each).expanduser() for each in (given or _HOME).split(os.pathsep) if each]
-    for path in candidates:
-        if path.is_file():
-            return path
-    told = ", ".join(str(path) for path in candidates)
-    raise FailedPrecondition(
-        f"there is no kubeconfig at {told}: set KUBECONFIG, or have one made by your cluster's tool"
-    )
 
 
 def _kind(kind: str) -> Any:

@@ -9,18 +9,23 @@ cannot have looked at the request, a failure means another try; after that the c
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.router.backends import Backend, Outcome
+from headrace.router.choosing.policies import Why
+from headrace.router.choosing.request import Request
 from headrace.router.h2.answering import AnsweredCall
 from headrace.router.h2.upstream import UpstreamStream
+from headrace.router.waking.held import HeldCall
 from headrace.wire.grpc.metadata import encode_metadata
 from headrace.wire.grpc.status import GRPC_STATUS, Status, status_block
 from headrace.wire.http2.frames import ErrorCode
 from headrace.wire.http2.headers import encode_fields
 
 if TYPE_CHECKING:
+    from headrace.router.choosing.chooser import Chooser
     from headrace.router.h2.connection import UpstreamConnection
     from headrace.router.h2.headers import RequestPlan
     from headrace.router.h2.proxy import GrpcProxy
@@ -51,6 +56,8 @@ class ProxiedCall(AnsweredCall):
     """Whether it has waited, so that its backend must be given less than the caller's whole time."""
     _arrived = 0.0
     _timer: asyncio.TimerHandle | None = None
+    held_since = 0.0
+    """When it first had to wait for somebody to wake."""
 
     def __init__(
         self, connection: Http2Connection, stream_id: int, head: RequestHead, plan: RequestPlan, proxy: GrpcProxy
@@ -75,7 +82,7 @@ class ProxiedCall(AnsweredCall):
             loop = self._proxy.loop
             self._arrived = loop.time()
             self._timer = loop.call_later(plan.timeout_seconds, self._deadline_passed)
-        self._dispatch()
+        self.dispatch()
 
     def on_data(self, data: memoryview) -> None:
         """See `Stream.on_data`."""
@@ -115,6 +122,18 @@ class ProxiedCall(AnsweredCall):
         """See `Stream.on_room`."""
         if self._upstream is not None:
             self._upstream.resume()
+
+    # Called by those who hold it.
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the request that are kept."""
+        return self._kept_bytes
+
+    def refuse(self, error: HeadraceError) -> None:
+        """Nobody will take it."""
+        if not self.over:
+            self._fail(error)
 
     # Called by the pool.
 
@@ -178,15 +197,17 @@ class ProxiedCall(AnsweredCall):
         if self._upstream is upstream and not self.over:
             self._give_up(Unavailable(f"{text}; the call may or may not have been acted on"), Outcome.FAILED)
 
-    # Inside.
-
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
+        """Give it to a backend, or have it wait for one."""
         proxy, tried = self._proxy, self._tried
         backends = proxy.backends
         # One that failed is asked again only if there is no other.
-        backend = backends.pick(tried) or backends.pick()
+        if backends.chooser is None:
+            backend = backends.pick(tried) or backends.pick()
+        else:
+            backend = self._chosen(backends.chooser, tried)
         if backend is None:
-            self._fail(backends.unavailable())
+            self._nobody(backends.unavailable)
             return
         if tried:
             backends.begin(backend, retry=True)
@@ -204,6 +225,8 @@ class ProxiedCall(AnsweredCall):
         else:
             self._give_up(Unavailable(f"{backend.name} has too many calls waiting; try again later"), Outcome.CANCELLED)
 
+    # Inside.
+
     def _try_again(self, outcome: int, text: str) -> None:
         """Nothing has reached a backend's handlers: another may have the call, if there are tries left."""
         if self.over:
@@ -214,10 +237,27 @@ class ProxiedCall(AnsweredCall):
             self._tried = (*self._tried, backend)
         if self._keeps and len(self._tried) < self._proxy.tries:
             self.late = True
-            self._dispatch()
+            self.dispatch()
         else:
             name = backend.name if backend is not None else "a backend"
-            self._fail(Unavailable(f"{name} could not take the call: {text}"))
+            self._nobody(lambda: Unavailable(f"{name} could not take the call: {text}"))
+
+    def _chosen(self, chooser: Chooser, tried: tuple[Backend, ...]) -> Backend | None:
+        """By what its head says: what it asks has not come yet."""
+        request = Request(self.head)
+        return chooser.pick(request, tried, Why.RETRY if tried else "") or chooser.pick(request)
+
+    def _nobody(self, error: Callable[[], HeadraceError]) -> None:
+        """Nobody can take it: it waits for somebody to wake or to have room, or is told."""
+        waking, line = self._proxy.waking, self._proxy.line
+        if line is not None and self._keeps and self._proxy.backends.live and not self._tried:
+            line.add(HeldCall(self))
+            return
+        if waking is not None and self._keeps:
+            self._tried = ()
+            waking.hold(HeldCall(self))
+        else:
+            self._fail(error())
 
     def _abandon(self, outcome: int) -> None:
         """This attempt is over, whatever its state."""

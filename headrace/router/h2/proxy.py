@@ -20,7 +20,9 @@ from headrace.wire.site import Site
 
 if TYPE_CHECKING:
     from headrace.router.backends import Backend, Backends
+    from headrace.router.choosing.queueing import WaitingLine
     from headrace.router.settings import RouterSettings
+    from headrace.router.waking.activator import Activator
     from headrace.wire.http.heads import RequestHead
     from headrace.wire.http2.connection import Http2Connection
     from headrace.wire.http2.stream import Stream
@@ -44,6 +46,10 @@ class GrpcProxy:
         self.backends = backends
         self.budget = budget or RetryBudget(settings.retries)
         self.settings = grpc or GrpcProxySettings()
+        self.waking: Activator | None = None
+        """See `forwarding.Forwarder.waking`."""
+        self.line: WaitingLine | None = None
+        """See `forwarding.Forwarder.line`."""
         self.replay_bytes = self.settings.replay_bytes
         self.tries = settings.retries.tries
         self.services = ProxiedServices(self, settings)
@@ -58,17 +64,13 @@ class GrpcProxy:
         )
         self.site = Site(limits=limits)
         """What the connections to the backends share."""
-        tls = _context(settings) if any(each.address.scheme == "https" for each in backends.all) else None
-        self.pools: dict[Backend, ConnectionPool] = {
-            backend: ConnectionPool(
-                backend,
-                self.site,
-                self.settings,
-                connect_seconds=settings.timeouts.connect_seconds,
-                tls=tls if backend.address.scheme == "https" else None,
-            )
-            for backend in backends.all
-        }
+        self._router_settings = settings
+        self._tls: ssl.SSLContext | None = None
+        self.pools: dict[Backend, ConnectionPool] = {}
+        for backend in backends.all:
+            self._join(backend)
+        backends.joined.append(self._join)
+        backends.left.append(self._leave)
         self._timer: asyncio.TimerHandle | None = None
         self.site.tick(self.loop.time())
 
@@ -91,6 +93,26 @@ class GrpcProxy:
         for connection in tuple(self.site.connections):
             connection.abort()
         await asyncio.sleep(0)  # connection_lost comes a turn later
+
+    def renew(self, settings: RouterSettings) -> None:
+        """Other settings, for calls and backends that come from now on."""
+        self._router_settings = settings
+        self.tries = settings.retries.tries
+
+    def _join(self, backend: Backend) -> None:
+        https = backend.address.scheme == "https"
+        if https and self._tls is None:
+            self._tls = _context(self._router_settings)
+        self.pools[backend] = ConnectionPool(
+            backend,
+            self.site,
+            self.settings,
+            connect_seconds=self._router_settings.timeouts.connect_seconds,
+            tls=self._tls if https else None,
+        )
+
+    def _leave(self, backend: Backend) -> None:
+        self.pools.pop(backend).close()
 
     def _tick(self) -> None:
         now = self.loop.time()

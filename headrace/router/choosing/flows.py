@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flows whose backend the chooser finds. Made by `forwarding` in place of its own when there is a chooser."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.router.choosing.policies import Why
+from headrace.router.choosing.request import Request
+from headrace.router.flows import Flow, StreamedFlow
+
+if TYPE_CHECKING:
+    from headrace.router.backends import Backend
+
+
+class _Considered(Flow):
+    """What the two below share."""
+
+    _request: Request | None = None
+
+    def start(self) -> None:
+        """Take the request to a backend."""
+        router, exchange = self._router, self._exchange
+        chooser = router.chooser
+        if chooser is None:
+            # The settings have changed while it waited.
+            super().start()
+            return
+        request = self._request
+        if request is None:
+            request = self._request = Request(exchange.head, exchange.body)
+            if chooser.sessions is not None:
+                request.session, line = chooser.sessions.cookie_for(request)
+                exchange.more_lines += line
+        backend = chooser.pick(request)
+        if backend is None:
+            router.nobody(self, exchange)
+            return
+        router.budget.earn()
+        exchange.on_disconnect = self._cancelled
+        self._give(backend)
+
+    def _other(self) -> Backend | None:
+        chooser, request = self._router.chooser, self._request
+        if chooser is None or request is None:
+            return super()._other()
+        return chooser.pick(request, self._tried, Why.RETRY)
+
+
+class ConsideredFlow(_Considered):
+    """A request with its body."""
+
+
+class ConsideredStreamedFlow(_Considered, StreamedFlow):
+    """A request whose body is passed on as it comes, so that only its head can be looked at."""

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request that waits, of either proxy, as `holding` knows it.
+
+A client that leaves is found by asking, so that no request has to look whether it is held when it ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from headrace.core.errors import HeadraceError
+    from headrace.router.flows import Flow
+    from headrace.router.h2.call import ProxiedCall
+    from headrace.wire.http.exchange import Exchange
+
+
+class Held(Protocol):
+    """One that waits."""
+
+    @property
+    def since(self) -> float:
+        """When it first began to wait; 0 before. It may have to wait twice."""
+
+    @since.setter
+    def since(self, now: float) -> None: ...
+
+    def gone(self) -> bool:
+        """Whether its client has left, or its time is over."""
+
+    def size(self) -> int:
+        """Bytes of its body that are kept."""
+
+    def wait(self) -> None:
+        """It is to wait: its client may send no more than is on its way."""
+
+    def go(self) -> None:
+        """A backend can take it."""
+
+    def refuse(self, error: HeadraceError) -> None:
+        """Nobody will."""
+
+
+class HeldFlow:
+    """A request over HTTP/1.1, or over HTTP/2 without gRPC; a WebSocket begins as one."""
+
+    def __init__(self, flow: Flow, exchange: Exchange) -> None:
+        self._flow = flow
+        self._exchange = exchange
+
+    @property
+    def since(self) -> float:
+        """See `Held`."""
+        return self._flow.held_since
+
+    @since.setter
+    def since(self, now: float) -> None:
+        self._flow.held_since = now
+
+    def gone(self) -> bool:
+        """See `Held`."""
+        return self._exchange.closed
+
+    def size(self) -> int:
+        """See `Held`."""
+        return len(self._exchange.body) + self._flow.early_bytes()
+
+    def wait(self) -> None:
+        """See `Held`."""
+        self._flow.held = True
+        # For the wire to take one who says no more for one who has left.
+        self._exchange.on_disconnect = _left
+        if self._flow.sending:
+            self._exchange.pause_body()
+
+    def go(self) -> None:
+        """See `Held`."""
+        self._flow.held = False
+        self._flow.start()
+
+    def refuse(self, error: HeadraceError) -> None:
+        """See `Held`."""
+        self._flow.held = False
+        self._exchange.on_disconnect = None
+        self._exchange.fail(error)
+
+
+def _left() -> None:
+    """It is found out by `HeldFlow.gone`."""
+
+
+class HeldCall:
+    """A gRPC call. Its own deadline goes on while it waits."""
+
+    def __init__(self, call: ProxiedCall) -> None:
+        self._call = call
+
+    @property
+    def since(self) -> float:
+        """See `Held`."""
+        return self._call.held_since
+
+    @since.setter
+    def since(self, now: float) -> None:
+        self._call.held_since = now
+
+    def gone(self) -> bool:
+        """See `Held`."""
+        return self._call.over
+
+    def size(self) -> int:
+        """See `Held`."""
+        return self._call.kept_bytes
+
+    def wait(self) -> None:
+        """See `Held`."""
+        self._call.late = True
+        self._call.pause()
+
+    def go(self) -> None:
+        """See `Held`."""
+        self._call.dispatch()
+
+    def refuse(self, error: HeadraceError) -> None:
+        """See `Held`."""
+        self._call.refuse(error)

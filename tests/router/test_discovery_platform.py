@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pods of a real API server as backends, found with no more rights than to list pods."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import Any
+
+import pytest
+from routing import ask, routing
+from serving import echo_site, serving
+
+from headrace.router.discovery.settings import DiscoverySettings
+
+pytestmark = pytest.mark.platform
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from kubernetes_server import KubernetesServer
+
+    with KubernetesServer(tmp_path_factory.mktemp("pods") / "server") as made:
+        yield made
+
+
+def _until(right: Callable[[], Any]) -> None:
+    end = monotonic() + 30
+    while not right():
+        assert monotonic() < end, "it did not come to that"
+        threading.Event().wait(0.05)
+
+
+def _pod(name: str, port: int) -> str:
+    return json.dumps(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "labels": {"app": "chat"}},
+            "spec": {"containers": [{"name": "main", "image": "none", "ports": [{"containerPort": port}]}]},
+        }
+    )
+
+
+def test_pods_come_and_go(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig_of_nobody()))
+    server.kubectl("create", "role", "router", "--verb=list", "--resource=pods")
+    server.kubectl("create", "rolebinding", "router", "--role=router", "--user=nobody")
+    found = DiscoverySettings(pods="app=chat", namespace="default", interval_seconds=0.1)
+    with serving(echo_site()) as one, serving(echo_site()) as two, routing(discovery=found) as router:
+
+        def urls() -> list[str]:
+            return [each.name for each in router.proxy.backends.all]
+
+        ready = {"phase": "Running", "podIP": "127.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+        assert ask(router.port, "GET", "/hello").status == 503
+        for name, each in (("one", one), ("two", two)):
+            server.kubectl("create", "-f", "-", input=_pod(name, each.port))
+        threading.Event().wait(0.3)
+        assert not urls(), "they are not ready"
+        server.mark("one", ready)
+        _until(lambda: urls() == [f"http://127.0.0.1:{one.port}"])
+        assert ask(router.port, "GET", "/hello").body == b"hello"
+        server.mark("two", ready)
+        _until(lambda: len(urls()) == 2)
+        server.kubectl("delete", "pod", "one", "--wait=false")
+        _until(lambda: urls() == [f"http://127.0.0.1:{two.port}"])
+        # Without rights, what was found goes on counting.
+        server.kubectl("delete", "rolebinding", "router")
+        _until(lambda: router.proxy._discoverer.failures())  # type: ignore[union-attr]
+        failures = router.proxy._discoverer.failures()  # type: ignore[union-attr]
+        assert "bind a Role with list of pods" in next(iter(failures.values()))
+        assert ask(router.port, "GET", "/hello").body == b"hello"

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes that are started and killed between requests: none of these may be lost."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+import time
+
+from routing import ask
+from sleeping import ProcessScaler, napping, until
+
+_CYCLES = 24
+_IDLE_SECONDS = 0.1
+
+
+def test_no_request_is_lost_in_dozens_of_wakes() -> None:
+    """Clients come whenever they like, often just as the process is killed; it dies at once with what it has."""
+    scaler = ProcessScaler()
+    statuses: list[int] = []
+    enough = threading.Event()
+
+    def client(seed: int) -> None:
+        chance = random.Random(seed)
+        while not enough.is_set():
+            statuses.append(ask(nap.port, "POST", "/", b"x" * chance.choice((0, 100, 100_000))).status)
+            time.sleep(_IDLE_SECONDS * chance.choice((0.5, 0.95, 1.0, 1.05, 1.3, 2.5)))
+
+    with napping(scaler.port, scaler=scaler, health="/", idle_seconds=_IDLE_SECONDS) as nap:
+        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(2)]
+        for thread in threads:
+            thread.start()
+        until(lambda: scaler.starts >= _CYCLES, 60)
+        enough.set()
+        for thread in threads:
+            thread.join(30)
+    assert set(statuses) == {200} and len(statuses) >= _CYCLES
+
+
+def test_the_first_byte_comes_soon_after_the_process_listens() -> None:
+    scaler = ProcessScaler(load_seconds=0.2)
+    waited: list[float] = []
+    with napping(scaler.port, scaler=scaler, health="/", idle_seconds=_IDLE_SECONDS) as nap:
+        for _ in range(5):
+            nap.becomes("asleep")
+            listening = float(ask(nap.port, "GET", "/").body)
+            waited.append(time.monotonic() - listening)
+    # The bound is 100 ms; the middle one, for others may have the machine at any moment.
+    assert statistics.median(waited) < 0.1
