@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.log_options import LogLevel, LogStyle
 from headrace.cli.models import Json
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 ITEMS_FAILED = 3
 """Exit code: finished, and some items have an error for a result."""
 
-_MODEL, _ITEMS, _SPEED, _PLACES, _LOGS = "Model", "Which items", "How many at once", "Places", "Logs"
+_MODEL, _ITEMS, _SPEED, _PLACES = "Model", "Which items", "How many at once", "Places"
 
 
 def batch(
@@ -128,12 +129,8 @@ def batch(
         float, typer.Option(min=0, metavar="SECONDS", help="For what is under way at SIGTERM.", rich_help_panel=_SPEED)
     ] = 10.0,
     as_json: Json = False,
-    log_level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_LOGS)
-    ] = "info",
-    log_format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="auto, json or text.", rich_help_panel=_LOGS)
-    ] = "auto",
+    log_level: LogLevel = "info",
+    log_format: LogStyle = "auto",
 ) -> None:
     """Run a model once over many items and write a result for each.
 

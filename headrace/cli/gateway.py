@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.log_options import LogLevel, LogStyle
+
 if TYPE_CHECKING:
     from headrace.gateway.settings import GatewaySettings
     from headrace.wire.sockets import Address
@@ -138,12 +140,8 @@ def gateway(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=_LOGS)
     ] = False,
-    log_level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_LOGS)
-    ] = "info",
-    log_format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="auto, json or text.", rich_help_panel=_LOGS)
-    ] = "auto",
+    log_level: LogLevel = "info",
+    log_format: LogStyle = "auto",
 ) -> None:
     """Serve the job API: log in, start models as inference microservices, ask them, stop them.
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.log_options import LogLevel, LogStyle
+
 _MODEL, _LISTENING, _IDLE, _VIDEO, _MEDIA, _LOGS = (
     "Model",
     "Listening",
@@ -149,12 +151,8 @@ def microservice(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=_LOGS)
     ] = False,
-    log_level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_LOGS)
-    ] = "info",
-    log_format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="auto, json or text.", rich_help_panel=_LOGS)
-    ] = "auto",
+    log_level: LogLevel = "info",
+    log_format: LogStyle = "auto",
 ) -> None:
     """Serve one model as TAO's inference microservice does: at once, with its state, while it downloads and loads.
 
