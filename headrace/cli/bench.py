@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 _URL = "http://127.0.0.1:8000"
+_CHAT = "Language models (--protocol openai)"
 
 
 def bench(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")],
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="Name of the model. OpenAI's API: the only one there unless told.")
+    ] = "",
     url: Annotated[str, typer.Option(metavar="URL", help="The server: http://, https://, grpc:// or grpcs://.")] = _URL,
     version: Annotated[str, typer.Option(metavar="VERSION", help="One version; the server's choice unless told.")] = "",
     protocol: Annotated[
-        str, typer.Option(metavar="http|grpc|predict", help="What to speak; what the URL says unless told.")
+        str, typer.Option(metavar="http|grpc|predict|openai", help="What to speak; what the URL says unless told.")
     ] = "",
     concurrency: Annotated[
         str,
@@ -57,6 +61,52 @@ def bench(
     ca: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the authority of the server.")] = "",
     cert: Annotated[str, typer.Option(metavar="FILE", help="PEM file with a certificate of our own.")] = "",
     key: Annotated[str, typer.Option(metavar="FILE", help="PEM file with its key.")] = "",
+    task: Annotated[
+        str,
+        typer.Option(
+            metavar="TASK",
+            rich_help_panel=_CHAT,
+            help="text-to-text, image-to-text, text-to-embeddings or image-to-embeddings.",
+        ),
+    ] = "text-to-text",
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZES",
+            rich_help_panel=_CHAT,
+            help="Tokens of prompts and answers: D(100,100), N(480,240)/(300,150), U(50,100)/(200,250); E(128) to "
+            "embed; I(512,512) for pictures. Repeatable.",
+        ),
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(metavar="N", min=1, rich_help_panel=_CHAT, help="End a run after so many requests, too.")
+    ] = 1_000_000,
+    params: Annotated[
+        str, typer.Option(metavar="JSON", rich_help_panel=_CHAT, help="More fields of every request, as an object.")
+    ] = "",
+    dataset: Annotated[
+        str,
+        typer.Option(
+            metavar="PLACE",
+            rich_help_panel=_CHAT,
+            help="Prompts: a .jsonl, .json, .csv or .txt file, a folder of them, or s3://, hf://, https:// and the like.",
+        ),
+    ] = "",
+    report: Annotated[
+        str, typer.Option(metavar="FILE.html", rich_help_panel=_CHAT, help="Write a page with pictures and a table.")
+    ] = "",
+    output: Annotated[
+        str,
+        typer.Option(
+            metavar="PLACE",
+            rich_help_panel=_CHAT,
+            help="Keep results.json and report.html there: a folder, or s3://bucket/prefix, gs://, az://.",
+        ),
+    ] = "",
+    about: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", rich_help_panel=_CHAT, help="Something to say in the report. Repeatable."),
+    ] = None,
 ) -> None:
     """Put a model under load: requests per second, errors, latencies, and the server's own view of the same time.
 
@@ -74,11 +124,47 @@ def bench(
         headrace bench bert --shape ids:128 --url grpc://localhost:8001
 
         headrace bench production --protocol predict --rows 8 --header x-api-key:secret
+
+        headrace bench llama --protocol openai --scenario "D(100,100)" --concurrency 1,4,16 --report llama.html
     """
     from headrace.cli.bench_run import BenchWish, run_bench
     from headrace.cli.checks import told
+    from headrace.core.errors import InvalidArgument
 
+    if protocol == "openai":
+        from headrace.cli.bench_chat import ChatWish, run_chat
+
+        others = {"--rate": rate, "--uniform": uniform, "--input": inputs, "--shape": shape, "--plot": plot}
+        with told():
+            _refuse({**others, "--version": version, "--rows": rows != 1}, "does not go with --protocol openai")
+            run_chat(
+                ChatWish(
+                    model=model,
+                    url=url,
+                    task=task,
+                    scenarios=tuple(scenario or ()),
+                    concurrency=concurrency,
+                    duration=duration,
+                    max_requests=max_requests,
+                    timeout=timeout,
+                    params=params,
+                    dataset=dataset,
+                    json_file=json_file,
+                    report=report,
+                    output=output,
+                    about=tuple(about or ()),
+                    headers=tuple(headers or ()),
+                    ca=ca,
+                    cert=cert,
+                    key=key,
+                )
+            )
+        return
+    others = {"--scenario": scenario, "--params": params, "--dataset": dataset, "--report": report, "--output": output}
     with told():
+        _refuse({**others, "--about": about}, "is for language models: give --protocol openai with it")
+        if not model:
+            raise InvalidArgument("MODEL is missing: give the name of the model; `headrace models list` shows them")
         run_bench(
             BenchWish(
                 model=model,
@@ -102,3 +188,11 @@ def bench(
                 key=key,
             )
         )
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    from headrace.core.errors import InvalidArgument
+
+    for name, value in given.items():
+        if value:
+            raise InvalidArgument(f"{name} {why}")

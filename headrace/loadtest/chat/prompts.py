@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked: texts of about so many tokens, from words or from a data set, and pictures. Called by `bodies`.
+
+No tokenizer is needed. How many tokens a word has is learned from what the server counts, once before the load; the report
+says what it counted in it. No two prompts begin alike, or a server that remembers beginnings would be measured for that.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import random
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import InvalidArgument
+
+_STORY = (
+    "the water runs down from the hills and the old mill by the river turns all day while people come and go with corn "
+    "and bread to the market where they talk about rain and the price of wood until the evening comes and the light of "
+    "the last house goes out over the quiet valley"
+)
+_FIELDS = ("prompt", "text", "question", "instruction", "input", "content", "value")
+_SUFFIXES = (".jsonl", ".json", ".csv", ".txt")
+_MOST_PROMPTS = 100_000
+
+
+class Prompts:
+    """Texts. `tokens_per_word` may be set once the server has told how it counts."""
+
+    def __init__(self, chance: random.Random, texts: Sequence[str] = ()) -> None:
+        self._chance = chance
+        self._texts = texts
+        self._words = _STORY.split()
+        self.tokens_per_word = 1.3
+        self.overhead = 0.0
+        """Tokens that every prompt has before its words: of a template, and the number that it begins with."""
+
+    def text(self, tokens: int) -> str:
+        """A text of about so many tokens; of a data set, one of its texts, cut or repeated."""
+        count = max(1, round((tokens - self.overhead) / self.tokens_per_word))
+        start = f"{self._chance.randrange(10**6):06}"
+        if not self._texts:
+            return " ".join([start, *self._chance.choices(self._words, k=count)])
+        words = self._chance.choice(self._texts).split() or self._words
+        repeated = words * (count // len(words) + 1)
+        return " ".join([start, *repeated[:count]])
+
+    def learn(self, samples: Sequence[tuple[int, int]]) -> None:
+        """From (words, tokens that the server counted) of two prompts of different length."""
+        (few, least), (many, most) = sorted(samples)
+        if many > few and most > least:
+            self.tokens_per_word = (most - least) / (many - few)
+            self.overhead = max(0.0, least - few * self.tokens_per_word)
+
+    def picture(self, width: int, height: int) -> str:
+        """A picture of that size as a data URL: stripes in colours of chance."""
+        row = bytes(self._chance.randrange(256) for _ in range(3 * width))
+        lines = b"".join(b"\0" + row[3 * (at % width) :] + row[: 3 * (at % width)] for at in range(height))
+        header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+        pieces = [(b"IHDR", header), (b"IDAT", zlib.compress(lines, 1)), (b"IEND", b"")]
+        made = b"\x89PNG\r\n\x1a\n" + b"".join(_piece(*each) for each in pieces)
+        return f"data:image/png;base64,{base64.b64encode(made).decode()}"
+
+
+def read_dataset(path: Path) -> list[str]:
+    """The prompts of a file: JSON lines, JSON, CSV, or text with one in a line; of a folder, those of its files."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(each for each in path.rglob("*") if each.suffix.lower() in _SUFFIXES)
+    found: list[str] = []
+    for each in files:
+        try:
+            found += [text for text in _texts_of(each) if text.strip()][: _MOST_PROMPTS - len(found)]
+        except (OSError, ValueError, csv.Error):
+            raise InvalidArgument(f"--dataset {each}: cannot be read as {each.suffix or 'text'}") from None
+    if not found:
+        raise InvalidArgument(
+            f"--dataset {path}: has no prompts; give .jsonl, .json, .csv or .txt, with a field {' or '.join(_FIELDS[:2])}"
+        )
+    return found
+
+
+def _texts_of(path: Path) -> Iterator[str]:
+    suffix, content = path.suffix.lower(), path.read_text(encoding="utf-8-sig")
+    if suffix == ".jsonl":
+        yield from (_text_of(json.loads(line)) for line in content.splitlines() if line.strip())
+    elif suffix == ".json":
+        loaded = json.loads(content)
+        lists = [loaded, *(loaded.values() if isinstance(loaded, dict) else ())]
+        yield from map(_text_of, next((each for each in lists if isinstance(each, list)), []))
+    elif suffix == ".csv":
+        yield from map(_text_of, csv.DictReader(content.splitlines()))
+    else:
+        yield from content.splitlines()
+
+
+def _text_of(row: Any) -> str:
+    if isinstance(row, str):
+        return row
+    if not isinstance(row, dict):
+        return ""
+    for name in _FIELDS:
+        if isinstance(row.get(name), str):
+            return str(row[name])
+    for name in ("messages", "conversations"):
+        said = row.get(name)
+        if isinstance(said, list) and said:
+            return _text_of(said[0])
+    return next((each for each in row.values() if isinstance(each, str)), "")
+
+
+def _piece(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
