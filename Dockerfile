@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Headrace as an image: `docker build -t headrace .`, then `docker run --read-only --tmpfs /tmp -v ./models:/models:ro ...`.
-# BASE needs Python 3.11 or newer with pip, and a shell. EXTRAS are those of pyproject.toml: onnx,media,cloud; llm brings PyTorch; none is fine.
+# BASE needs Python 3.11 or newer with pip, and a shell. EXTRAS are those of pyproject.toml. Those here are for ONNX models and for
+# every program of ours on Kubernetes (operator, model agent, router); docs/guides/containers.md has those of the image with all
+# formats. None is fine.
 ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS build
-ARG EXTRAS=onnx
+ARG EXTRAS=onnx,cloud,kubernetes
 WORKDIR /src
 # Debian's Python has no ensurepip, so the environment is made without pip and filled from outside: it stays out of the image, too.
 RUN python3 -m venv --without-pip /opt/headrace

@@ -48,6 +48,8 @@ check: $(VENV)/.testing
 	$(BIN)/python scripts/check_forbidden.py
 	$(BIN)/python scripts/compile_protos.py --check
 	$(BIN)/python scripts/generate_crds.py --check
+	$(BIN)/python scripts/generate_chart.py --check
+	$(BIN)/python scripts/generate_reference.py --check
 
 test-platforms: $(VENV)/.testing
 	bash scripts/install_platform_packages.sh

@@ -8,6 +8,7 @@ says so with `mark`.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -59,6 +60,32 @@ class KubernetesServer:
             self._client.close()
             self._client = None
         subprocess.run([SCRIPT, "stop", self.folder], check=True)
+
+    def freeze(self) -> None:
+        """The API server takes connections and answers nothing, until `thaw`."""
+        os.kill(self._pid(), signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self._pid(), signal.SIGCONT)
+
+    def kill_api(self) -> list[str]:
+        """The end of the API server, with no word to anybody. The words to start it again."""
+        pid = self._pid()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+        os.kill(pid, signal.SIGKILL)
+        self._until(lambda: not _lives(pid), "the end of one")
+        return words
+
+    def start_api(self, words: list[str]) -> None:
+        """Start it again where it was. Returns at once; it takes some seconds."""
+        with (self.folder / "apiserver.log").open("ab") as log:
+            started = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        (self.folder / "apiserver.pid").write_text(f"{started.pid}\n")
+        # Whose child it is does not matter to `stop`; that it was not waited for must not be a warning.
+        started.returncode = 0
+
+    def _pid(self) -> int:
+        return int((self.folder / "apiserver.pid").read_text())
 
     def __enter__(self) -> KubernetesServer:
         return self.start()
@@ -136,3 +163,10 @@ class KubernetesServer:
             if time.monotonic() > limit:
                 raise RuntimeError(f"the API server came without {what}; its logs are in {self.folder}")
             time.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False

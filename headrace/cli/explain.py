@@ -15,7 +15,7 @@ from headrace.cli.checks import FAILED, or_exit
 if TYPE_CHECKING:
     from headrace.fleet.documents import Read
     from headrace.fleet.explaining import Explanation, Question
-    from headrace.fleet.words import Document
+    from headrace.fleet.words import Document, FleetSettings
 
 _OUTPUTS = ("text", "json", "yaml")
 
@@ -45,6 +45,13 @@ def explain(
             help="What the cluster lacks: knative, lws, keda, gateway, ray, istio. Repeatable; it has all unless told.",
         ),
     ] = None,
+    config: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="What the operator is told for all services: a file with the ConfigMap inferenceservice-config.",
+        ),
+    ] = "",
     output: Annotated[
         str, typer.Option("-o", "--output", metavar="FORMAT", help="text; json; or yaml: the objects alone.")
     ] = "text",
@@ -57,7 +64,7 @@ def explain(
 
         headrace explain -f isvc.yaml --with models/ --with runtimes/
 
-        headrace explain -f isvc.yaml --with cluster/ -o json
+        headrace explain -f isvc.yaml --with cluster/ --config inferenceservice-config.yaml -o json
 
         headrace explain -f isvc.yaml --with cluster/ -o yaml | kubectl apply --dry-run=server -f -
     """
@@ -68,7 +75,9 @@ def explain(
 
     with or_exit():
         lacking = _checked(output, without or [])
-    asked = question(_read(files), read([Path(each) for each in beside or []]), lacking=lacking)
+        settings = _settings(config)
+    around = read([Path(each) for each in beside or []])
+    asked = question(_read(files), around, settings=settings, lacking=lacking)
     found = [explained(each, asked) for each in asked.services]
     if output == "json":
         typer.echo(json.dumps(_as_json(found, asked), indent=2))
@@ -117,6 +126,27 @@ def _read(files: list[str]) -> Read:
         one = parse(sys.stdin.read(), "<stdin>") if each == "-" else read([Path(each)])
         found = Read([*found.sources, *one.sources], [*found.problems, *one.problems])
     return found
+
+
+def _settings(config: str) -> FleetSettings | None:
+    """Of a ConfigMap, alone in its file or among others."""
+    if not config:
+        return None
+    from headrace.core.errors import InvalidArgument
+    from headrace.fleet.cluster.configuration import CONFIG_MAP, configured
+    from headrace.fleet.documents import read
+    from headrace.fleet.words import FleetSettings, kind_of, name_of
+
+    found = read([Path(config)])
+    if found.problems:
+        raise InvalidArgument(f"--config {config}: {found.problems[0]}")
+    maps = [each for each in found.documents if kind_of(each) == "ConfigMap"]
+    chosen = [each for each in maps if name_of(each) == CONFIG_MAP] or maps
+    if len(chosen) != 1:
+        raise InvalidArgument(
+            f"--config {config}: it has {len(chosen)} ConfigMaps; give a file with {CONFIG_MAP} alone"
+        )
+    return configured(FleetSettings(), chosen[0])
 
 
 def _checked(output: str, without: list[str]) -> list[str]:

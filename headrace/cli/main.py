@@ -13,14 +13,18 @@ from headrace.cli.batch import batch
 from headrace.cli.bench import bench
 from headrace.cli.config import config
 from headrace.cli.explain import explain
+from headrace.cli.fleet_local import logs, scale
+from headrace.cli.fleet_up import up
+from headrace.cli.fleet_verbs import add_fleet_verbs
 from headrace.cli.gateway import gateway
 from headrace.cli.infer import infer
 from headrace.cli.jobs import jobs
 from headrace.cli.keys import keys
 from headrace.cli.microservice import microservice
+from headrace.cli.model_agent import model_agent
 from headrace.cli.models import models
 from headrace.cli.operator import operator
-from headrace.cli.router import router
+from headrace.cli.router_explain import router_group
 from headrace.cli.serve import ServeCommand, serve
 from headrace.cli.service import service
 from headrace.cli.tune import tune
@@ -36,13 +40,17 @@ app = typer.Typer(
 )
 app.command(cls=ServeCommand)(serve)
 app.command()(infer)
-app.command()(router)
+app.add_typer(router_group)
 app.command()(microservice)
 app.command()(gateway)
 app.command()(batch)
 app.command()(bench)
 app.command()(tune)
 app.command()(explain)
+app.command()(up)
+add_fleet_verbs(app)
+app.command()(logs)
+app.command()(scale)
 app.add_typer(models)
 app.add_typer(config)
 app.add_typer(keys)
@@ -50,6 +58,7 @@ app.add_typer(users)
 app.add_typer(jobs)
 app.add_typer(service)
 app.add_typer(operator)
+app.command(name="model-agent")(model_agent)
 app.add_typer(ab)
 
 

@@ -7,12 +7,15 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.log_options import LogLevel, LogStyle
+from headrace.cli.operator_manifests import manifests
+
 operator = typer.Typer(
     name="operator", help="Run InferenceServices on Kubernetes: the controller and its manifests.", no_args_is_help=True
 )
 
 _NAMESPACE = "headrace-system"
-_CLUSTER, _FLEET, _LOGS = "Cluster", "Services", "Logs"
+_CLUSTER, _WEBHOOKS, _FLEET = "Cluster", "Webhooks", "Services"
 
 Namespace = Annotated[
     str, typer.Option("--namespace", "-n", metavar="NAME", help="The operator's own.", rich_help_panel=_CLUSTER)
@@ -47,6 +50,30 @@ def run(
         str,
         typer.Option(metavar="HOST:PORT", help="Where /metrics and /healthz are. Nowhere unless told."),
     ] = "",
+    webhook_listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the API server asks about documents before it keeps them, by HTTPS. Nowhere unless told.",
+            rich_help_panel=_WEBHOOKS,
+        ),
+    ] = "",
+    webhook_url: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="https://HOST:PORT, as the API server reaches that address. By the Service of its namespace unless told.",
+            rich_help_panel=_WEBHOOKS,
+        ),
+    ] = "",
+    webhook_failure_policy: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICY",
+            help="Ignore or Fail: whether documents are kept while no operator answers.",
+            rich_help_panel=_WEBHOOKS,
+        ),
+    ] = "Ignore",
     image: Annotated[
         str, typer.Option(metavar="IMAGE", help="Headrace's, for the router in front.", rich_help_panel=_FLEET)
     ] = "",
@@ -64,28 +91,28 @@ def run(
             "--upstream-selection", help="Choose runtimes as OME does, weak points included.", rich_help_panel=_FLEET
         ),
     ] = False,
-    log_level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_LOGS)
-    ] = "info",
-    log_format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="auto, json or text.", rich_help_panel=_LOGS)
-    ] = "auto",
+    log_level: LogLevel = "info",
+    log_format: LogStyle = "auto",
 ) -> None:
     """Keep the objects of all InferenceServices as they should be, until SIGTERM.
 
     Reads the ConfigMap `inferenceservice-config` of its namespace, as OME does. Ends with 3 when another has taken the lead.
+    The certificates of its webhooks are its own: made, renewed and registered without help.
 
     Examples:
 
         headrace operator run --kubeconfig ~/.kube/config --no-elect
 
         headrace operator run --node-pinning preferred
+
+        headrace operator run --no-elect --webhook-listen 0.0.0.0:9443 --webhook-url https://my-laptop.example:9443
     """
     from typing import cast
 
     from headrace.cli.checks import or_exit
     from headrace.core.errors import InvalidArgument
     from headrace.fleet.cluster.program import OperatorSettings, run_operator
+    from headrace.fleet.cluster.webhooks.settings import WebhookSettings
     from headrace.fleet.words import FleetSettings
     from headrace.telemetry.logs import LogFormat, configure_logging
 
@@ -98,31 +125,16 @@ def run(
             node_pinning=node_pinning,  # type: ignore[arg-type]
             image=image or FleetSettings.image,
         )
-        code = run_operator(OperatorSettings(kubeconfig, context, namespace, elect, workers, listen, fleet=fleet))
+        webhooks = None
+        if webhook_listen:
+            webhooks = WebhookSettings(webhook_listen, namespace, webhook_url, webhook_failure_policy).checked()
+        elif webhook_url:
+            raise InvalidArgument("--webhook-url needs --webhook-listen: HOST:PORT to listen on")
+        settings = OperatorSettings(
+            kubeconfig, context, namespace, elect, workers, listen, fleet=fleet, webhooks=webhooks
+        )
+        code = run_operator(settings)
     raise typer.Exit(code)
 
 
-@operator.command()
-def manifests(
-    namespace: Namespace = _NAMESPACE,
-    image: Annotated[str, typer.Option(metavar="IMAGE", help="Headrace's.")] = "",
-    replicas: Annotated[int, typer.Option(min=0, max=9, help="Of which one leads.")] = 1,
-    runtimes: Annotated[
-        bool, typer.Option("--runtimes", help="The runtimes that come with Headrace instead; once the kinds are there.")
-    ] = False,
-) -> None:
-    """Print what the operator is installed with: kinds, namespace, rights and its Deployment.
-
-    Examples:
-
-        headrace operator manifests --image registry.example/headrace:1.0 | kubectl apply -f -
-
-        headrace operator manifests --runtimes | kubectl apply -f -
-    """
-    from headrace.fleet import documents
-    from headrace.fleet.cluster.manifests import ManifestSettings
-    from headrace.fleet.cluster.manifests import manifests as made_of
-    from headrace.fleet.explaining import shipped_runtimes
-
-    settings = ManifestSettings(namespace, image or ManifestSettings.image, replicas)
-    typer.echo(documents.write(shipped_runtimes() if runtimes else made_of(settings)), nl=False)
+operator.command()(manifests)

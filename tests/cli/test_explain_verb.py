@@ -152,3 +152,19 @@ def test_names_cannot_paint_on_the_terminal(files: Path) -> None:
     (files / "isvc.yaml").write_text(SERVICE.replace("name: llama\n", 'name: "[red]\\e[2J\\nREADY"\n'))
     result = run("-f", files / "isvc.yaml")
     assert result.exit_code == 1 and "\x1b" not in result.stdout and "\nREADY" not in result.stdout
+
+
+def test_what_the_operator_is_told_for_all(files: Path) -> None:
+    ingress = {"ingressDomain": "models.example.com", "disableIngressCreation": False}
+    config = {
+        "kind": "ConfigMap",
+        "metadata": {"name": "inferenceservice-config"},
+        "data": {"ingress": json.dumps(ingress)},
+    }
+    (files / "config.yaml").write_text(json.dumps({"apiVersion": "v1", **config}))
+    common = ("-f", files / "isvc.yaml", "--with", files / "with", "-o", "json")
+    plain, told = run(*common), run(*common, "--config", files / "config.yaml")
+    assert told.exit_code == 0 and "models.example.com" in told.stdout and "models.example.com" not in plain.stdout
+    for name, said in (("none.yaml", "there is no such file"), ("isvc.yaml", "it has 0 ConfigMaps")):
+        refused = run(*common, "--config", files / name)
+        assert refused.exit_code == 2 and said in refused.output

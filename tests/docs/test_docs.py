@@ -50,7 +50,15 @@ def tools_of(document: Path) -> set[str]:
 DOCUMENTS = documents()
 MADE = {"docs/guides/serve-options.md"}
 """Tables made from the code, which tests beside that code compare with it."""
-ELSEWHERE = {"docs/guides/kubernetes-services.md", "docs/guides/cloud-platforms.md", "docs/guides/slurm.md"}
+ELSEWHERE = {
+    "docs/guides/kubernetes-services.md",
+    "docs/guides/cloud-platforms.md",
+    "docs/guides/slurm.md",
+    "docs/guides/fleet-commands.md",
+    "docs/guides/inference-services.md",
+    "docs/guides/install-on-kubernetes.md",
+    "docs/guides/model-agent.md",
+}
 """What they tell needs a cluster or an account; `tests/launch` tries it where there is one, or a stand-in."""
 RUN = [document for document in DOCUMENTS if runs_something(document)]
 
@@ -131,6 +139,7 @@ def test_files_named_in_the_text_exist(document: Path) -> None:
 VERBS = (
     "serve",
     "router",
+    "router explain",
     "bench",
     "tune",
     "infer",
@@ -147,6 +156,15 @@ VERBS = (
     "explain",
     "operator run",
     "operator manifests",
+    "model-agent",
+    "up",
+    "get",
+    "describe",
+    "apply",
+    "delete",
+    "rollout promote",
+    "logs",
+    "scale",
     "service start",
     "service request",
     "service stop",

@@ -346,7 +346,7 @@ def test_where_models_lie(kind: str, uri: str, good: bool) -> None:
 def test_benchmark_jobs() -> None:
     spec = {"endpoint": {"inferenceService": {"name": "x"}}, "task": "text-to-text", "maxTimePerIteration": 5,
             "maxRequestsPerIteration": 10, "outputLocation": {"storageUri": "pvc://claim/out"},
-            "trafficScenarios": ["E(512)", "D(100,100)", "N(480,240)/(300,150)"]}  # fmt: skip
+            "trafficScenarios": ["U(5,12)", "D(100,100)", "N(480,240)/(300,150)"]}  # fmt: skip
 
     def found(**changed: Any) -> list[str]:
         return [
@@ -355,6 +355,8 @@ def test_benchmark_jobs() -> None:
         ]
 
     assert found() == []
+    assert found(task="text-to-embeddings", trafficScenarios=["E(512)"]) == []
+    assert found(trafficScenarios=["E(512)"]) == ["spec.trafficScenarios[0]"]
     assert found(endpoint={}) == ["spec.endpoint"]
     assert found(endpoint={"inferenceService": {"name": "x"}, "endpoint": {"url": "http://x"}}) == ["spec.endpoint"]
     assert found(outputLocation={}) == ["spec.outputLocation.storageUri"]

@@ -70,6 +70,13 @@ def test_scale_to_zero_without_knative_is_a_deployment_and_says_so() -> None:
     assert mode("engine", {"minReplicas": 0}, knative=False, upstream=True).mode == "Serverless"
 
 
+def test_scale_to_zero_as_a_deployment_because_the_service_says_so() -> None:
+    found = mode("engine", {"minReplicas": 0}, notes={MODE: "RawDeployment"})
+    assert found.mode == "RawDeployment" and f"annotation {MODE} is RawDeployment" in found.rule
+    assert mode("engine", {"minReplicas": 0}, notes={MODE: "RawDeployment"}, upstream=True).mode == "Serverless"
+    assert mode("router", {"minReplicas": 0}, notes={MODE: "RawDeployment"}).mode == "Serverless", "admission wrote it"
+
+
 @pytest.mark.parametrize("asked", ["Serverless", "MultiNodeRayVLLM"])
 def test_the_services_annotation_counts_where_ome_forgets_it(asked: str) -> None:
     assert mode("engine", {}, notes={MODE: asked}).mode == asked

@@ -36,6 +36,8 @@ MODES = {
     "virtual": {},
     "cpu": {"engine": "RawDeployment"},
     "accelerators": {"engine": "RawDeployment"},
+    "benchmark": {"engine": "RawDeployment"},
+    "own-runtime": {"engine": "RawDeployment"},
 }
 RUNTIMES = {
     "raw": "headrace-gpu",

@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from plan_cases import facts, live, names, one, planned, service
 
+from headrace.cli.router_settings import router_settings
 from headrace.fleet.planning import Plan, plan
+from headrace.router.waking.settings import Target, TargetScale
 
 ZERO = {"engine": {"minReplicas": 0, "maxReplicas": 6, "scaleTarget": 10}}
 
@@ -40,6 +42,16 @@ def test_without_knative_our_router_wakes_a_deployment() -> None:
     ]
     assert activation["idle_seconds"] == 300
     assert made.urls.url == "http://chat.default.svc.cluster.local:9000"
+
+
+def test_the_front_reads_what_is_written_for_it(tmp_path: Path) -> None:
+    made = planned(ZERO, without="knative")
+    path = tmp_path / "router.yaml"
+    path.write_text(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
+    router = router_settings({}, str(path)).router
+    assert router.activation is not None
+    assert router.activation.targets == (Target("chat-engine", scale=TargetScale("concurrency", 10, 6)),)
+    assert (router.activation.wait_seconds, router.activation.held_requests) == (900, 1000)
 
 
 def test_the_front_may_scale_its_sleepers_and_nothing_else() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from headrace.fleet.benchmarks.checking import undoable
 from headrace.fleet.words import ClusterFacts, Document, Problem, part, text
 
 SCHEMES = ("hf", "s3", "gs", "az", "oci", "pvc", "local", "http", "https", "vendor", "github")
@@ -39,7 +40,8 @@ def benchmark_problems(job: Document, _: ClusterFacts) -> list[Problem]:
         found.append(Problem("spec.outputLocation.storageUri", "is missing, so results would be lost", fix))
     found += _storage("spec.outputLocation", part(spec, "outputLocation"))
     found += _storage("spec.dataset", part(spec, "dataset"))
-    return found
+    told = {each.field for each in found}
+    return [*found, *(each for each in undoable(job) if each.field not in told)]
 
 
 def _storage(place: str, storage: Document) -> Iterator[Problem]:

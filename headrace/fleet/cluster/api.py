@@ -7,22 +7,17 @@ a newer Kubernetes, or a custom resource, has beside the fields they know.
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.core.errors import FailedPrecondition
 from headrace.fleet.cluster.resources import Resource, Served
 from headrace.fleet.words import Document, items, text, whole
+from headrace.launch.kubernetes.kubeconfig import read_kubeconfig, unusable
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
-
-log = logging.getLogger("headrace.operator")
 
 MANAGER = "headrace-operator"
 """Whose the fields are that we write."""
@@ -30,7 +25,6 @@ MANAGER = "headrace-operator"
 _APPLY, _MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 _PAGE = 500
 _WATCH_SECONDS = 300
-_IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 
 class Refused(Exception):
@@ -48,8 +42,12 @@ class Unreachable(Exception):
 class Api:
     """An API server, as one user. Every call raises Refused or Unreachable. `writes` counts calls that may change things."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, server: str = "", namespace: str = "") -> None:
         self._client = client
+        self.server = server
+        """Its URL."""
+        self.namespace = namespace
+        """That of the context, or of the pod; "" if neither says."""
         self.calls = 0
         self.writes = 0
 
@@ -73,12 +71,14 @@ class Api:
             found[f"{group}/{version}" if group else version] = frozenset(text(each, "name") for each in listed)
         return found
 
-    async def list(self, where: Served, selector: str = "", namespace: str = "") -> tuple[list[Document], str]:
-        """All objects, and the version of the list, to watch from."""
+    async def list(
+        self, where: Served, selector: str = "", namespace: str = "", fields: str = ""
+    ) -> tuple[list[Document], str]:
+        """All objects, by labels and by fields, and the version of the list, to watch from."""
         found: list[Document] = []
         more = ""
         while True:
-            asked = {"limit": str(_PAGE), "labelSelector": selector, "continue": more}
+            asked = {"limit": str(_PAGE), "labelSelector": selector, "fieldSelector": fields, "continue": more}
             page = await self._call("GET", where.path(namespace), asked)
             kinds = {"apiVersion": where.api_version, "kind": where.resource.kind}
             found += [{**kinds, **each} for each in items(page, "items")]
@@ -185,34 +185,15 @@ class Api:
 
 def connect(kubeconfig: str = "", context: str = "", timeout: float = 30.0) -> Api:
     """The API server of a kubeconfig; in a pod, and without one, that of the pod. Raises FailedPrecondition."""
+    config = read_kubeconfig(kubeconfig, context)
+    import httpx2
+    from lightkube.config import client_adapter
+
     try:
-        import httpx2
-        from lightkube import KubeConfig
-        from lightkube.config import client_adapter
-    except ImportError:
-        raise FailedPrecondition("the operator needs lightkube: pip install 'headrace[operator]'") from None
-    try:
-        if not kubeconfig and _IN_POD.exists() and "KUBERNETES_SERVICE_HOST" in os.environ:
-            found = KubeConfig.from_service_account()
-        else:
-            found = KubeConfig.from_file(_first(kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"))
-        config = found.get(context or None)
-        if config is None:
-            raise ValueError("no context")
         client = client_adapter.AsyncClient(config, client_adapter.ConnectionParams(timeout=httpx2.Timeout(timeout)))
     except Exception as error:
-        # YAML that is none, a context or a file that is not there, certificates that are none.
-        log.info("the kubeconfig cannot be used: %s: %s", type(error).__name__, error)
-        raise FailedPrecondition(
-            f"the kubeconfig {kubeconfig or 'of this machine'} cannot be used; try `kubectl get pods` with it"
-        ) from None
-    return Api(client)
-
-
-def _first(paths: str) -> str:
-    """The first that exists of paths joined by ":", as kubectl takes them; else the first."""
-    given = [each for each in paths.split(os.pathsep) if each]
-    return next((each for each in given if Path(each).expanduser().is_file()), given[0])
+        raise unusable(error) from None
+    return Api(client, server=str(config.cluster.server), namespace=config.namespace or "")
 
 
 def _refused(answer: Response) -> Refused:

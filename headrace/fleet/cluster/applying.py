@@ -14,14 +14,12 @@ from headrace.fleet.cluster.api import Api, Refused
 from headrace.fleet.cluster.differing import differs, digest
 from headrace.fleet.cluster.resources import Resource, Served, child_of
 from headrace.fleet.cluster.view import View, owner_uid
+from headrace.fleet.names import NO_ROLLOUT
 from headrace.fleet.planning.site import REVISION_LABEL
 from headrace.fleet.status.observed import group_of
 from headrace.fleet.words import Document, Problem, annotations_of, kind_of, labels_of, name_of, text, whole
 
 log = logging.getLogger("headrace.operator")
-
-NO_ROLLOUT = "ome.io/disable-auto-update"
-"""Annotation of a service, "true": edits of its runtime and its model reach its pods with its own next edit, not before."""
 
 _LONGEST = 400
 _MOST = 20_000

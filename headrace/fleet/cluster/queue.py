@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of services to look at: each once, however often it is asked for, and never twice at the same time."""
+"""The queue of what to look at: each once, however often it is asked for, and never twice at the same time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 Key = tuple[str, str]
-"""Namespace and name."""
+"""Namespace and name. Of another kind than services, the name has the plural of its kind and a slash before it."""
 
 FIRST_SECONDS, LONGEST_SECONDS = 0.5, 300.0
 

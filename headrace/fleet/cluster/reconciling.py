@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One look at one service: plan, apply, remove, tell. Called by the queue; what it knows comes from the view.
 
-It remembers nothing that the next look needs, so that it may be killed between any two calls.
+It remembers nothing that the next look needs, so that it may be killed between any two calls. Benchmarks are passed on to
+`benchmarking`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import msgspec
 
 from headrace.fleet.cluster.api import Api, Refused, Unreachable
 from headrace.fleet.cluster.applying import Applier
+from headrace.fleet.cluster.benchmarking import Benchmarker
 from headrace.fleet.cluster.events import Recorder
+from headrace.fleet.cluster.leaving import let_go
 from headrace.fleet.cluster.queue import Key
 from headrace.fleet.cluster.resources import SERVICES
 from headrace.fleet.cluster.view import View
@@ -26,8 +29,6 @@ from headrace.fleet.words import Document, Problem, items, kind_of, name_of, par
 
 log = logging.getLogger("headrace.operator")
 
-OLD_FINALIZER = "inferenceservice.finalizers"
-"""OME's: a service that it left behind could never be deleted with it."""
 RECONCILE_ERROR, INTERNAL_ERROR = "ReconcileError", "InternalError"
 
 
@@ -44,16 +45,20 @@ class Reconciler:
         self._view = view
         self._recorder = recorder
         self._applier = Applier(api, view)
+        self._benchmarker = Benchmarker(api, view, recorder, now)
         self._now = now
 
     async def reconcile(self, key: Key) -> bool:
         """Look at a service once. False: try again later. Never raises but when cancelled."""
+        _, slash, name = key[1].rpartition("/")
         service = self._view.service(key)
-        if service is None:
+        if service is None and not slash:
             return True
         try:
+            if service is None:
+                return await self._benchmarker.bring((key[0], name))
             if text(service, "metadata", "deletionTimestamp"):
-                await self._let_go(service)
+                await let_go(self._api, self._view, SERVICES, service)
                 return True
             return await self._bring(service)
         except Unreachable as error:
@@ -113,23 +118,6 @@ class Reconciler:
             raise
         self._view.put(SERVICES, made)
         await self._recorder.ready_changed(service, _ready(before), _ready(after))
-
-    async def _let_go(self, service: Document) -> None:
-        left = items(service, "metadata", "finalizers")
-        where = self._view.where(SERVICES)
-        if OLD_FINALIZER not in left or where is None:
-            return
-        metadata = {
-            "finalizers": [each for each in left if each != OLD_FINALIZER],
-            "resourceVersion": text(service, "metadata", "resourceVersion"),
-        }
-        try:
-            await self._api.patch(
-                where, text(service, "metadata", "namespace"), name_of(service), {"metadata": metadata}
-            )
-        except Refused as refused:
-            if refused.code != 404:
-                raise
 
 
 def _ready(told: Document) -> Document:

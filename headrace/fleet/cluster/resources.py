@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from headrace.fleet.names import GROUP, VERSION
+from headrace.fleet.names import BENCHMARK_LABEL, GROUP, VERSION
 from headrace.fleet.status.observed import group_of
 from headrace.fleet.words import Document, kind_of
 
@@ -24,6 +24,8 @@ class Resource:
     namespaced: bool = True
     capability: str = ""
     """What the cluster has if it has this kind."""
+    selector: str = ""
+    """A label that those have which matter to us; "": what the view has for all."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,12 @@ CHILDREN = (
 """What is made of services: every kind that `planning` writes."""
 
 PODS = Resource("", ("v1",), "Pod", "pods")
+
+BENCHMARKS = _ours("BenchmarkJob", "benchmarkjobs")
+JOBS = Resource("batch", ("v1",), "Job", "jobs", selector=BENCHMARK_LABEL)
+BENCHMARK_PODS = Resource("", ("v1",), "Pod", "pods", selector=BENCHMARK_LABEL)
+MEASURING = (BENCHMARKS, JOBS, BENCHMARK_PODS)
+"""What benchmarks need. Services are looked at without them, too."""
 SETTINGS = Resource("", ("v1",), "ConfigMap", "configmaps")
 EVENTS = Served(Resource("", ("v1",), "Event", "events"), "v1")
 LEASES = Served(Resource("coordination.k8s.io", ("v1",), "Lease", "leases"), "v1")

@@ -9,12 +9,25 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from headrace.fleet.benchmarks.planning import service_of
 from headrace.fleet.cluster.api import Api
 from headrace.fleet.cluster.differing import digest
 from headrace.fleet.cluster.following import Follower
 from headrace.fleet.cluster.queue import Key
-from headrace.fleet.cluster.resources import CHILDREN, FACTS, PODS, SERVICES, Resource, Served, served
-from headrace.fleet.names import SERVICE_LABEL
+from headrace.fleet.cluster.resources import (
+    BENCHMARK_PODS,
+    BENCHMARKS,
+    CHILDREN,
+    FACTS,
+    JOBS,
+    MEASURING,
+    PODS,
+    SERVICES,
+    Resource,
+    Served,
+    served,
+)
+from headrace.fleet.names import BENCHMARK_LABEL, SERVICE_LABEL, trunc63
 from headrace.fleet.words import ClusterFacts, Document, FleetSettings, items, kind_of, labels_of, name_of, part, text
 
 log = logging.getLogger("headrace.operator")
@@ -41,11 +54,11 @@ class View:
     def complete(self) -> bool:
         """Whether our own kinds are there, and everything has been seen once."""
         needed = {SERVICES, *FACTS}
-        return needed <= set(self._followers) and all(each.listed.is_set() for each in self._followers.values())
+        return needed <= set(self._followers) and all(each.listed.is_set() for each in self._needed())
 
     async def discover(self) -> bool:
         """Look which kinds there are, and follow those that are new. Whether any came or went."""
-        kinds = [SERVICES, *FACTS, *CHILDREN, PODS]
+        kinds = [SERVICES, *FACTS, *CHILDREN, PODS, *MEASURING]
         found = served(kinds, await self._api.offered(kinds))
         for each in self._followers:
             self._missed[each] = 0 if each in found else self._missed.get(each, 0) + 1
@@ -65,8 +78,12 @@ class View:
 
     async def listed(self) -> None:
         """Return when everything has been seen once."""
-        for each in list(self._followers.values()):
+        for each in self._needed():
             await each.listed.wait()
+
+    def _needed(self) -> list[Follower]:
+        """All but those of benchmarks: an operator without a right to Jobs still has services to look at."""
+        return [each for resource, each in self._followers.items() if resource not in MEASURING]
 
     async def close(self) -> None:
         """Stop following."""
@@ -118,6 +135,22 @@ class View:
         """The pods of a service."""
         return self._of(PODS, _key(service))
 
+    def benchmark(self, key: Key) -> Document | None:
+        """A BenchmarkJob by namespace and name."""
+        return self._followers[BENCHMARKS].get(key) if BENCHMARKS in self._followers else None
+
+    def measuring(self, benchmark: Document) -> tuple[Document | None, list[Document]] | None:
+        """The Job of this very BenchmarkJob, and its pods; None as long as not all of them are known."""
+        followers = [self._followers.get(each) for each in MEASURING]
+        if any(each is None or not each.listed.is_set() for each in followers):
+            return None
+        uid, key = text(benchmark, "metadata", "uid"), _key(benchmark)
+        jobs = [each for each in self._of(JOBS, key) if owner_uid(each) == uid]
+        job = jobs[0] if jobs else None
+        of = text(job, "metadata", "uid")
+        pods = [each for each in self._of(BENCHMARK_PODS, (key[0], trunc63(key[1]))) if owner_uid(each) == of]
+        return job, pods if job is not None else []
+
     def where(self, resource: Resource) -> Served | None:
         """How the cluster has a kind, if it does."""
         follower = self._followers.get(resource)
@@ -134,9 +167,11 @@ class View:
     # What changes
 
     def ask_all(self) -> None:
-        """Look at every service."""
+        """Look at every service, and every benchmark."""
         for each in self.services():
             self._ask(_key(each))
+        for each in self._benchmarks():
+            self._ask(benchmark_key(_key(each)))
 
     def _follower(self, where: Served) -> Follower:
         resource = where.resource
@@ -144,6 +179,14 @@ class View:
             return Follower(self._api, where, self._service_changed)
         if resource in FACTS:
             return Follower(self._api, where, self._fact_changed)
+        if resource in MEASURING:
+            return Follower(
+                self._api,
+                where,
+                self._measuring_changed,
+                selector=resource.selector,
+                owner=_MEASURED.get(resource, _none),
+            )
         owner = _pod_owner if resource == PODS else _owner
         # Objects of OME and of ours alike have it; nobody else's are worth their memory.
         return Follower(self._api, where, self._child_changed, selector=SERVICE_LABEL, owner=owner)
@@ -152,6 +195,24 @@ class View:
         document = after if after is not None else before
         if document is not None:
             self._ask(_key(document))
+            for each in self._benchmarks():
+                if service_of(each) == _key(document):
+                    self._ask(benchmark_key(_key(each)))
+
+    def _measuring_changed(self, before: Document | None, after: Document | None) -> None:
+        document = after if after is not None else before
+        if document is None:
+            return
+        if kind_of(document) == BENCHMARKS.kind:
+            self._ask(benchmark_key(_key(document)))
+            return
+        label = labels_of(document).get(BENCHMARK_LABEL)
+        for each in self._benchmarks():
+            if trunc63(name_of(each)) == label and text(each, "metadata", "namespace") == _key(document)[0]:
+                self._ask(benchmark_key(_key(each)))
+
+    def _benchmarks(self) -> list[Document]:
+        return self._followers[BENCHMARKS].all() if BENCHMARKS in self._followers else []
 
     def _child_changed(self, before: Document | None, after: Document | None) -> None:
         for each in (before, after):
@@ -212,14 +273,33 @@ def _key(service: Document) -> Key:
     return text(service, "metadata", "namespace"), name_of(service)
 
 
-def _owner(document: Document) -> Iterable[Key]:
+def benchmark_key(key: Key) -> Key:
+    """How a benchmark is asked for."""
+    return key[0], f"{BENCHMARKS.plural}/{key[1]}"
+
+
+def _owner(document: Document, kind: str = SERVICES.kind) -> Iterable[Key]:
     return [
         (text(document, "metadata", "namespace"), text(each, "name"))
         for each in items(document, "metadata", "ownerReferences")
-        if text(each, "kind") == SERVICES.kind
+        if text(each, "kind") == kind
     ]
 
 
 def _pod_owner(pod: Document) -> Iterable[Key]:
     name = labels_of(pod).get(SERVICE_LABEL)
     return [(text(pod, "metadata", "namespace"), name)] if name else []
+
+
+def _none(_: Document) -> Iterable[Key]:
+    return ()
+
+
+def _benchmark_pod(pod: Document) -> Iterable[Key]:
+    return [(text(pod, "metadata", "namespace"), labels_of(pod).get(BENCHMARK_LABEL, ""))]
+
+
+_MEASURED: dict[Resource, Callable[[Document], Iterable[Key]]] = {
+    JOBS: lambda job: _owner(job, BENCHMARKS.kind),
+    BENCHMARK_PODS: _benchmark_pod,
+}

@@ -67,13 +67,17 @@ def _scaled(name: str, component: Document, service: Document, facts: ClusterFac
     """Serverless or not. OME asks for nothing but minReplicas."""
     upstream = facts.settings.upstream_selection
     zero = whole(component, "minReplicas") == 0
+    asked = annotations_of(service).get(DEPLOYMENT_MODE, "")
+    # With an engine that goes to zero admission writes no mode: somebody wants it without Knative.
+    if zero and not upstream and asked == RAW and whole(service, "spec", "engine", "minReplicas") == 0:
+        said = f"minReplicas is 0 and the service's annotation {DEPLOYMENT_MODE} is {RAW}"
+        return Mode(RAW, f"{said}: a Deployment that our router wakes")
     if zero and (upstream or "knative" in facts.capabilities):
         return Mode(SERVERLESS, "minReplicas is 0")
     if zero:
         return Mode(RAW, "minReplicas is 0 and the cluster has no Knative: a Deployment that our router wakes")
     if upstream:
         return Mode(RAW, "nothing asks for another")
-    asked = annotations_of(service).get(DEPLOYMENT_MODE, "")
     if asked == SERVERLESS:
         return Mode(SERVERLESS, f"the service's annotation {DEPLOYMENT_MODE} is {SERVERLESS}")
     if not asked and facts.settings.default_mode == SERVERLESS:

@@ -86,6 +86,8 @@ class CountingTransport(httpx2.AsyncBaseTransport):
         self.writes: list[str] = []
         self.left: int | None = None
         self.down = False
+        self.lost = 0
+        """Calls that nobody answered."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         if self.down:
@@ -97,7 +99,11 @@ class CountingTransport(httpx2.AsyncBaseTransport):
             self.writes.append(f"{request.method} {request.url.path}")
             if self.left is not None:
                 self.left -= 1
-        return await self.inner.handle_async_request(request)
+        try:
+            return await self.inner.handle_async_request(request)
+        except httpx2.TransportError:
+            self.lost += 1
+            raise
 
     async def aclose(self) -> None:
         await self.inner.aclose()
@@ -137,6 +143,11 @@ class Running:
         return list(self.transport.writes)
 
     @property
+    def lost(self) -> int:
+        assert self.transport is not None
+        return self.transport.lost
+
+    @property
     def dead(self) -> bool:
         return self.transport is not None and self.transport.left is not None and self.transport.left <= 0
 
@@ -168,6 +179,10 @@ class Running:
         if isinstance(ended, Exception):
             self.failure = ended
         await api.close()
+        # A connection that was being opened when its task was cancelled is nobody's: the HTTP client forgets it.
+        for transport in list(self._loop._transports.values()):  # type: ignore[attr-defined]
+            transport.abort()
+        await asyncio.sleep(0)
 
 
 class Site:
@@ -198,6 +213,12 @@ class Site:
         """What the API server has at a path; None if nothing."""
         answer = self._client.get(path)
         return answer.json() if answer.status_code == 200 else None
+
+    def reachable(self) -> bool:
+        try:
+            return self._client.get("/readyz").status_code == 200
+        except httpx2.TransportError:
+            return False
 
     def service(self, name: str) -> Any:
         return self.fetch(f"{SERVICES}/{name}")

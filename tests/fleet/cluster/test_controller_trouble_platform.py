@@ -11,6 +11,7 @@ pytestmark = pytest.mark.platform
 
 
 def test_killed_between_any_two_writes_it_converges(clean: Any) -> None:
+    """A kill after a read is one after the write before it: nothing else outlives the process."""
     from controller_site import Running, until
 
     clean.apply(*clean.sample("scale-to-zero"))
@@ -147,7 +148,7 @@ def test_the_api_server_is_gone_for_a_while(clean: Any) -> None:
 
 
 def test_the_rights_of_the_manifests_are_enough(clean: Any) -> None:
-    from controller_site import Running
+    from controller_site import Running, until
 
     from headrace.fleet.cluster.manifests import cluster_rules
 
@@ -168,7 +169,9 @@ def test_the_rights_of_the_manifests_are_enough(clean: Any) -> None:
             running.settle()
             said = clean.ready(documents[-1]["metadata"]["name"])
             assert said and said.get("reason") != "ReconcileError", said
-        assert clean.events("llama-sleeper")
+        bad = {**documents[-1], "metadata": {"name": "bad", "namespace": "default"}}
+        clean.apply({**bad, "spec": {"model": {"name": "nothing"}, "engine": {}}})
+        until(lambda: clean.events("bad"))
 
 
 def test_the_manifests_are_taken_and_one_of_two_leads(clean: Any) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from headrace.fleet.schema.fields import (
+    INT64,
     Column,
     Kind,
     anything,
@@ -99,6 +100,7 @@ BENCHMARK_JOB = Kind(
         text("lastReconcileTime"),
         text("failureMessage"),
         text("details"),
+        whole("observedGeneration", least=0, most=INT64),
     ),
     columns=(Column("Age", ".metadata.creationTimestamp", "date"), Column("Status", ".status.state")),
 )

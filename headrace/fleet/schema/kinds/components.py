@@ -16,7 +16,7 @@ KEDA = record(
     text(
         "promServerAddress", "URL of the Prometheus server.", pattern=r"https?://[^\s/]+.*", example="http://prom:9090"
     ),
-    text("customPromQuery", "Query to scale by; the first %s becomes the name of the service."),
+    text("customPromQuery", "Query to scale by; every %s becomes the full name of the component, NAME-engine."),
     text(
         "scalingThreshold",
         "What the query is compared with.",

@@ -99,10 +99,14 @@ CONDITIONS: Field = many(
 _COMPONENT = record(
     "",
     "",
+    text("mode", "How it is run."),
+    whole("replicas", "Pods that it should have.", least=0),
+    whole("readyReplicas", "Pods that answer.", least=0),
     text("latestReadyRevision"),
     text("latestCreatedRevision"),
     text("previousRolledoutRevision"),
     text("latestRolledoutRevision"),
+    many("revisions", "Revisions that have a name.", record("", "", text("name"), text("digest", "Of their pods."))),
     many(
         "traffic",
         "",
@@ -161,6 +165,14 @@ _STATUS = record(
     mapping("annotations"),
     record("address", "", _URL),
     _URL,
+    record(
+        "runtime",
+        "The runtime that was chosen.",
+        text("name"),
+        text("kind"),
+        text("reason", "Why this one."),
+    ),
+    record("model", "The model that is served.", text("name"), text("kind"), text("path", "Where it is on the nodes.")),
     mapping("components", "By engine, decoder, router.", _COMPONENT),
     _MODEL_STATUS,
 )

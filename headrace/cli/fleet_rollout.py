@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace rollout`: a canary promoted, taken back, or looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.checks import FAILED
+from headrace.cli.fleet_options import (
+    Component,
+    Context,
+    Json,
+    Kube,
+    Kubeconfig,
+    Namespace,
+    Progress,
+    object_name,
+    where_of,
+    with_fleet,
+)
+
+if TYPE_CHECKING:
+    from headrace.fleet.client.contract import Fleet
+    from headrace.fleet.client.opening import Where
+    from headrace.fleet.client.waiting import Outcome
+    from headrace.fleet.words import Document
+
+rollout = typer.Typer(
+    name="rollout", help="Move a canary on: promote it, undo it, see how far it is.", no_args_is_help=True
+)
+
+_TRIES = 5
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The InferenceService.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Until it has arrived; 1 if it does not.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help="With --wait: the longest.")]
+
+
+@rollout.command()
+def promote(
+    name: Name,
+    component: Component = "",
+    wait: Wait = False,
+    timeout: Timeout = 600.0,
+    kube: Kube = False,
+    kubeconfig: Kubeconfig = "",
+    context: Context = "",
+    namespace: Namespace = "",
+    as_json: Json = False,
+) -> None:
+    """Give the newest revision all requests: canaryTrafficPercent becomes 100.
+
+    Example:
+
+        headrace rollout promote llama-chat --kube --wait
+    """
+    from headrace.fleet.client.rollouts import promotion
+
+    where = where_of(kube, kubeconfig, context)
+    _move(where, namespace, name, lambda service: promotion(service, component), "promoted", wait, timeout, as_json)
+
+
+@rollout.command()
+def undo(
+    name: Name,
+    component: Component = "",
+    wait: Wait = False,
+    timeout: Timeout = 600.0,
+    kube: Kube = False,
+    kubeconfig: Kubeconfig = "",
+    context: Context = "",
+    namespace: Namespace = "",
+    as_json: Json = False,
+) -> None:
+    """Give all requests to what ran before: canaryTrafficPercent becomes 0. The new pods stay until a file is applied.
+
+    Example:
+
+        headrace rollout undo llama-chat --kube
+    """
+    from headrace.fleet.client.rollouts import rollback
+
+    where = where_of(kube, kubeconfig, context)
+    _move(where, namespace, name, lambda service: rollback(service, component), "undone", wait, timeout, as_json)
+
+
+@rollout.command()
+def status(
+    name: Name,
+    wait: Wait = False,
+    timeout: Timeout = 600.0,
+    kube: Kube = False,
+    kubeconfig: Kubeconfig = "",
+    context: Context = "",
+    namespace: Namespace = "",
+    as_json: Json = False,
+) -> None:
+    """Show the revisions of a service and their shares of the requests.
+
+    Example:
+
+        headrace rollout status llama-chat --kube
+    """
+    progress = Progress(silent=as_json)
+
+    async def work(fleet: Fleet) -> tuple[Document, list[Outcome]]:
+        service = await _service(fleet, namespace, name)
+        outcomes = await _awaited(fleet, service, progress, timeout) if wait else []
+        return await _service(fleet, namespace, name), outcomes
+
+    service, outcomes = with_fleet(where_of(kube, kubeconfig, context), work)
+    _show(service, as_json)
+    _end(outcomes)
+
+
+def _move(
+    where: Where,
+    namespace: str,
+    name: str,
+    change: Callable[[Document], Document],
+    done: str,
+    wait: bool,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    progress = Progress(silent=as_json)
+
+    async def work(fleet: Fleet) -> list[Outcome]:
+        made = await _changed(fleet, namespace, name, change)
+        if not as_json:
+            typer.echo(f"{object_name(made)} {done}")
+        return await _awaited(fleet, made, progress, timeout) if wait else []
+
+    outcomes = with_fleet(where, work)
+    if as_json:
+        ready = {"ready": outcomes[0].ready, "reason": outcomes[0].reason} if outcomes else {}
+        typer.echo(json.dumps({"name": name, "rollout": done, **ready}, indent=2))
+    _end(outcomes)
+
+
+async def _changed(fleet: Fleet, namespace: str, name: str, change: Callable[[Document], Document]) -> Document:
+    """Change a service that was looked at. Its status is written all the time; its spec must be the one that was seen."""
+    from headrace.core.errors import Unavailable
+    from headrace.fleet.client.kinds import SERVICE, kind_named
+    from headrace.fleet.words import whole
+
+    service = await _service(fleet, namespace, name)
+    seen = whole(service, "metadata", "generation")
+    for left in reversed(range(_TRIES)):
+        try:
+            return await fleet.patch(kind_named(SERVICE), namespace or fleet.namespace, name, change(service))
+        except Unavailable:
+            service = await _service(fleet, namespace, name)
+            if not left or whole(service, "metadata", "generation") != seen:
+                raise
+    raise Unavailable(f"{name} is changed all the time; try again")
+
+
+async def _awaited(fleet: Fleet, service: Document, progress: Progress, seconds: float) -> list[Outcome]:
+    from headrace.fleet.client.waiting import Patience, until_ready
+
+    with progress:
+        return await until_ready(fleet, [service], progress, Patience(seconds=seconds))
+
+
+async def _service(fleet: Fleet, namespace: str, name: str) -> Document:
+    from headrace.cli.fleet_get import named
+    from headrace.fleet.client.kinds import SERVICE, kind_named
+
+    (found,) = await named(fleet, [kind_named(SERVICE)], namespace or fleet.namespace, name)
+    return found
+
+
+def _end(outcomes: list[Outcome]) -> None:
+    from headrace.telemetry.logs import one_line
+
+    for each in outcomes:
+        if not each.ready:
+            typer.secho(f"headrace: {one_line(f'{each.name} is not ready: {each.reason}')}", fg="red", err=True)
+            raise typer.Exit(FAILED)
+
+
+def _show(service: Document, as_json: bool) -> None:
+    from headrace.cli.fleet_view import state_text
+    from headrace.cli.tables import line, open_console, table
+    from headrace.fleet.client.rollouts import rollouts_of
+    from headrace.fleet.client.summaries import reason_of
+
+    found = rollouts_of(service)
+    if as_json:
+        rows: list[dict[str, Any]] = [
+            {
+                "component": each.component,
+                "state": each.state,
+                "canaryTrafficPercent": each.asked,
+                "traffic": [
+                    {"revision": share.revision, "percent": share.percent, "latest": share.latest}
+                    for share in each.shares
+                ],
+            }
+            for each in found
+        ]
+        typer.echo(json.dumps({"components": rows, "reason": reason_of(service)}, indent=2))
+        return
+    console = open_console()
+    cells = [
+        (
+            each.component,
+            state_text(each.state),
+            share.revision,
+            f"{share.percent}%",
+            "newest" if share.latest else "before",
+        )
+        for each in found
+        for share in each.shares
+    ]
+    console.print(table(("COMPONENT", "ROLLOUT", "REVISION", "SHARE", ""), cells))
+    if reason_of(service):
+        console.print(line(reason_of(service)), soft_wrap=True)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace up`: the fleet of this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from headrace.fleet.local.program import Daemon
+
+_LOGS = "Logs"
+
+StateDir = Annotated[
+    str,
+    typer.Option(
+        "--state-dir",
+        envvar="HEADRACE_STATE_DIR",
+        metavar="DIR",
+        help="Where the fleet of this machine lies. ~/.local/state/headrace/fleet unless told.",
+        show_default=False,
+    ),
+]
+
+
+def up(
+    folder: StateDir = "",
+    port: Annotated[
+        int, typer.Option(min=1, max=65000, help="Of the first service; the next gets the next that is free.")
+    ] = 8080,
+    models_root: Annotated[
+        str,
+        typer.Option(
+            "--models-root",
+            metavar="DIR",
+            help="Stands for /mnt/models: models that are there need no download.",
+            show_default=False,
+        ),
+    ] = "",
+    ephemeral: Annotated[
+        bool, typer.Option("--ephemeral", help="End all services on the way out; their documents stay.")
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_LOGS)
+    ] = "info",
+    log_format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="auto, json or text.", rich_help_panel=_LOGS)
+    ] = "auto",
+) -> None:
+    """Run InferenceServices on this machine: the same files as on Kubernetes, as processes.
+
+    `headrace apply`, `get`, `describe`, `logs`, `scale` and `delete` speak with it. When it ends, or is killed, services go
+    on, and the next `headrace up` finds them again.
+
+    Examples:
+
+        headrace up
+
+        headrace up --state-dir /var/lib/headrace --port 9000
+    """
+    from pathlib import Path
+    from typing import cast
+
+    from headrace.cli.checks import or_exit
+    from headrace.fleet.local.program import run_local
+    from headrace.fleet.local.settings import LocalSettings, state_dir
+    from headrace.telemetry.logs import LogFormat, configure_logging
+
+    with or_exit():
+        configure_logging(log_level, cast("LogFormat", log_format))
+        root = Path(models_root).expanduser().absolute() if models_root else None
+        settings = LocalSettings(state_dir(folder), port, models_root=root, ephemeral=ephemeral)
+        code = run_local(settings, _show)
+    raise typer.Exit(code)
+
+
+def _show(daemon: Daemon) -> None:
+    typer.echo(f"the fleet of this machine is up, in {daemon.settings.root}; give it a service: headrace apply -f FILE")

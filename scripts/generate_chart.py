@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the Helm charts in `deploy/helm/` from what `headrace operator manifests` prints; `--check` fails on a difference.
+
+The objects are made by the same functions, with marks in place of what a user of the chart may choose. Written as YAML, the
+marks become Helm's `{{ ... }}`. By hand are the values, their schema, the helpers and NOTES.txt: they say what can be
+chosen, and `tests/fleet/test_chart_platform.py` has a real helm render all of it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from headrace.fleet.documents import write
+from headrace.fleet.explaining import shipped_runtimes
+from headrace.fleet.installing.agent import agent_objects
+from headrace.fleet.installing.configuration import config_map
+from headrace.fleet.installing.operator import disruption_budget, operator_objects, webhook_objects
+from headrace.fleet.installing.runtimes import with_image
+from headrace.fleet.installing.settings import ManifestSettings
+from headrace.fleet.schema.crds import crds
+from headrace.version import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "deploy" / "helm"
+HEAD = "# SPDX-License-Identifier: Apache-2.0\n# Made by scripts/generate_chart.py; do not edit.\n"
+MARK = re.compile(r"MARK(\d+)KRAM")
+LINE = re.compile(r"^\s*(?:- )?MARK(\d+)KRAM(?:: null)?$")
+OTHER = " OTHER"
+BLOCK = re.compile(r"^(\s*)(.*): MARK(\d+)KRAM$")
+
+
+class Marks:
+    """What stands in the objects until they are text."""
+
+    def __init__(self) -> None:
+        self._texts: list[tuple[str, str]] = []
+
+    def value(self, text: str) -> str:
+        """`{{ text }}`, as a value or inside of one."""
+        return self._mark("value", text)
+
+    def line(self, text: str) -> str:
+        """`{{- text }}` on a line of its own: an item of a list, or the name in a mapping."""
+        return self._mark("line", text)
+
+    def block(self, text: str) -> str:
+        """What `text` is, as YAML below the name that it is the value of."""
+        return self._mark("block", text)
+
+    def resolved(self, text: str) -> str:
+        """The text with all marks replaced."""
+        # What looks like Helm's is not meant for Helm: placeholders of runtimes, templates of domains.
+        text = text.replace("{{", '{{ "{{" }}')
+        return "".join(self._line(each) for each in text.splitlines(keepends=True))
+
+    def _line(self, line: str) -> str:
+        alone, below = LINE.match(line.rstrip("\n")), BLOCK.match(line.rstrip("\n"))
+        if alone and self._texts[int(alone[1])][0] == "line":
+            return f"{{{{- {self._texts[int(alone[1])][1]} }}}}\n"
+        if below and self._texts[int(below[3])][0] == "block":
+            inside = len(below[1]) + (4 if below[2].startswith("- ") else 2)
+            text = self._texts[int(below[3])][1]
+            return f"{below[1]}{below[2]}:\n{' ' * inside}{{{{- toYaml {text} | nindent {inside} }}}}\n"
+        return MARK.sub(lambda found: f"{{{{ {self._texts[int(found[1])][1]} }}}}", line)
+
+    def _mark(self, kind: str, text: str) -> str:
+        self._texts.append((kind, text))
+        return f"MARK{len(self._texts) - 1}KRAM"
+
+
+def semantic(version: str) -> str:
+    """`0.1.0.dev0` as charts are numbered: `0.1.0-dev0`."""
+    return re.sub(r"^(\d+\.\d+\.\d+)\.?(.+)$", r"\1-\2", version)
+
+
+def when(
+    marks: Marks, condition: str, inside: dict[str, Any], otherwise: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A part of a mapping that is there or not."""
+    made = {marks.line(condition): None, **inside}
+    if otherwise is not None:
+        # A mapping has each of its names once: `template` takes the rest off again.
+        made |= {marks.line("else"): None, **{f"{name}{OTHER}": value for name, value in otherwise.items()}}
+    return made | {marks.line("end"): None}
+
+
+def marked_settings(marks: Marks) -> ManifestSettings:
+    """Settings in which everything is the chart's user's to say."""
+    return ManifestSettings(
+        namespace=marks.value(".Release.Namespace"),
+        image=marks.value('include "headrace.image" .'),
+        models_path=marks.value(".Values.agent.modelsPath"),
+        agent_secrets=(marks.line("range .Values.agent.secrets"), marks.value(". | quote"), marks.line("end")),
+    )
+
+
+def operator_template(marks: Marks) -> list[Any]:
+    """The operator."""
+    settings = marked_settings(marks)
+    whole: list[Any] = list(operator_objects(settings))
+    left_out = {_key(each) for each in webhook_objects(settings)}
+    objects = [each for each in whole if _key(each) not in left_out]
+    deployed = objects[-1]
+    deployed["spec"]["replicas"] = marks.value(".Values.operator.replicas")
+    pod = deployed["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    hook = [each for each in container["args"] if "webhook" in each]
+    container["args"] = [
+        *(each for each in container["args"] if each not in hook),
+        marks.line("if .Values.webhook.enabled"),
+        *hook,
+        marks.line("end"),
+        marks.line("range .Values.operator.arguments"),
+        marks.value(". | quote"),
+        marks.line("end"),
+    ]
+    (plain, hooked) = container["ports"]
+    container["ports"] = [plain, marks.line("if .Values.webhook.enabled"), hooked, marks.line("end")]
+    bare = ManifestSettings(without=frozenset({"webhook"}))
+    (other,) = operator_objects(bare)[-1]["spec"]["template"]["spec"]["containers"]
+    probe, plainly = container["readinessProbe"], other["readinessProbe"]["httpGet"]
+    probe["httpGet"] = when(marks, "if .Values.webhook.enabled", probe["httpGet"], plainly)
+    _place(marks, pod, "operator")
+    budget: Any = disruption_budget(settings)
+    old = 'semverCompare "<1.21-0" .Capabilities.KubeVersion.Version'
+    budget["apiVersion"] = marks.value(f'ternary "policy/v1beta1" "policy/v1" ({old})')
+    return [*objects, marks.line("if gt (int .Values.operator.replicas) 1"), budget, marks.line("end")]
+
+
+def agent_template(marks: Marks) -> list[Any]:
+    """The model agent."""
+    objects: list[Any] = agent_objects(marked_settings(marks))
+    for each in objects:
+        if each["kind"] == "ServiceAccount":
+            notes = {"annotations": marks.block(".")}
+            each["metadata"].update(when(marks, "with .Values.agent.serviceAccountAnnotations", notes))
+        if each["kind"] == "Role":
+            (states, secrets) = each["rules"]
+            each["rules"] = [states, marks.line("if .Values.agent.secrets"), secrets, marks.line("end")]
+    pod = objects[-1]["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    container["args"] += [
+        marks.line("range .Values.agent.arguments"),
+        marks.value(". | quote"),
+        marks.line("end"),
+    ]
+    container["env"].append(marks.line("range .Values.agent.env"))
+    container["env"].append(marks.value("toJson ."))
+    container["env"].append(marks.line("end"))
+    _place(marks, pod, "agent")
+    return [marks.line("if .Values.agent.enabled"), *objects, marks.line("end")]
+
+
+def config_template(marks: Marks) -> list[Any]:
+    """The settings of all services."""
+    made: Any = config_map(marked_settings(marks))
+    said = {marks.value("$name | quote"): marks.value("$value | toJson | quote")}
+    made["data"] |= when(marks, "range $name, $value := .Values.config", said)
+    return [made]
+
+
+def webhook_template(marks: Marks) -> list[Any]:
+    """What the webhooks need."""
+    made = webhook_objects(marked_settings(marks))
+    return [marks.line("if .Values.webhook.enabled"), *made, marks.line("end")]
+
+
+def runtimes_template(marks: Marks) -> list[Any]:
+    """The runtimes."""
+    ours, full = marks.value('include "headrace.image" .'), marks.value('include "headrace.fullImage" .')
+    made = with_image(shipped_runtimes(), ours, full)
+    return [marks.line("if .Values.runtimes.enabled"), *made, marks.line("end")]
+
+
+def _place(marks: Marks, pod: dict[str, Any], program: str) -> None:
+    """Where a pod runs, and what it may use."""
+    container = pod["containers"][0]
+    container["resources"] = marks.block(f".Values.{program}.resources")
+    policy = {"imagePullPolicy": marks.value(".")}
+    container |= when(marks, "with .Values.image.pullPolicy", policy)
+    pod.pop("tolerations", None)
+    for name in ("nodeSelector", "affinity", "tolerations"):
+        pod |= when(marks, f"with .Values.{program}.{name}", {name: marks.block(".")})
+    pod |= when(marks, f"with .Values.{program}.priorityClassName", {"priorityClassName": marks.value(". | quote")})
+    pod |= when(marks, "with .Values.image.pullSecrets", {"imagePullSecrets": marks.block(".")})
+
+
+def _key(document: Any) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
+
+
+def template(parts: Iterable[Any], marks: Marks) -> str:
+    """Documents, and lines between them, as a file of the chart."""
+    text = ""
+    for each in parts:
+        text += marks.resolved(each + "\n") if isinstance(each, str) else "---\n" + marks.resolved(write([each]))
+    return text.replace(f"{OTHER}:", ":")
+
+
+def crd_template(definition: Any) -> str:
+    """A kind: it stays when the chart goes, since every service would go with it."""
+    marks = Marks()
+    named = definition["metadata"]
+    kept = {"annotations": {"helm.sh/resource-policy": "keep"}}
+    return template([{**definition, "metadata": {**named, **when(marks, "if .Values.keep", kept)}}], marks)
+
+
+def chart(name: str, says: str) -> str:
+    """Chart.yaml."""
+    told = {
+        "apiVersion": "v2",
+        "name": name,
+        "description": says,
+        "type": "application",
+        "version": semantic(__version__),
+        "appVersion": __version__,
+        "kubeVersion": ">=1.20.0-0",
+    }
+    return write([told])
+
+
+def files() -> dict[str, str]:
+    """Every generated file of both charts."""
+    says = (
+        "InferenceServices on Kubernetes: the operator, its webhooks and the model agent. Install headrace-crds first."
+    )
+    found = {
+        "headrace/Chart.yaml": chart("headrace", says),
+        "headrace-crds/Chart.yaml": chart("headrace-crds", "The kinds of InferenceServices, for the chart headrace."),
+    }
+    for name, definition in crds().items():
+        found[f"headrace-crds/templates/{name}"] = crd_template(definition)
+    for make in (config_template, operator_template, webhook_template, agent_template, runtimes_template):
+        marks = Marks()
+        name = make.__name__.removesuffix("_template")
+        found[f"headrace/templates/{name}.yaml"] = template(make(marks), marks)
+    return {name: HEAD + text for name, text in found.items()}
+
+
+def main() -> int:
+    """Write, or compare."""
+    check = "--check" in sys.argv[1:]
+    fresh = {name: text.encode() for name, text in files().items()}
+    made = [*FOLDER.glob("*/templates/*.yaml"), *FOLDER.glob("*/Chart.yaml")]
+    there = {str(path.relative_to(FOLDER)): path.read_bytes() for path in made}
+    stale = sorted(name for name in fresh.keys() | there.keys() if fresh.get(name) != there.get(name))
+    if check and stale:
+        print("out of date, run 'python scripts/generate_chart.py':", *stale, sep="\n  ")
+        return 1
+    if not check:
+        for name in stale:
+            path = FOLDER / name
+            path.unlink(missing_ok=True)
+            if name in fresh:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(fresh[name])
+    print(f"{len(fresh)} files of charts", "checked" if check else f"written, {len(stale)} changed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

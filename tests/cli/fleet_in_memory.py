@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet without a cluster, for tests of the verbs: documents in a dictionary, changed as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from headrace.fleet.client.contract import Applied, Commands, NodeProgress
+from headrace.fleet.schema.fields import Kind
+from headrace.fleet.words import ClusterFacts, Document, cluster_facts, kind_of, labels_of, name_of, namespace_of
+
+Key = tuple[str, str, str]
+
+
+class MemoryFleet:
+    """See `headrace.fleet.client.contract.Fleet`. `looks` is called before each look at one document."""
+
+    def __init__(self, *documents: Any) -> None:
+        self.documents: dict[Key, Any] = {_key(each): each for each in documents}
+        self.told: list[Any] = []
+        self.running: list[Any] = []
+        self.nodes: list[NodeProgress] = []
+        self.looks: Callable[[MemoryFleet], None] = lambda fleet: None
+        self.denied: Exception | None = None
+        self.closed = False
+        self.uids = 0
+
+    place, namespace, commands = "memory", "default", Commands(logs="logs of {pod}", flag="")
+
+    async def list(self, kind: Kind, namespace: str = "", selector: str = "") -> Sequence[Document]:
+        labels = dict(each.split("=") for each in selector.split(",") if each)
+        return [
+            each
+            for (name, space, _), each in sorted(self.documents.items())
+            if name == kind.name and space in ("", namespace or space) and labels.items() <= labels_of(each).items()
+        ]
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Document | None:
+        self.looks(self)
+        return self.documents.get((kind.name, namespace if kind.namespaced else "", name))
+
+    async def watch(self, kind: Kind, namespace: str = "", selector: str = "") -> AsyncIterator[tuple[str, Document]]:
+        for each in await self.list(kind, namespace, selector):
+            yield "ADDED", each
+        for each in await self.list(kind, namespace, selector):
+            yield "DELETED", each
+        raise KeyboardInterrupt
+
+    async def live(self, document: Document) -> Document | None:
+        return self.documents.get(_key(document))
+
+    async def apply(self, document: Document, *, dry_run: bool = False, force: bool = False) -> Applied:
+        before = self.documents.get(_key(document))
+        metadata = {**document["metadata"], "uid": self._uid(), "generation": 1, "resourceVersion": "1"}
+        made = copy.deepcopy({**document, "metadata": metadata})
+        if not dry_run:
+            self.documents[_key(document)] = made
+        return Applied(made, "created" if before is None else "configured")
+
+    async def patch(self, kind: Kind, namespace: str, name: str, change: Document) -> Document:
+        document = self.documents[(kind.name, namespace, name)]
+        for component, fields in change["spec"].items():
+            document["spec"][component] |= fields
+        return document
+
+    async def delete(self, live: Document) -> None:
+        self.documents.pop(_key(live), None)
+
+    async def pods(self, service: Document) -> Sequence[Document]:
+        self.looks(self)
+        return self.running
+
+    async def events(self, objects: Sequence[Document]) -> Sequence[Document]:
+        return self.told
+
+    async def progress(self, model: Document) -> Sequence[NodeProgress]:
+        return self.nodes
+
+    async def facts(self) -> ClusterFacts:
+        await asyncio.sleep(0)
+        if self.denied is not None:
+            raise self.denied
+        return cluster_facts(self.documents.values())
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def _uid(self) -> str:
+        self.uids += 1
+        return str(self.uids)
+
+
+def _key(document: Document) -> Key:
+    return kind_of(document), namespace_of(document), name_of(document)
+
+
+def service(name: str = "digits", *, ready: str = "True", reason: str = "", message: str = "", **status: Any) -> Any:
+    """A service that the operator has looked at."""
+    condition = {"type": "Ready", "status": ready, "reason": reason, "message": message}
+    engine = {
+        "mode": "RawDeployment",
+        "replicas": 2,
+        "readyReplicas": 2 if ready == "True" else 0,
+        "latestReadyRevision": f"{name}-engine-00001",
+        "latestCreatedRevision": f"{name}-engine-00001",
+        "traffic": [{"revisionName": f"{name}-engine-00001", "percent": 100, "latestRevision": True}],
+    }
+    return {
+        "apiVersion": "ome.io/v1beta1",
+        "kind": "InferenceService",
+        "metadata": {
+            "name": name,
+            "namespace": "default",
+            "uid": f"uid-{name}",
+            "generation": 1,
+            "resourceVersion": "7",
+            "creationTimestamp": "2024-01-01T00:00:00Z",
+            "labels": {"app": name},
+            "managedFields": [{"manager": "somebody"}],
+        },
+        "spec": {"model": {"name": "digits", "kind": "BaseModel"}, "engine": {"minReplicas": 2}},
+        "status": {
+            "observedGeneration": 1,
+            "url": f"http://{name}.default.svc.cluster.local:8080",
+            "conditions": [condition],
+            "components": {"engine": engine},
+            "runtime": {"name": "headrace-cpu", "kind": "ClusterServingRuntime", "reason": "it alone fits the model"},
+            "model": {"name": "digits", "kind": "BaseModel"},
+            "modelStatus": {
+                "transitionStatus": "UpToDate",
+                "modelRevisionStates": {"activeModelState": "Loaded", "targetModelState": "Loaded"},
+            },
+            **status,
+        },
+    }
+
+
+def canary(name: str = "digits", percent: int = 20) -> Any:
+    """One with two revisions."""
+    made = service(name)
+    made["spec"]["engine"]["canaryTrafficPercent"] = percent
+    made["status"]["components"]["engine"]["traffic"] = [
+        {"revisionName": f"{name}-engine-00002", "percent": percent, "latestRevision": True},
+        {"revisionName": f"{name}-engine-00001", "percent": 100 - percent, "latestRevision": False, "tag": "prev"},
+    ]
+    return made
+
+
+def model(name: str = "digits") -> Any:
+    """A model of a namespace."""
+    return {
+        "apiVersion": "ome.io/v1beta1",
+        "kind": "BaseModel",
+        "metadata": {"name": name, "namespace": "default", "uid": f"model-{name}"},
+        "spec": {"modelFormat": {"name": "onnx"}, "storage": {"storageUri": "pvc://models/x", "path": "/models/x"}},
+    }

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace get`, `describe`, `apply`, `delete`, `rollout`: what they print, ask and end with, on a fleet in memory."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from fleet_in_memory import MemoryFleet, canary, model, service
+from typer.testing import CliRunner, Result
+
+from headrace.cli.fleet_verbs import add_fleet_verbs
+from headrace.core.errors import PermissionDenied
+from headrace.fleet.client import opening
+from headrace.fleet.client.contract import Fleet, NodeProgress
+from headrace.fleet.documents import parse
+
+
+def headrace(*words: str | Path, input: str | None = None) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    add_fleet_verbs(app)
+    return CliRunner().invoke(app, [str(each) for each in words], input=input)
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> MemoryFleet:
+    made = MemoryFleet(
+        service(), service("bad", ready="False", reason="OOMKilled", message="container x: out of memory")
+    )
+    monkeypatch.setattr(opening, "open_fleet", lambda where: made)
+    return made
+
+
+def test_another_fleet_fits_the_contract(fleet: MemoryFleet) -> None:
+    for name, asked in inspect.getmembers(Fleet, inspect.isfunction):
+        if not name.startswith("_"):
+            assert inspect.signature(getattr(MemoryFleet, name)) == inspect.signature(asked), name
+
+
+@pytest.mark.parametrize(
+    "words", [["get"], ["describe", "isvc", "x"], ["delete", "isvc", "x"], ["rollout", "status", "x"]]
+)
+def test_without_a_fleet_all_say_the_same(words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/somewhere")  # which names no cluster that somebody asked for
+    monkeypatch.setenv("HEADRACE_STATE_DIR", str(tmp_path))
+    result = headrace(*words)
+    assert result.exit_code == 1 and result.output.count("\n") == 1
+    assert result.output.startswith("headrace: no fleet runs on this machine: ") and "--kube" in result.output
+
+
+def test_a_table_says_where_and_why_not(fleet: MemoryFleet) -> None:
+    result = headrace("get", "--kube")
+    head, bad, good = [each.split("  ") for each in result.output.splitlines()]
+    assert [each.strip() for each in head if each] == [
+        "NAME", "URL", "READY", "MODE", "MODEL", "RUNTIME", "REPLICAS", "TRAFFIC", "AGE", "REASON",
+    ]  # fmt: skip
+    assert "OOMKilled: container x: out of memory" in bad[-1] and "False" in " ".join(bad)
+    assert {"True", "2/2", "100%", "RawDeployment", "headrace-cpu"} <= {each.strip() for each in good}
+    assert fleet.closed
+    assert "digits-engine-00001" in headrace("get", "isvc", "-o", "wide", "--kube").output
+    assert headrace("get", "isvc", "-A", "--kube").output.startswith("NAMESPACE")
+    assert "bad" not in headrace("get", "-l", "app=digits", "--kube").output
+
+
+def test_documents_and_names_for_programs(fleet: MemoryFleet) -> None:
+    one = json.loads(headrace("get", "isvc", "digits", "--kube", "--json").output)
+    assert one["kind"] == "InferenceService" and "managedFields" not in one["metadata"]
+    assert "managedFields" in headrace("get", "isvc/digits", "--kube", "-o", "yaml", "--show-managed-fields").output
+    several = yaml.safe_load(headrace("get", "--kube", "-o", "yaml").output)
+    assert several["kind"] == "List" and [each["metadata"]["name"] for each in several["items"]] == ["bad", "digits"]
+    assert headrace("get", "--kube", "-o", "name").output.split() == [
+        "inferenceservice.ome.io/bad",
+        "inferenceservice.ome.io/digits",
+    ]
+    result = headrace("get", "models", "--kube")
+    assert (result.exit_code, result.output) == (0, "no basemodels or clusterbasemodels in namespace default\n")
+
+
+def test_changes_are_told_line_by_line(fleet: MemoryFleet) -> None:
+    result = headrace("get", "-w", "--kube")
+    assert result.exit_code == 130
+    lines = result.output.splitlines()
+    assert lines[0].startswith("NAME") and len(lines) == 5 and lines[-1].endswith("deleted")
+    events = [
+        json.loads(each) for each in headrace("get", "isvc", "digits", "-w", "--kube", "--json").output.splitlines()
+    ]
+    assert [(each["type"], each["object"]["metadata"]["name"]) for each in events] == [
+        ("ADDED", "digits"),
+        ("DELETED", "digits"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["get", "pods"], "there are isvc, runtimes"),
+        (["get", "modls"], "did you mean models?"),
+        (["get", "isvc", "-o", "xml"], "there are table, wide, json, yaml, name"),
+        (["get", "isvc", "x", "-A"], "-A lists all namespaces"),
+        (["get", "models", "-w"], "one kind at a time"),
+        (["get", "isvc/"], "write KIND/NAME"),
+        (["describe", "isvc"], "say which"),
+        (["apply"], "say what to apply"),
+        (["apply", "-f", "x", "--wait", "--dry-run"], "nothing to --wait for"),
+        (["delete"], "KIND NAME, or -f FILE"),
+        (["delete", "isvc", "a", "-f", "b"], "and not both"),
+        (["rollout", "promote", "digits", "--component", "decoder"], "there are engine"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told(fleet: MemoryFleet, words: list[str], said: str) -> None:
+    result = headrace(*words, "--kube")
+    assert result.exit_code == 2 and said in result.output and result.output.count("\n") == 1, result.output
+
+
+def test_what_is_not_there_is_told(fleet: MemoryFleet) -> None:
+    for words in (["get", "isvc", "nope"], ["describe", "isvc", "nope"], ["rollout", "undo", "nope"]):
+        result = headrace(*words, "--kube")
+        assert result.exit_code == 1 and "there is no InferenceService nope in namespace default" in result.output
+
+
+def test_a_description_has_all_of_it_and_what_to_do(fleet: MemoryFleet) -> None:
+    fleet.documents["BaseModel", "default", "digits"] = {**model(), "status": {"state": "In_Transit"}}
+    fleet.nodes = [NodeProgress("node-1", "Updating", 25, 100, "Downloading")]
+    ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    fleet.running = [
+        {
+            "metadata": {"name": "bad-engine-1", "namespace": "default", "labels": {"component": "engine"}},
+            "spec": {"nodeName": "node-1"},
+            "status": {
+                "phase": "Running",
+                "containerStatuses": [{"name": "ome-container", "restartCount": 4, "ready": False, "lastState": ended}],
+            },
+        }
+    ]
+    fleet.told = [
+        {"type": "Warning", "reason": "BackOff", "message": "restarting\nfailed container", "lastTimestamp": ""}
+    ]
+    result = headrace("describe", "isvc", "bad", "--kube")
+    assert result.exit_code == 0, result.output
+    for each in ("Conditions", "Components", "Traffic", "Pods", "Model", "Runtime", "Events", "Next"):
+        assert f"\n{each}\n" in result.output
+    lines = [" ".join(each.split()) for each in result.output.splitlines()]
+    assert any(each.startswith("bad-engine-1 engine FailedToLoad 4 node-1 ") for each in lines)
+    assert "node-1 Updating Downloading 25% of 0.0 GB" in lines
+    assert any("raise the memory limit" in each for each in lines) and any(
+        "restarting failed" in each for each in lines
+    )
+    told = json.loads(headrace("describe", "isvc", "bad", "--kube", "--json").output)
+    assert told["pods"][0]["reason"] == "OOMKilled" and told["next"] and told["nodes"][0]["doneBytes"] == 25
+    other = headrace("describe", "model", "digits", "--kube").output
+    assert "pvc://models/x" in other and "Used by" in other and "node-1" in other
+
+
+FILE = yaml.safe_dump_all(
+    [{name: value for name, value in service("new").items() if name != "status"}, model()], sort_keys=False
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "new.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def test_files_are_applied_models_first(fleet: MemoryFleet, file: Path) -> None:
+    result = headrace("apply", "-f", file, "--kube")
+    assert result.exit_code == 0, result.output
+    assert [each for each in result.output.splitlines() if not each.startswith("warning")] == [
+        "basemodel.ome.io/digits created",
+        "inferenceservice.ome.io/new created",
+    ]
+    sent = fleet.documents["InferenceService", "default", "new"]
+    assert sent["metadata"]["uid"] != "uid-new" and "managedFields" not in sent["metadata"]
+    told = json.loads(headrace("apply", "-f", "-", "--kube", "--json", "--dry-run", input=FILE).stdout)
+    assert [each["change"] for each in told["documents"]] == ["configured", "configured"] and told["errors"] == []
+
+
+def test_with_one_mistake_nothing_is_applied_and_all_are_told(fleet: MemoryFleet, tmp_path: Path) -> None:
+    text = FILE.replace("minReplicas: 2", "minReplicas: -1\n    maxReplicas: many")
+    (tmp_path / "a.yaml").write_text(text)
+    (tmp_path / "b.yaml").write_text("kind: [")
+    (tmp_path / "c.yaml").write_text(FILE)
+    before = dict(fleet.documents)
+    result = headrace("apply", "-f", tmp_path, "--kube")
+    assert result.exit_code == 2 and fleet.documents == before
+    errors = [each for each in result.output.splitlines() if each.startswith("error: ")]
+    number = text.splitlines().index("    minReplicas: -1") + 1
+    assert any(f"{tmp_path}/a.yaml:{number}: spec.engine.minReplicas: " in each for each in errors), errors
+    assert any(f"{tmp_path}/a.yaml:{number + 1}: spec.engine.maxReplicas: " in each for each in errors), errors
+    assert any(f"{tmp_path}/b.yaml:" in each for each in errors)
+    assert any("is also in" in each and f"{tmp_path}/c.yaml" in each for each in errors)
+    told = json.loads(headrace("apply", "-f", tmp_path / "a.yaml", "--kube", "--json").stdout)
+    assert told["documents"] == [] and {each["place"] for each in told["errors"]} >= {f"{tmp_path}/a.yaml:{number}"}
+
+
+def test_who_may_not_see_models_is_warned_and_goes_on(fleet: MemoryFleet, tmp_path: Path) -> None:
+    fleet.denied = PermissionDenied("you may not list models")
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(service("new")))
+    result = headrace("apply", "-f", tmp_path, "--kube")
+    assert result.exit_code == 0 and "is not checked: you may not list models" in result.output
+    assert "new created" in result.output
+
+
+def test_waiting_tells_how_it_goes_and_ends_with_its_outcome(fleet: MemoryFleet, file: Path) -> None:
+    steps = [
+        {},
+        service("new", ready="False", reason="Pending", message="pod a: pod a has not been started yet")["status"],
+        service("new")["status"],
+    ]
+
+    def looks(fleet: MemoryFleet) -> None:
+        fleet.documents["InferenceService", "default", "new"]["status"] = steps.pop(0) if len(steps) > 1 else steps[0]
+
+    fleet.looks = looks
+    result = headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "20")
+    assert result.exit_code == 0, result.output
+    assert "new: 0/0 ready: the operator has not looked at it yet" in result.stderr
+    assert "Pending: pod a has not been started yet" in result.stderr
+    assert "new is ready: http://new.default.svc.cluster.local:8080" in result.stdout
+
+
+def test_a_wait_that_is_in_vain_says_why(fleet: MemoryFleet, file: Path) -> None:
+    broken = service("new", ready="False", reason="OOMKilled", message="container x: out of memory")["status"]
+    fleet.looks = lambda fleet: fleet.documents["InferenceService", "default", "new"].update(status=broken)
+    result = headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "0.1")
+    assert result.exit_code == 1
+    assert "new is not ready: not ready within 0.1 s: OOMKilled: container x: out of memory" in result.output
+    told = json.loads(headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "0", "--json").stdout)
+    assert told["documents"][1]["ready"] is False and "OOMKilled" in told["documents"][1]["reason"]
+
+
+def test_deleting_waits_for_pods_and_says_what_is_left(fleet: MemoryFleet, file: Path) -> None:
+    result = headrace("delete", "isvc", "digits", "--kube")
+    assert (result.exit_code, result.output) == (0, "inferenceservice.ome.io/digits deleted\n")
+    fleet.running = [{"metadata": {"name": "bad-engine-1"}}]
+    result = headrace("delete", "isvc", "bad", "--kube", "--timeout", "0")
+    assert result.exit_code == 1 and "after 0 s these still end: pod bad-engine-1" in result.output
+    result = headrace("delete", "isvc", "bad", "other", "--kube")
+    assert result.exit_code == 1 and "there is no InferenceService bad" in result.output
+    assert headrace("delete", "isvc", "bad", "--kube", "--ignore-not-found").exit_code == 0
+    assert headrace("apply", "-f", file, "--kube").exit_code == 0
+    gone = json.loads(headrace("delete", "-f", file, "--kube", "--json", "--no-wait").stdout)
+    assert gone == {"deleted": ["inferenceservice.ome.io/new", "basemodel.ome.io/digits"], "missing": [], "left": []}
+    file.write_text("kind: [")
+    result = headrace("delete", "-f", file, "--kube")
+    assert result.exit_code == 2 and "nothing was deleted" in result.output
+
+
+def test_a_description_without_the_right_to_pods_has_the_rest(fleet: MemoryFleet) -> None:
+    def looks(_: MemoryFleet) -> None:
+        if asked:
+            raise PermissionDenied("you may not list pods")
+        asked.append(True)
+
+    asked: list[bool] = []
+    fleet.looks = looks
+    result = headrace("describe", "isvc", "digits", "--kube")
+    assert result.exit_code == 0 and "not shown: you may not list pods" in result.output and "Runtime" in result.output
+
+
+def test_on_a_terminal_it_is_asked_first(fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.cli import service_view
+
+    monkeypatch.setattr(service_view, "is_interactive", lambda: True)
+    result = headrace("delete", "isvc", "digits", "--kube", input="n\n")
+    assert result.exit_code == 1 and "Delete this at memory?" in result.output
+    assert ("InferenceService", "default", "digits") in fleet.documents
+    assert headrace("delete", "isvc", "digits", "--kube", input="y\n").exit_code == 0
+    assert headrace("delete", "isvc", "bad", "--kube", "--yes").exit_code == 0
+    assert not fleet.documents
+
+
+def test_a_canary_is_moved(fleet: MemoryFleet) -> None:
+    fleet.documents["InferenceService", "default", "digits"] = canary()
+    table = headrace("rollout", "status", "digits", "--kube").output
+    assert "canary at 20% of 20%" in table and "digits-engine-00002" in table and "80%" in table
+    assert headrace("rollout", "undo", "digits", "--kube").output == "inferenceservice.ome.io/digits undone\n"
+    engine: Any = fleet.documents["InferenceService", "default", "digits"]["spec"]["engine"]
+    assert engine["canaryTrafficPercent"] == 0
+    again = headrace("rollout", "undo", "digits", "--kube")
+    assert again.exit_code == 1 and "undone already" in again.output
+    told = json.loads(headrace("rollout", "promote", "digits", "--kube", "--json").output)
+    assert told == {"name": "digits", "rollout": "promoted"} and engine["canaryTrafficPercent"] == 100
+    none = headrace("rollout", "promote", "bad", "--kube")
+    assert none.exit_code == 1 and "has no canary" in none.output
+
+
+def test_what_is_printed_cannot_act_on_a_terminal(fleet: MemoryFleet) -> None:
+    fleet.documents["InferenceService", "default", "bad"]["status"]["conditions"][0]["message"] = "\x1b[2Jgone\u202e"
+    for words in (["get"], ["describe", "isvc", "bad"], ["get", "-w"]):
+        output = headrace(*words, "--kube").output
+        assert "\x1b" not in output and "\u202e" not in output and "gone" in output
+
+
+def test_help_loads_nothing_of_the_fleet() -> None:
+    script = (
+        "import sys; import headrace.cli.fleet_verbs;"
+        "heavy = ('headrace.fleet', 'rich.table', 'yaml', 'httpx', 'lightkube');"
+        "print([each for each in sys.modules if each.startswith(heavy)])"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert told.stdout == "[]\n"
+
+
+def test_the_file_of_the_test_is_one() -> None:
+    assert not parse(FILE).problems
+
+
+def test_on_a_narrow_terminal_addresses_stay_whole(fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    output = headrace("get", "--kube").output
+    assert "\x1b[" in output and "http://digits.default.svc.cluster.local:8080" in output

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace model-agent`: what it is told, and what it says when that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from headrace.cli.model_agent import model_agent
+from headrace.fleet.agent.settings import AgentSettings
+
+APP = typer.Typer()
+APP.command()(model_agent)
+
+
+def run(*words: str, **environment: str | None) -> Any:
+    return CliRunner().invoke(APP, words, env={"NODE_NAME": None, "KUBECONFIG": None, **environment})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "NODE_NAME"),
+        (["--node", "a", "--models-root", "models"], "absolute path"),
+        (["--node", "a", "--keep-free", "lots"], "10GB or 500MiB"),
+        (["--node", "a", "--kubeconfig", "/absent"], "kubeconfig"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(words: list[str], said: str) -> None:
+    told = run(*words, "--log-format", "text")
+    assert told.exit_code == 2 and said in told.output + told.stderr
+    assert "Traceback" not in told.output
+
+
+def test_what_is_told_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[AgentSettings] = []
+    monkeypatch.setattr("headrace.fleet.agent.program.run_agent", lambda settings: seen.append(settings) or 7)
+    told = run("--download-concurrency", "5", "--keep-free", "1.5GiB", "--private-host", "10.0.0.0/8", NODE_NAME="n")
+    assert told.exit_code == 7
+    (settings,) = seen
+    assert (settings.node, settings.downloads, settings.keep_free_bytes) == ("n", 5, 3 * 2**29)
+    assert settings.models_root == Path("/mnt/models") and settings.bring.private_hosts == ("10.0.0.0/8",)

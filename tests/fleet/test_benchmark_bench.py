@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A BenchmarkJob's own command, run for real: `headrace bench` against a small language model on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llm_models import tiny_llama
+from ports import free_port
+from serving import Serving, serving
+
+from headrace.api.openai.http import OpenAiHttp
+from headrace.engine.engine import EngineSettings, open_engine
+from headrace.fleet.benchmarks.planning import plan_benchmark
+from headrace.fleet.words import ClusterFacts
+from headrace.wire.http.routes import Routes
+from headrace.wire.site import Site
+
+HEADRACE = Path(sys.executable).parent / "headrace"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("models")
+    tiny_llama(folder / "tiny" / "1")
+    (folder / "tiny" / "config.pbtxt").write_text('backend: "llm"\n')
+    engines: list[Any] = []
+
+    async def site() -> Site:
+        opened = open_engine(EngineSettings(repositories=(folder,), gpus=0))
+        await opened.start()
+        engines.append(opened)
+        routes = Routes()
+        OpenAiHttp(opened.plane).add_to(routes)
+        return Site(routes)
+
+    with serving(site) as started:
+        yield started
+        started.call(engines[0].close, 10)
+
+
+def container_of(**spec: Any) -> Any:
+    """What the pod of a BenchmarkJob runs."""
+    benchmark = {
+        "apiVersion": "ome.io/v1beta1",
+        "kind": "BenchmarkJob",
+        "metadata": {"name": "measured", "namespace": "team", "uid": "u"},
+        "spec": {
+            "task": "text-to-text",
+            "trafficScenarios": ["D(30,6)", "U(10,20)/(2,4)"],
+            "numConcurrency": [1, 3],
+            "maxTimePerIteration": 1,
+            "maxRequestsPerIteration": 5,
+            "outputLocation": {"storageUri": "pvc://results/team"},
+            **spec,
+        },
+    }
+    planned = plan_benchmark(benchmark, None, ClusterFacts())
+    assert planned.job is not None, planned
+    (container,) = planned.job["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def words_of(folder: Path, **spec: Any) -> list[str]:
+    """Its command, with the path of its claim on this machine."""
+    container = container_of(**spec)
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    return [each.replace(f"{mounts['output']}/", f"{folder}/") for each in container["args"]]
+
+
+def bench(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    plain = os.environ | {"NO_COLOR": "1", "TERM": "dumb"} | variables
+    return subprocess.run([HEADRACE, *words], env=plain, capture_output=True, text=True, timeout=60, check=False)
+
+
+def endpoint(port: int, **more: str) -> dict[str, Any]:
+    return {"endpoint": {"url": f"http://127.0.0.1:{port}", "apiFormat": "openai", **more}}
+
+
+def test_its_command_measures_and_keeps_what_came_of_it(server: Serving, tmp_path: Path) -> None:
+    words = words_of(
+        tmp_path,
+        endpoint=endpoint(server.port),
+        additionalRequestParams={"temperature": "0"},
+        serviceMetadata={"engine": "headrace", "gpuCount": 0},
+    )
+    done = bench(words)
+    assert done.returncode == 0, done.stderr
+    assert "D(30,6)" in done.stdout and "FIRST P50" in done.stdout
+    told = json.loads((tmp_path / "team" / "measured" / "results.json").read_text())
+    assert told["model"] == "tiny" and told["about"] == {"engine": "headrace", "gpuCount": "0"}
+    assert [(run["scenario"], run["concurrency"]) for run in told["runs"]] == [
+        ("D(30,6)", 1),
+        ("D(30,6)", 3),
+        ("U(10,20)/(2,4)", 1),
+        ("U(10,20)/(2,4)", 3),
+    ]
+    for run in told["runs"]:
+        assert run["answered"] == run["requests"] == 5 and not run["errors"], run
+        assert run["first_token_ms"]["p50"] > 0 and run["latency_ms"]["p50"] >= run["first_token_ms"]["p50"]
+        assert run["token_ms"]["p50"] > 0 and run["answer_tokens_per_second"] > 0
+    fixed = told["runs"][0]
+    assert fixed["answer_tokens"] == 6
+    assert 22 <= fixed["prompt_tokens"] <= 38, "what the server counts is about what was asked for"
+    page = (tmp_path / "team" / "measured" / "report.html").read_text()
+    assert page.count("<svg") == 5 and "Time to first token" in page and "<polyline" in page
+
+
+def test_prompts_of_a_data_set_and_a_model_that_is_named(server: Serving, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        '{"prompt": "a headrace brings water"}\n{"messages": [{"role": "user", "content": "to a mill"}]}\n'
+    )
+    words = words_of(tmp_path, endpoint=endpoint(server.port, modelName="tiny"), numConcurrency=[1])
+    assert words[1] == "tiny"
+    done = bench([*words, "--dataset", str(prompts)])
+    assert done.returncode == 0, done.stderr
+
+
+def test_why_it_failed_is_said_last(server: Serving, tmp_path: Path) -> None:
+    done = bench(words_of(tmp_path, endpoint=endpoint(server.port, modelName="other")))
+    assert done.returncode != 0 and "'other'" in done.stderr
+    nobody = bench(words_of(tmp_path, endpoint=endpoint(free_port())))
+    assert nobody.returncode != 0 and "lists no model" in nobody.stderr
+    (tmp_path / "file").write_text("")
+    words = words_of(tmp_path / "file", endpoint=endpoint(server.port))
+    refused = bench(words)
+    assert refused.returncode != 0 and "--output" in refused.stderr
+
+
+@pytest.mark.platform
+def test_a_bucket_for_the_prompts_and_the_results(server: Serving, tmp_path: Path) -> None:
+    sys.path.append(str(Path(__file__).parents[1] / "storage"))
+    from s3_server import ACCESS_KEY, SECRET_KEY, s3_server
+
+    with s3_server(tmp_path) as store:
+        store.make("bkt", {"prompts/one.jsonl": b'{"prompt": "a headrace brings water"}\n'})
+        parameters = {"region": "us-east-1", "endpoint": store.endpoint}
+        container = container_of(
+            endpoint=endpoint(server.port),
+            trafficScenarios=["D(30,6)"],
+            numConcurrency=[1],
+            outputLocation={"storageUri": "s3://bkt/results", "key": "keys", "parameters": parameters},
+            dataset={"storageUri": "s3://bkt/prompts", "key": "keys"},
+        )
+        # What the Secret would have.
+        assert {"secretRef": {"name": "keys"}} in container["envFrom"]
+        keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+        done = bench(container["args"], **keys, **{each["name"]: each["value"] for each in container["env"]})
+        assert done.returncode == 0, done.stderr
+        kept = bytes(store.store("bkt").get("results/measured/results.json").bytes())
+        assert json.loads(kept)["runs"][0]["answered"] == 5
+        assert b"<svg" in bytes(store.store("bkt").get("results/measured/report.html").bytes())
+        nowhere = [each.replace("s3://bkt/results", "s3://other/results") for each in container["args"]]
+        refused = bench(nowhere, **keys, **{each["name"]: each["value"] for each in container["env"]})
+        assert refused.returncode != 0 and "no bucket other" in refused.stderr

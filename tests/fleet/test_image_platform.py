@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image of the repository's Dockerfile runs every program that the manifests start: no rights, a read-only root."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "launch"))
+
+pytestmark = pytest.mark.platform
+
+HARD = ("--rm", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
+OWN = "headrace-test/fleet:1"
+
+
+@pytest.mark.timeout(600)
+def test_the_image_runs_every_program(tmp_path: Path) -> None:
+    from docker_platform import IMAGE, docker_engine
+
+    for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "headrace", tmp_path / "headrace", ignore=shutil.ignore_patterns("__pycache__"))
+    said = re.search(r"ARG EXTRAS=(\S+)", (ROOT / "Dockerfile").read_text())
+    assert said is not None
+    # Without ONNX Runtime, to be quicker: models are served elsewhere.
+    extras = ",".join(each for each in said[1].split(",") if each != "onnx")
+    with docker_engine() as engine:
+
+        def run(*words: str, script: str = "") -> str:
+            entry = ("--entrypoint", "/bin/bash") if script else ()
+            return engine.docker("run", *HARD, *entry, OWN, *(("-c", script) if script else words))
+
+        build = ("--build-arg", f"BASE={IMAGE}", "--build-arg", f"EXTRAS={extras}", "--tag", OWN)
+        engine.docker("build", *build, str(tmp_path), seconds=500)
+        assert "kind: DaemonSet" in run("operator", "manifests", "--without", "crds")
+        run(script="python -c 'import headrace.fleet.cluster.webhooks.certificates, obstore, huggingface_hub'")
+        # Each gets as far as to look for its cluster, with all that it needs imported, and says what is missing.
+        for words in ("operator run --webhook-listen 0.0.0.0:9443", "model-agent --node one --models-root /tmp/models"):
+            told = run(script=f"headrace {words} --kubeconfig /tmp/none 2>&1; echo code $?; id --user")
+            assert "code 2" in told and "/tmp/none" in told and "Traceback" not in told, told
+            assert told.splitlines()[-1] == "10001"
+        router = "headrace router --help >/dev/null && headrace serve --help >/dev/null && headrace bench --help"
+        assert "Usage: headrace bench" in run(script=router)
