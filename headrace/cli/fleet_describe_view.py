@@ -166,8 +166,9 @@ def _show_nodes(console: Console, found: Description) -> None:
     _section(console, "Nodes with the model")
     rows = []
     for each in found.progress:
-        share = f"{100 * each.done_bytes // each.total_bytes}% of {each.total_bytes / 1e9:.1f} GB"
-        rows.append((each.node, state_text(each.state), each.phase or "-", share if each.total_bytes else "-"))
+        total = each.total_bytes
+        share = f"{100 * each.done_bytes // total}% of {total / 1e9:.1f} GB" if total else "-"
+        rows.append((each.node, state_text(each.state), each.phase or "-", share))
     console.print(table(("NODE", "STATE", "PHASE", "BROUGHT"), rows))
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.log_options import LogLevel, LogStyle
+
 if TYPE_CHECKING:
     from headrace.fleet.local.program import Daemon
 
-_LOGS = "Logs"
 
 StateDir = Annotated[
     str,
@@ -41,12 +42,8 @@ def up(
     ephemeral: Annotated[
         bool, typer.Option("--ephemeral", help="End all services on the way out; their documents stay.")
     ] = False,
-    log_level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_LOGS)
-    ] = "info",
-    log_format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="auto, json or text.", rich_help_panel=_LOGS)
-    ] = "auto",
+    log_level: LogLevel = "info",
+    log_format: LogStyle = "auto",
 ) -> None:
     """Run InferenceServices on this machine: the same files as on Kubernetes, as processes.
 

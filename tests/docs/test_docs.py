@@ -58,6 +58,7 @@ ELSEWHERE = {
     "docs/guides/inference-services.md",
     "docs/guides/install-on-kubernetes.md",
     "docs/guides/model-agent.md",
+    "docs/guides/local-fleet.md",
 }
 """What they tell needs a cluster or an account; `tests/launch` tries it where there is one, or a stand-in."""
 RUN = [document for document in DOCUMENTS if runs_something(document)]

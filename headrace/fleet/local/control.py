@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The daemon's ear: HTTP on a UNIX socket that its owner alone may open. `POST /v1/VERB` with JSON, JSON back.
+
+Asked by `client`. What a verb means is here; what it brings about, the controller sees by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound
+from headrace.fleet import schema
+from headrace.fleet.client.contract import Change
+from headrace.fleet.local.controller import SERVICE, Controller
+from headrace.fleet.local.events import Events
+from headrace.fleet.local.kubelet import Kubelet
+from headrace.fleet.local.settings import SOCKET, LocalSettings
+from headrace.fleet.local.store import CORE, Store, key_of, takes
+from headrace.fleet.words import Document, kind_of, name_of, part, text
+from headrace.version import __version__
+from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
+from headrace.wire.http.routes import Routes
+from headrace.wire.http.status import HTTP_STATUS
+from headrace.wire.negotiation import NegotiatingProtocol
+from headrace.wire.server import WireServer
+from headrace.wire.site import Site
+from headrace.wire.sockets import Address
+
+if TYPE_CHECKING:
+    from headrace.wire.http.exchange import Exchange
+
+log = logging.getLogger("headrace.fleet")
+
+Asked = dict[str, Any]
+_MOST_LINES = 100_000
+
+
+class Control:
+    """The verbs."""
+
+    def __init__(
+        self, settings: LocalSettings, store: Store, kubelet: Kubelet, controller: Controller, events: Events
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._kubelet = kubelet
+        self._controller = controller
+        self._events = events
+        self._verbs: dict[str, Callable[[Asked], Any]] = {
+            "info": self._info,
+            "list": self._list,
+            "get": self._get,
+            "apply": self._apply,
+            "patch": self._patch,
+            "delete": self._delete,
+            "pods": self._pods,
+            "events": self._told,
+            "progress": self._progress,
+            "facts": self._all_facts,
+            "logs": self._logs,
+            "scale": self._scale,
+            "replicas": self._replicas,
+        }
+
+    def server(self) -> WireServer:
+        """A server of the verbs, not started yet."""
+        routes = Routes()
+        routes.add("POST", "/v1/{verb}", self._answer)
+        site = Site(routes)
+        address = Address.parse(f"unix:{self._settings.root / SOCKET}")
+        return WireServer(site, address, partial(NegotiatingProtocol, site), unix_mode=0o600)
+
+    def _answer(self, exchange: Exchange) -> None:
+        try:
+            verb = self._verbs.get(exchange.params[0])
+            if verb is None:
+                raise NotFound(f"there is no verb {exchange.params[0][:32]!a} here: is the other side another version?")
+            try:
+                asked = json.loads(bytes(exchange.body) or b"{}")
+            except ValueError:
+                raise InvalidArgument("what was sent is not JSON") from None
+            if not isinstance(asked, dict):
+                raise InvalidArgument("what was sent is no mapping")
+            told = json.dumps(verb(asked), default=str).encode()
+        except HeadraceError as error:
+            said = json.dumps({"error": error.message, "code": error.code.name}).encode()
+            exchange.respond(ResponseHead(HTTP_STATUS[error.code], [(CONTENT_TYPE, JSON)]), said)
+        except Exception as error:
+            exchange.fail(error)
+        else:
+            exchange.respond(ResponseHead(200, [(CONTENT_TYPE, JSON)]), told)
+
+    # Documents
+
+    def _info(self, asked: Asked) -> Asked:
+        return {"version": __version__, "root": str(self._settings.root), "node": self._settings.node}
+
+    def _list(self, asked: Asked) -> list[Document]:
+        selector = selected(text(asked, "selector"))
+        return self._store.all(text(asked, "kind"), text(asked, "namespace"), selector)
+
+    def _get(self, asked: Asked) -> Document | None:
+        return self._store.get(text(asked, "kind"), text(asked, "namespace"), text(asked, "name"))
+
+    def _apply(self, asked: Asked) -> Asked:
+        document = part(asked, "document")
+        if not takes(document):
+            raise InvalidArgument(
+                f"{kind_of(document) or 'a document without a kind'} is nothing that this machine's fleet takes: it has the "
+                f"kinds of ome.io, and {', '.join(sorted(CORE))}"
+            )
+        if kind_of(document) == "BenchmarkJob":
+            raise InvalidArgument(
+                "a BenchmarkJob needs a cluster: measure a service of this machine by `headrace bench`"
+            )
+        problems = schema.check(document) if kind_of(document) not in CORE else []
+        if problems:
+            raise InvalidArgument("; ".join(str(each) for each in problems[:8]))
+        before = self._store.get(*key_of(document))
+        if before is not None and text(before, "metadata", "deletionTimestamp"):
+            raise FailedPrecondition(f"{name_of(document)} is being deleted: apply it when it is gone")
+        made, change = self._store.applied(document, dry_run=asked.get("dry_run") is True)
+        told: Change = "created" if change == "created" else "configured" if change == "configured" else "unchanged"
+        return {"document": made, "change": told}
+
+    def _patch(self, asked: Asked) -> Document:
+        live = self._one(asked)
+        change = part(asked, "change")
+        version = text(change, "metadata", "resourceVersion")
+        if version and version != text(live, "metadata", "resourceVersion"):
+            # The status changes by itself; only what a user wrote counts.
+            generation = part(change, "metadata").get("generation")
+            if generation is not None and generation != part(live, "metadata").get("generation"):
+                raise FailedPrecondition(f"{name_of(live)} was changed meanwhile: look at it again")
+        metadata = {
+            name: value for name, value in part(change, "metadata").items() if name in ("labels", "annotations")
+        }
+        wanted = {name: value for name, value in change.items() if name in ("spec", "data")}
+        if metadata:
+            wanted["metadata"] = metadata
+        changed = _merged(live, wanted)
+        problems = schema.check(changed) if kind_of(live) not in CORE else []
+        if problems:
+            raise InvalidArgument("; ".join(str(each) for each in problems[:8]))
+        return self._store.change(changed)
+
+    def _delete(self, asked: Asked) -> Asked:
+        document = part(asked, "document")
+        live = self._store.get(*key_of(document))
+        uid = text(document, "metadata", "uid")
+        if live is None or (uid and uid != text(live, "metadata", "uid")):
+            return {}
+        if kind_of(live) == SERVICE:
+            self._store.marked(live)
+        else:
+            self._store.remove(live)
+        return {}
+
+    def _one(self, asked: Asked) -> Document:
+        found = self._get(asked)
+        if found is None:
+            raise NotFound(f"there is no {text(asked, 'kind')} {text(asked, 'name')}")
+        return found
+
+    # What runs
+
+    def _pods(self, asked: Asked) -> list[Document]:
+        return [each.shown() for each in self._kubelet.of((text(asked, "namespace"), text(asked, "name")))]
+
+    def _told(self, asked: Asked) -> list[Document]:
+        return self._events.of({each for each in asked.get("uids", []) if isinstance(each, str)})
+
+    def _progress(self, asked: Asked) -> list[Asked]:
+        return [asdict(each) for each in self._kubelet.progress(self._one(asked))]
+
+    def _all_facts(self, asked: Asked) -> Asked:
+        facts = self._controller.facts
+        return {
+            "documents": [*facts.runtimes, *facts.models, *facts.weights, *facts.accelerators],
+            "capabilities": sorted(facts.capabilities),
+            "settings": asdict(facts.settings),
+        }
+
+    def _logs(self, asked: Asked) -> list[Asked]:
+        """The last lines of the pods of a service, or of one pod."""
+        service = (text(asked, "namespace"), text(asked, "name"))
+        pod, tail = text(asked, "pod"), asked.get("tail")
+        lines = min(tail, _MOST_LINES) if isinstance(tail, int) else 100
+        found = [each for each in self._kubelet.of(service) if pod in ("", each.name)]
+        if not found and not pod:
+            there = self._kubelet.replicas.values()
+            found = [each for each in there if (each.record.service[0], each.name) == service]
+        if not found:
+            raise NotFound(
+                f"{service[1]} has no pods{f' named {pod}' if pod else ''} on this machine: look at `headrace get isvc`"
+            )
+        previous = asked.get("previous") is True
+        return [{"pod": each.name, "text": each.logs(lines, previous)} for each in found]
+
+    def _scale(self, asked: Asked) -> Document:
+        replicas = asked.get("replicas")
+        if not isinstance(replicas, int) or isinstance(replicas, bool):
+            raise InvalidArgument("replicas are a whole number")
+        service = (text(asked, "namespace"), text(asked, "name"))
+        return self._controller.scale(service, text(asked, "component") or "engine", replicas)
+
+    def _replicas(self, asked: Asked) -> Document:
+        service = (text(asked, "namespace"), text(asked, "name"))
+        return self._controller.replicas(service, text(asked, "component") or "engine")
+
+
+def selected(selector: str) -> dict[str, str]:
+    """`a=b,c=d` as labels. Raises InvalidArgument."""
+    made: dict[str, str] = {}
+    for each in selector.split(","):
+        name, equal, value = each.strip().partition("=")
+        if not each.strip():
+            continue
+        if not equal or name.endswith("!"):
+            raise InvalidArgument(f"a selector is name=value,name=value on this machine: {each.strip()!a} is none")
+        made[name.strip()] = value.lstrip("=").strip()
+    return made
+
+
+def _merged(value: Any, change: Any) -> Any:
+    """A merge patch, as RFC 7386 has it."""
+    if not isinstance(change, dict):
+        return change
+    made = dict(value) if isinstance(value, dict) else {}
+    for name, each in change.items():
+        if each is None:
+            made.pop(name, None)
+        else:
+            made[name] = _merged(made.get(name), each)
+    return made

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The daemon of this machine's fleet: puts the parts together, runs until a signal, leaves what runs running.
+
+Called by `headrace up`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import Callable
+from typing import IO
+
+import uvloop
+
+from headrace.core.errors import FailedPrecondition, HeadraceError
+from headrace.fleet.local.control import Control
+from headrace.fleet.local.controller import Controller
+from headrace.fleet.local.events import Events
+from headrace.fleet.local.kubelet import Kubelet
+from headrace.fleet.local.machine import Machine
+from headrace.fleet.local.objects import Objects
+from headrace.fleet.local.routing import Routers
+from headrace.fleet.local.settings import LocalSettings
+from headrace.fleet.local.store import Store
+from headrace.launch.ports import Ports
+from headrace.wire.server import run_until_signal
+
+log = logging.getLogger("headrace.fleet")
+
+FAILED = 1
+
+
+class Daemon:
+    """All parts. Used from one loop."""
+
+    def __init__(self, settings: LocalSettings, machine: Machine | None = None) -> None:
+        self.settings = settings
+        self._lock: IO[bytes] | None = None
+        root = settings.root
+        self.events = Events(root / "events.json", settings.events)
+        self.store = Store(root / "documents")
+        self.objects = Objects(root / "objects")
+        self.routers = Routers(settings)
+        ports = Ports(root / "ports" / "pods", settings.host, *settings.pod_ports)
+        self.kubelet = Kubelet(settings, self.store, machine or Machine(ports), self.routers, self.events)
+        self.controller = Controller(settings, self.store, self.kubelet, self.routers, self.objects, self.events)
+        self.store.on_change = self.controller.changed
+        self.server = Control(settings, self.store, self.kubelet, self.controller, self.events).server()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Find what is there, and begin. Raises FailedPrecondition."""
+        self._take()
+        for each in (self.events, self.store, self.objects, self.routers, self.kubelet):
+            each.load()
+        self._task = asyncio.ensure_future(self.controller.run())
+        await self.server.start()
+
+    async def close(self) -> None:
+        """Let go of everything; what runs goes on, unless it was meant to end with the daemon."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self.settings.ephemeral:
+            await self.kubelet.end_all()
+            await self.routers.end_all()
+        await self.kubelet.close()
+        await self.routers.close()
+        self.events.flush()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _take(self) -> None:
+        root = self.settings.root
+        try:
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = (root / "lock").open("ab")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FailedPrecondition(f"a fleet runs in {root} already: stop it, or name another --state-dir") from None
+        except OSError as error:
+            said = os.strerror(error.errno or 0)
+            raise FailedPrecondition(f"{root} cannot be used: {said}; name another --state-dir") from None
+
+
+def run_local(settings: LocalSettings, on_ready: Callable[[Daemon], None] | None = None) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit code."""
+    try:
+        return uvloop.run(_run(settings, on_ready))
+    except HeadraceError as error:
+        log.error("%s", error.message)
+        return FAILED
+
+
+async def _run(settings: LocalSettings, on_ready: Callable[[Daemon], None] | None) -> int:
+    daemon = Daemon(settings)
+    try:
+        await daemon.start()
+        if on_ready is not None:
+            on_ready(daemon)
+        return await run_until_signal([daemon.server], 1.0)
+    finally:
+        await daemon.close()

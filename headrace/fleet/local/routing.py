@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routers in front of Services: one `headrace router` for each that somebody has to reach. Called by `controller`.
+
+A router outlives the daemon like every process here, and keeps its port. Who is ready stands in a file that it follows, so
+that pods come and go without a restart. Its folder is made first and removed last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import FailedPrecondition, ResourceExhausted
+from headrace.fleet.local.commands import ADDRESS
+from headrace.fleet.local.probes import tcp_look
+from headrace.fleet.local.processes import Command, Process, headrace_words, passed_on, spawn
+from headrace.fleet.local.settings import LocalSettings
+from headrace.fleet.local.store import each_folder, read_json, write_json
+from headrace.fleet.planning.site import CLUSTER_DOMAIN
+from headrace.launch.logs import keep_end
+from headrace.launch.ports import Ports, is_free
+
+log = logging.getLogger("headrace.fleet")
+
+Service = tuple[str, str]
+"""Namespace and name of an InferenceService."""
+_GRACE_SECONDS = 30.0
+_PORTS = 1000
+_FOLLOW_SECONDS = 0.1
+_HEAR_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A pod that gets requests."""
+
+    port: int
+    weight: float = 100.0
+
+
+class Router:
+    """One of them."""
+
+    def __init__(self, folder: Path, service: Service, name: str, settings: LocalSettings, ports: Ports) -> None:
+        self.folder = folder
+        self.service = service
+        self.name = name
+        self.up = False
+        said = read_json(folder / "router.json") or {}
+        self.port = said["port"] if isinstance(said.get("port"), int) else 0
+        self._settings = settings
+        self._ports = ports
+        self._process = Process.found(read_json(folder / "process.json"))
+        self._backends = _listed(folder / "backends.json") if self._process is not None else None
+        self.leads = bool(self._backends)
+        """Whether it knows of somebody to send requests to."""
+        self._hearing: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ending = False
+
+    @property
+    def id(self) -> str:
+        """Whose its port is."""
+        return f"router:{self.service[0]}/{self.name}"
+
+    @property
+    def pid(self) -> int | None:
+        """Its process."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def url(self) -> str:
+        """Where it is; "" while it is not."""
+        return f"http://{ADDRESS}:{self.port}" if self.up else ""
+
+    def begin(self, known: Callable[[str], bool], changed: Callable[[], None]) -> None:
+        """Give it a port, and keep it running from now on. Raises FailedPrecondition, ResourceExhausted."""
+        if not self.port:
+            self._choose(known)
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run(known, changed))
+
+    def tell(self, backends: Sequence[Backend], split: bool, heard: Callable[[], None]) -> None:
+        """Who is ready. Raises FailedPrecondition.
+
+        split: their weights are shares that are to be kept exactly. heard: called when it has begun to send them requests
+        after it had nobody.
+        """
+        listed = [{"url": f"http://{ADDRESS}:{each.port}", "weight": round(each.weight, 3)} for each in backends]
+        if listed != self._backends:
+            write_json(self.folder / "backends.json", listed)
+            self._backends = listed
+            if not listed:
+                self.leads = False
+            elif not self.leads and self._hearing is None:
+                self._hearing = asyncio.ensure_future(self._hear(heard))
+        settings = self._file("weighted" if split else "p2c")
+        if read_json(self.folder / "router.yaml") != settings:
+            write_json(self.folder / "router.yaml", settings)
+
+    def rotate(self) -> None:
+        """Keep its log short."""
+        with contextlib.suppress(OSError):
+            keep_end(self.folder / "log", self._settings.log_bytes)
+
+    async def forgotten(self, port: int) -> None:
+        """Wait until it sends nothing more to a port, and has all answers from it; not for ever."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.forget_seconds):
+                while self.up and await self._sends_to(port):  # noqa: ASYNC110  another process is asked
+                    await asyncio.sleep(0.05)
+
+    async def end(self) -> None:
+        """Nothing is left of it after this."""
+        self._ending, self.up = True, False
+        await self._stop_following()
+        if self._process is not None:
+            await self._process.end(_GRACE_SECONDS)
+        self._ports.release(self.id)
+        await asyncio.to_thread(shutil.rmtree, self.folder, True)
+
+    async def let_go(self) -> None:
+        """The daemon ends, and this runs on."""
+        self._ending = True
+        await self._stop_following()
+        if self._process is not None:
+            self._process.let_go()
+
+    async def _hear(self, heard: Callable[[], None]) -> None:
+        """Until it sends requests to somebody it was told of."""
+        try:
+            while self._backends and not self.leads:
+                told = await _status(self.port) if self.up else None
+                self.leads = bool(told and told.get("backends"))
+                await asyncio.sleep(_HEAR_SECONDS)
+        finally:
+            self._hearing = None
+        heard()
+
+    async def _stop_following(self) -> None:
+        if self._hearing is not None:
+            self._hearing.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _run(self, known: Callable[[str], bool], changed: Callable[[], None]) -> None:
+        pause = self._settings.quick_seconds
+        while not self._ending:
+            try:
+                if self._process is None:
+                    self._start(known)
+                await self._until_up()
+                changed()
+                if self._process is not None:
+                    await self._process.ended()
+                    await self._process.kill()
+                log.warning("the router of %s ended; it is started again", self.name)
+            except (FailedPrecondition, ResourceExhausted, OSError) as error:
+                log.error("the router of %s cannot be started: %s", self.name, error)
+            self._process, was, self.up = None, self.up, False
+            changed()
+            pause = self._settings.quick_seconds if was else min(pause * 2, self._settings.back_off_seconds)
+            await asyncio.sleep(pause)
+
+    def _start(self, known: Callable[[str], bool]) -> None:
+        if not is_free(self._settings.host, self.port):
+            self._ports.release(self.id)
+            self._choose(known)
+        if not (self.folder / "backends.json").exists():
+            write_json(self.folder / "backends.json", [])
+        said = read_json(self.folder / "router.yaml") or {}
+        write_json(self.folder / "router.yaml", self._file(str(said.get("policy", "p2c"))))
+        words = (*headrace_words(), "router", "--config", str(self.folder / "router.yaml"))
+        command = Command(words, passed_on(os.environ) | {"PYTHONUNBUFFERED": "1"}, self.folder)
+        path = self.folder / "process.json"
+        self._process = spawn(command, self.folder / "log", lambda record: write_json(path, dict(record)))
+
+    async def _until_up(self) -> None:
+        while self._process is not None and self._process.lives:
+            if await tcp_look(self.port, 1.0):
+                self.up = True
+                return
+            await asyncio.sleep(0.05)
+
+    def _choose(self, known: Callable[[str], bool]) -> None:
+        """The first port from the settings' on that is free."""
+        first = self._settings.port
+        for port in range(first, min(first + _PORTS, 65536)):
+            try:
+                self.port = self._ports.claim(self.id, known, port)
+            except ResourceExhausted:
+                continue
+            said = {"service": list(self.service), "name": self.name, "port": self.port}
+            write_json(self.folder / "router.json", said)
+            return
+        raise ResourceExhausted(f"no port from {first} on is free for {self.name}: give `headrace up` another --port")
+
+    def _file(self, policy: str) -> dict[str, Any]:
+        return {
+            "host": self._settings.host,
+            "port": self.port,
+            "policy": policy,
+            # Pods are probed by their own probes, and who is not ready is not in the file.
+            "health": {"path": ""},
+            "discovery": {"file": str(self.folder / "backends.json"), "interval_seconds": _FOLLOW_SECONDS},
+        }
+
+    async def _sends_to(self, port: int) -> bool:
+        told = await _status(self.port)
+        if told is None:
+            return False
+        # Those that leave have requests to answer still.
+        found = [each for name in ("backends", "leaving") for each in told.get(name, []) if isinstance(each, dict)]
+        return any(str(each.get("url", "")).endswith(f"{ADDRESS}:{port}") for each in found)
+
+
+class Routers:
+    """All routers. Used from the loop's thread only."""
+
+    def __init__(self, settings: LocalSettings) -> None:
+        self._settings = settings
+        self._folder = settings.root / "routers"
+        self._ports = Ports(settings.root / "ports" / "routers", settings.host, settings.port, 65535)
+        self._all: dict[tuple[str, str], Router] = {}
+        """By namespace and name of the Service."""
+        self._ends: dict[asyncio.Task[None], Service] = {}
+        self.on_change: Callable[[Service], None] = lambda _: None
+
+    def load(self) -> None:
+        """Find those of the daemon before."""
+        for space in each_folder(self._folder):
+            for folder in each_folder(space):
+                said = read_json(folder / "router.json")
+                if said is None or not isinstance(said.get("service"), list):
+                    shutil.rmtree(folder, ignore_errors=True)  # its making was cut short
+                    continue
+                service = (str(said["service"][0]), str(said["service"][1]))
+                router = Router(folder, service, folder.name, self._settings, self._ports)
+                self._all[(space.name, folder.name)] = router
+                if router.pid is not None:
+                    log.info("the router of %s runs already, as process %d", router.name, router.pid)
+
+    def services(self) -> set[Service]:
+        """InferenceServices that have any."""
+        return {each.service for each in self._all.values()}
+
+    def want(self, service: Service, names: Iterable[str]) -> None:
+        """The Services of an InferenceService that need one; others of it go. Raises FailedPrecondition."""
+        wanted = set(names)
+        for key, each in list(self._all.items()):
+            if each.service == service and each.name not in wanted:
+                del self._all[key]
+                self._end(each)
+        for name in sorted(wanted):
+            key = (service[0], name)
+            if key not in self._all:
+                self._all[key] = Router(self._folder / service[0] / name, service, name, self._settings, self._ports)
+            self._all[key].begin(self._known, lambda: self.on_change(service))
+
+    def get(self, namespace: str, name: str) -> Router | None:
+        """The router of a Service."""
+        return self._all.get((namespace, name))
+
+    def hosts(self) -> dict[str, str]:
+        """Where Services are, by their names in a cluster."""
+        return {
+            f"{name}.{namespace}.{CLUSTER_DOMAIN}": f"{ADDRESS}:{each.port}"
+            for (namespace, name), each in self._all.items()
+        }
+
+    async def forgotten(self, service: Service, port: int) -> None:
+        """Wait until no router of a service sends anything to a port."""
+        found = [each for each in self._all.values() if each.service == service]
+        await asyncio.gather(*(each.forgotten(port) for each in found))
+
+    def rotate(self) -> None:
+        """Keep logs short."""
+        for each in self._all.values():
+            each.rotate()
+
+    async def end_all(self) -> None:
+        """End all of them."""
+        for service in self.services():
+            self.want(service, ())
+        await asyncio.gather(*self._ends, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stop following; they run on."""
+        await asyncio.gather(*self._ends, return_exceptions=True)
+        await asyncio.gather(*(each.let_go() for each in self._all.values()))
+
+    def _known(self, claim: str) -> bool:
+        return any(each.id == claim for each in self._all.values())
+
+    def _end(self, router: Router) -> None:
+        task = asyncio.ensure_future(router.end())
+        self._ends[task] = router.service
+
+        def over(_: asyncio.Task[None]) -> None:
+            self._ends.pop(task, None)
+            self.on_change(router.service)
+
+        task.add_done_callback(over)
+
+    def ending(self, service: Service) -> bool:
+        """Whether something of a service is still being ended."""
+        return service in self._ends.values()
+
+
+def _listed(path: Path) -> list[dict[str, Any]] | None:
+    """What a router was told last."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, list) else None
+
+
+async def _status(port: int) -> dict[str, Any] | None:
+    """What a router tells of itself; None if it does not answer."""
+    writer = None
+    try:
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_connection(ADDRESS, port)
+            writer.write(f"GET /router/status HTTP/1.1\r\nHost: {ADDRESS}\r\nConnection: close\r\n\r\n".encode())
+            answer = await reader.read()
+        found = json.loads(answer.partition(b"\r\n\r\n")[2])
+    except (OSError, TimeoutError, ValueError):
+        return None
+    finally:
+        if writer is not None:
+            writer.close()
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet of this machine for tests: the daemon as a process of its own, which can be killed, and documents for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headrace.core.errors import HeadraceError
+from headrace.fleet.client.kinds import kind_named
+from headrace.fleet.local.client import LocalFleet
+from headrace.fleet.local.store import read_json
+from headrace.fleet.words import Document, items, text
+from headrace.launch.identity import stat_of
+
+T = TypeVar("T")
+STUB = Path(__file__).with_name("stub_server.py")
+_DAEMON = """
+import sys
+from pathlib import Path
+from headrace.fleet.local.program import run_local
+from headrace.fleet.local.settings import LocalSettings
+from headrace.telemetry.logs import configure_logging
+configure_logging("info", "text")
+sys.exit(run_local(LocalSettings(
+    Path(sys.argv[1]), int(sys.argv[2]), back_off_seconds=0.2, retry_seconds=0.2, quick_seconds=0.05,
+    pod_ports=(int(sys.argv[3]), int(sys.argv[3]) + 999))))
+"""
+
+
+def until(check: Callable[[], T], seconds: float = 20.0) -> T:
+    """What a check says, once it says something. Fails with what it said last."""
+    ends = time.monotonic() + seconds
+    found = check()
+    while not found:
+        assert time.monotonic() < ends, "it did not come to pass"
+        time.sleep(0.02)
+        found = check()
+    return found
+
+
+def document(kind: str, name: str, spec: dict[str, Any], **metadata: Any) -> dict[str, Any]:
+    cluster = kind.startswith("Cluster")
+    space = {} if cluster else {"namespace": "default"}
+    return {
+        "apiVersion": "ome.io/v1beta1",
+        "kind": kind,
+        "metadata": {"name": name, **space, **metadata},
+        "spec": spec,
+    }
+
+
+def runtime(name: str = "stub", **container: Any) -> dict[str, Any]:
+    """A runtime whose container is the stub server."""
+    runner = {
+        "name": "ome-container",
+        "image": "example/stub:1",
+        "command": ["python3", str(STUB)],
+        "args": ["--host=0.0.0.0", "--port=8080", "--text={{ .Name }}"],
+        "ports": [{"name": "http", "containerPort": 8080, "protocol": "TCP"}],
+        "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 1},
+        **container,
+    }
+    spec = {
+        "supportedModelFormats": [{"name": "stub", "modelFormat": {"name": "stub"}, "autoSelect": False}],
+        "engineConfig": {"terminationGracePeriodSeconds": 2, "runner": runner},
+    }
+    return document("ClusterServingRuntime", name, spec)
+
+
+def service(name: str, uses: str = "stub", **engine: Any) -> dict[str, Any]:
+    spec = {
+        "model": {"name": "stub"},
+        "runtime": {"name": uses},
+        "engine": {"minReplicas": 1, "maxReplicas": 5, **engine},
+    }
+    return document("InferenceService", name, spec)
+
+
+class LocalSite:
+    """A daemon and its folder."""
+
+    def __init__(self, root: Path, port: int) -> None:
+        self.root = root / "state"
+        self.fleet = LocalFleet(self.root)
+        self._port = port
+        self._log = (root / "daemon.log").open("ab")
+        self.process: subprocess.Popen[bytes] | None = None
+        model = root / "model"
+        model.mkdir(exist_ok=True)
+        storage = {"storageUri": f"local://{model}", "path": "/mnt/models/stub"}
+        self.model = document("ClusterBaseModel", "stub", {"modelFormat": {"name": "stub"}, "storage": storage})
+
+    def up(self) -> None:
+        words = [sys.executable, "-c", _DAEMON, str(self.root), str(self._port), str(self._port + 1000)]
+        self.process = subprocess.Popen(words, stdout=self._log, stderr=self._log)
+        until(self._answers)
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        if self.process is not None:
+            self.process.send_signal(number)
+            self.process.wait(20)
+            self.process = None
+
+    def close(self) -> None:
+        """Delete all services, end the daemon; whoever is left is killed."""
+        try:
+            if self.process is None:
+                self.up()
+            for each in self.ask(lambda fleet: fleet.list(kind_named("InferenceService"))):
+                self.delete(text(each, "metadata", "name"))
+            self.kill(signal.SIGTERM)
+        finally:
+            self.kill()
+            for path in (*self.root.glob("pods/*/process.json"), *self.root.glob("routers/*/*/process.json")):
+                found = read_json(path) or {}
+                stat = stat_of(int(found.get("pid", 0)))
+                if stat is not None and stat.started == found.get("started"):
+                    os.kill(stat.pid, signal.SIGKILL)
+            self._log.close()
+
+    def ask(self, work: Callable[[LocalFleet], Awaitable[T]]) -> T:
+        async def run() -> T:
+            return await work(self.fleet)
+
+        return asyncio.run(run())
+
+    def apply(self, *documents: Document) -> None:
+        for each in documents:
+            self.ask(lambda fleet, each=each: fleet.apply(each))  # type: ignore[misc]
+
+    def get(self, name: str) -> Document:
+        found = self.ask(lambda fleet: fleet.get(kind_named("InferenceService"), "default", name))
+        assert found is not None
+        return found
+
+    def condition(self, name: str, kind: str = "Ready") -> Document:
+        told = items(self.get(name), "status", "conditions")
+        return next((each for each in told if each["type"] == kind), {})
+
+    def ready(self, name: str, replicas: int = 1, engines: int | None = None) -> str:
+        """The URL, once it is ready with so many pods and no others; `engines` of them are no routers."""
+
+        def look() -> str:
+            found = self.get(name)
+            engine = found.get("status", {}).get("components", {}).get("engine", {})
+            whole = (engine.get("readyReplicas"), engine.get("replicas")) == (engines or replicas,) * 2
+            generation = found.get("status", {}).get("observedGeneration") == found["metadata"]["generation"]
+            # The last revision is there, and the one before it gone.
+            conditions = {each["type"]: each["status"] for each in items(found, "status", "conditions")}
+            there = conditions.get("Ready") == conditions.get("LatestDeploymentReady") == "True"
+            pods = [each for each in self.pods(name) if "deletionTimestamp" not in each["metadata"]]
+            return text(found, "status", "url") if whole and generation and there and len(pods) == replicas else ""
+
+        return until(look)
+
+    def says(self, name: str, words: str, kind: str = "Ready") -> Document:
+        """The condition, once its message has these words."""
+        return until(lambda: found if words in text(found := self.condition(name, kind), "message") else {})
+
+    def pods(self, name: str) -> Sequence[Document]:
+        return self.ask(lambda fleet: fleet.pods(document("InferenceService", name, {})))
+
+    def pids(self, name: str) -> set[int]:
+        """The processes of all pods of a service."""
+        found = set()
+        for path in self.root.glob("pods/*/pod.json"):
+            if (read_json(path) or {}).get("service") == ["default", name]:
+                found.add(int((read_json(path.parent / "process.json") or {}).get("pid", 0)))
+        return found - {0}
+
+    def router(self, name: str) -> int:
+        return int((read_json(self.root / "routers" / "default" / name / "process.json") or {})["pid"])
+
+    def delete(self, name: str) -> None:
+        self.ask(lambda fleet: fleet.delete(document("InferenceService", name, {})))
+        asked = kind_named("InferenceService")
+        until(lambda: self.ask(lambda fleet: fleet.get(asked, "default", name)) is None)
+
+    def _answers(self) -> bool:
+        assert self.process is not None and self.process.poll() is None, "the daemon ended"
+        try:
+            return bool(self.ask(lambda fleet: fleet.list(kind_named("InferenceService"))) is not None)
+        except HeadraceError:
+            return False
+
+
+def said(url: str, path: str = "/name", seconds: float = 10.0) -> str:
+    """What a server answers; its status where that is an error."""
+    try:
+        with urllib.request.urlopen(url + path, timeout=seconds) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        return f"{error.code}"

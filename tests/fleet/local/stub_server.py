@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small server for tests of the fleet: a program of somebody else's, which knows nothing of Headrace.
+
+GET /ready, /name (its text and process), /slow?N (answers after N seconds), /hang (answers nobody any more), /die (ends).
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+hung = threading.Event()
+busy: set[object] = set()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        busy.add(self)
+        self.answer()
+        busy.discard(self)
+
+    def answer(self) -> None:
+        if hung.is_set():
+            time.sleep(3600)
+        path, _, query = self.path.partition("?")
+        if path == "/hang":
+            hung.set()
+        if path == "/die":
+            os._exit(3)
+        if path == "/slow":
+            time.sleep(float(query))
+        told = f"{options.text} {os.getpid()} {os.environ.get('LWS_WORKER_INDEX', '')}".encode()
+        self.send_response(404 if path == "/never" else 200)
+        self.send_header("Content-Length", str(len(told)))
+        self.end_headers()
+        self.wfile.write(told)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--port", type=int, default=8080)
+parser.add_argument("--host", default="127.0.0.1")
+parser.add_argument("--text", default="stub")
+options = parser.parse_args()
+if options.text == "crash":
+    sys.exit("this one crashes at its start")
+print(f"{options.text} begins on {options.port}", flush=True)
+server = Server((options.host, options.port), Handler)
+signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+server.serve_forever()
+# Whoever asked is answered; connections without a request are nobody's loss.
+while busy:
+    time.sleep(0.005)
+os._exit(0)

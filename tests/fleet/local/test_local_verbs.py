@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fleet of this machine as its user types it: `headrace up`, and the sample files of the operator, unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llm_models import tiny_llama
+from local_site import document, until
+
+from headrace.fleet.words import items
+
+HEADRACE = Path(sys.executable).parent / "headrace"
+SAMPLES = resources.files("headrace.fleet").joinpath("samples")
+
+
+class Machine:
+    """A `headrace up`, and the verbs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._environ = {**os.environ, "HEADRACE_STATE_DIR": str(root / "state"), "NO_COLOR": "1", "TERM": "dumb"}
+        self._log = (root / "up.log").open("wb")
+        words = [HEADRACE, "up", "--port", "12500", "--models-root", str(root / "models"), "--log-format", "text"]
+        self.process = subprocess.Popen(words, env=self._environ, stdout=self._log, stderr=self._log)
+        until(lambda: (root / "state" / "control.sock").exists())
+
+    def run(self, *words: str | Path, code: int = 0, given: str = "") -> str:
+        """What a verb prints."""
+        done = subprocess.run(
+            [HEADRACE, *words], env=self._environ, input=given, capture_output=True, text=True, timeout=90, check=False
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def close(self) -> None:
+        self.run("delete", "isvc", "digits", "tiny", "llama-chat", "--yes", "--ignore-not-found")
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(20)
+        self._log.close()
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    made = Machine(tmp_path_factory.mktemp("machine"))
+    try:
+        yield made
+        made.close()
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+def onnx_model(folder: Path) -> None:
+    onnx = pytest.importorskip("onnx", reason="needs onnx")
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    folder.mkdir(parents=True)
+    ends = [helper.make_tensor_value_info(name, kind, ["n", 4]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", ends[:1], ends[1:])
+    opsets = [helper.make_opsetid("", 13)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), folder / "model.onnx")
+
+
+def test_the_cpu_sample_runs_as_it_is(machine: Machine) -> None:
+    from headrace.client import Client
+
+    onnx_model(machine.root / "models" / "digits")
+    told = machine.run("apply", "-f", str(SAMPLES / "cpu.yaml"), "--wait", "--timeout", "60")
+    assert "inferenceservice.ome.io/digits created" in told and "digits is ready: http://127.0.0.1:12500" in told
+    assert "unchanged" in machine.run("apply", "-f", str(SAMPLES / "cpu.yaml"))
+    with Client("http://127.0.0.1:12500") as client:
+        result: Any = client.infer("digits", {"x": np.array([[-1, 2, -3, 4]], np.float32)})
+        np.testing.assert_array_equal(result["y"], [[0, 2, 0, 4]])
+    table = machine.run("get", "isvc")
+    assert "http://127.0.0.1:12500" in table and "headrace-cpu" in table and "1/1" in table
+    shown = machine.run("describe", "isvc", "digits")
+    assert "InferenceServiceReady" in shown and "ask it at http://127.0.0.1:12500" in shown
+    assert "listening" in machine.run("logs", "digits")
+    assert "scaled to 2" in machine.run("scale", "digits", "--replicas", "2")
+    until(lambda: "2/2" in machine.run("get", "isvc", "digits"))
+    service = json.loads(machine.run("get", "isvc", "digits", "-o", "json"))
+    assert [each["type"] for each in items(service, "status", "conditions")] == [
+        "Ready",
+        "IngressReady",
+        "EngineReady",
+        "LatestDeploymentReady",
+    ]
+    assert service["status"]["modelStatus"]["modelCopies"] == {"failedCopies": 0, "totalCopies": 2}
+    assert "deleted" in machine.run("delete", "isvc", "digits", "--yes")
+    assert not list((machine.root / "state" / "pods").iterdir())
+
+
+def test_a_sample_that_needs_a_gpu_says_so(machine: Machine) -> None:
+    (machine.root / "models" / "llama-3-8b-instruct").mkdir(parents=True, exist_ok=True)
+    told = machine.run("apply", "-f", str(SAMPLES / "raw.yaml"), "--wait", "--timeout", "3", code=1)
+    assert "on this machine 0 are free" in told or "cores, and this machine has" in told
+    assert "deleted" in machine.run("delete", "isvc", "llama-chat", "--yes")
+
+
+def test_a_language_model_answers_the_openai_client(machine: Machine) -> None:
+    openai = pytest.importorskip("openai", reason="needs openai")
+    tiny_llama(machine.root / "models" / "tiny")
+    spec = {
+        "modelFormat": {"name": "safetensors", "version": "1.0.0"},
+        "modelFramework": {"name": "transformers"},
+        "modelArchitecture": "LlamaForCausalLM",
+        "storage": {"storageUri": "vendor://tiny", "path": "/mnt/models/tiny"},
+    }
+    service = {"model": {"name": "tiny"}, "runtime": {"name": "headrace-cpu-formats"}, "engine": {"minReplicas": 1}}
+    given = "\n---\n".join(
+        json.dumps(each)
+        for each in (document("ClusterBaseModel", "tiny", spec), document("InferenceService", "tiny", service))
+    )
+    told = machine.run("apply", "-f", "-", "--wait", "--timeout", "80", given=given)
+    url = told.rpartition("tiny is ready: ")[2].split()[0]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        asked = [{"role": "user", "content": "hello"}]
+        answer = client.chat.completions.create(model="tiny", messages=asked, max_tokens=5, temperature=0)
+        assert answer.usage.completion_tokens == 5
+        pieces = list(
+            client.chat.completions.create(model="tiny", messages=asked, max_tokens=5, temperature=0, stream=True)
+        )
+        text = "".join(each.choices[0].delta.content or "" for each in pieces if each.choices)
+        assert text == answer.choices[0].message.content
+    machine.run("delete", "isvc", "tiny", "--yes")
+
+
+def test_what_is_wrong_is_told_in_a_sentence(machine: Machine, tmp_path: Path) -> None:
+    assert "no fleet runs on this machine: start one by `headrace up`" in _elsewhere(tmp_path, "get", "isvc")
+    assert "has no pods" in machine.run("logs", "nobody", code=1)
+    assert "has no engine that runs" in machine.run("scale", "nobody", "--replicas", "1", code=1)
+    job = document("BenchmarkJob", "b", {})
+    told = machine.run("apply", "-f", "-", code=2, given=json.dumps(job))
+    assert "spec" in told
+    second = subprocess.run(
+        [HEADRACE, "up", "--state-dir", str(machine.root / "state")],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert second.returncode == 1 and "a fleet runs in" in second.stdout + second.stderr
+
+
+def _elsewhere(folder: Path, *words: str) -> str:
+    environ = {**os.environ, "HEADRACE_STATE_DIR": str(folder)}
+    done = subprocess.run([HEADRACE, *words], env=environ, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    return done.stderr
