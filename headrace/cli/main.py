@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -11,7 +12,9 @@ import typer
 from headrace.cli.ab import ab
 from headrace.cli.batch import batch
 from headrace.cli.bench import bench
+from headrace.cli.completion import VARIABLE, add_values, completion
 from headrace.cli.config import config
+from headrace.cli.doctor import doctor
 from headrace.cli.explain import explain
 from headrace.cli.fleet_local import logs, scale
 from headrace.cli.fleet_up import up
@@ -27,6 +30,7 @@ from headrace.cli.operator import operator
 from headrace.cli.router_explain import router_group
 from headrace.cli.serve import ServeCommand, serve
 from headrace.cli.service import service
+from headrace.cli.top import top
 from headrace.cli.tune import tune
 from headrace.cli.users import users
 from headrace.version import __version__
@@ -51,6 +55,9 @@ app.command()(up)
 add_fleet_verbs(app)
 app.command()(logs)
 app.command()(scale)
+app.command()(top)
+app.command()(doctor)
+app.command()(completion)
 app.add_typer(models)
 app.add_typer(config)
 app.add_typer(keys)
@@ -64,6 +71,8 @@ app.add_typer(ab)
 
 def main() -> None:
     """Entry point of the console script."""
+    if VARIABLE in os.environ:
+        add_values(app)
     app()
 
 

@@ -56,6 +56,8 @@ class ServeCommand(TyperCommand):
         from headrace.cli.checks import or_exit
         from headrace.cli.serve_arguments import normalise
 
+        if ctx.resilient_parsing:  # the shell completes a line that is not whole yet
+            return super().parse_args(ctx, args)
         with or_exit():
             arguments, ctx.meta[_WARNINGS] = normalise(args)
         return super().parse_args(ctx, arguments)

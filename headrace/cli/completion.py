@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace completion`: a script for a shell, and the values that it completes.
+
+The script runs `headrace` with a variable set, and Typer answers with what could follow. `add_values` is called by `main`
+only then, so that values cost nothing otherwise: the names of models come from a server, and whoever presses Tab does not
+wait long for one, nor sees an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+VARIABLE = "_HEADRACE_COMPLETE"
+_URL = "http://127.0.0.1:8000"
+_SECONDS = 1.0
+_BASH = """
+_headrace_completion() {
+    local line="${COMP_LINE:0:COMP_POINT}" words at
+    read -ra words <<< "$line"
+    at=$((${#words[@]} - 1))
+    [[ $line == *[[:space:]] ]] && at=$((at + 1))
+    mapfile -t COMPREPLY < <(env COMP_WORDS="$line" COMP_CWORD=$at _HEADRACE_COMPLETE=complete_bash "$1" 2>/dev/null)
+}
+complete -o default -F _headrace_completion headrace
+"""
+"""Not Typer's: bash cuts words at = and :, so --policy=p2c and URLs must be read from the line itself."""
+
+Values = Callable[..., list[str]]
+"""Typer looks at the names of its arguments."""
+
+
+class Shell(StrEnum):
+    """Those that there is a script for."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(
+    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.", show_default=False)],
+) -> None:
+    """Print a script that makes a shell complete verbs, options, policies, platforms and names of models with Tab.
+
+    Examples:
+
+        source <(headrace completion bash)
+
+        headrace completion bash > ~/.local/share/bash-completion/completions/headrace
+
+        headrace completion zsh > ~/.zfunc/_headrace
+
+        headrace completion fish > ~/.config/fish/completions/headrace.fish
+    """
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]  # only imported there
+
+    if shell is Shell.BASH:
+        typer.echo(_BASH.strip())
+    else:
+        named = {"prog_name": "headrace", "complete_var": VARIABLE, "shell": shell.value}
+        typer.echo(get_completion_script(**named))
+
+
+def add_values(app: typer.Typer) -> None:
+    """Have the values of arguments and options completed, by what they are called. Before the program is run."""
+    from headrace.cli.serve import serve
+
+    for callback in _callbacks(app):
+        find = _flag_values if callback is serve else _values
+        for name, parameter in _parameters(callback):
+            if parameter.autocompletion is None and parameter.shell_complete is None:
+                parameter.autocompletion = find(name)
+
+
+def _values(name: str) -> Values | None:
+    if name == "model":
+        return model_names
+    if name in ("policy", "platform"):
+        return _starting(_policies if name == "policy" else _platforms)
+    return None
+
+
+def _flag_values(name: str) -> Values | None:
+    """Of an option of `serve`: its table says what it takes."""
+    from headrace.cli.options import BY_NAME
+
+    flag = BY_NAME.get(name.replace("_", "-"))
+    choices = () if flag is None else flag.choices or (("true", "false") if flag.kind == "truth" else ())
+    return _starting(lambda: choices) if choices else None
+
+
+def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Those of the server that the line names, or of the usual one; none where it does not answer, and no error."""
+    import http.client
+    import json
+    from urllib.parse import urlsplit
+
+    from headrace.cli.client import credentials
+
+    parts = urlsplit(str(ctx.params.get("url") or _URL))
+    if parts.scheme != "http" or not parts.hostname:
+        return []
+    try:
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_SECONDS)
+        try:
+            connection.request("POST", f"{parts.path.rstrip('/')}/v2/repository/index", b"{}", credentials())
+            index = json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+        names = {str(each["name"]) for each in index}
+    except (OSError, ValueError, TypeError, KeyError, http.client.HTTPException):
+        return []
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def _policies() -> Iterable[str]:
+    from headrace.router.settings import POLICIES
+
+    return POLICIES
+
+
+def _platforms() -> Iterable[str]:
+    from headrace.launch.drivers import PLATFORMS
+
+    return PLATFORMS
+
+
+def _starting(known: Callable[[], Iterable[str]]) -> Values:
+    def values(incomplete: str) -> list[str]:
+        return [each for each in known() if each.startswith(incomplete)]
+
+    return values
+
+
+def _callbacks(app: typer.Typer) -> Iterator[Callable[..., Any]]:
+    for command in app.registered_commands:
+        if command.callback is not None:
+            yield command.callback
+    if app.registered_callback is not None and app.registered_callback.callback is not None:
+        yield app.registered_callback.callback
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            yield from _callbacks(group.typer_instance)
+
+
+def _parameters(callback: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """What Typer was told of each parameter.
+
+    Annotations are texts, of which everybody who reads them makes objects anew: they are read here for once, so that Typer
+    finds these objects.
+    """
+    from typer.models import ParameterInfo
+
+    if any(isinstance(each, str) for each in callback.__annotations__.values()):
+        try:
+            callback.__annotations__ = get_type_hints(callback, include_extras=True)
+        except NameError:  # a type that is there for checkers alone: no values for this verb
+            return
+    for name, parameter in inspect.signature(callback).parameters.items():
+        for each in get_args(parameter.annotation)[1:]:
+            if isinstance(each, ParameterInfo):
+                yield name, each

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace doctor` on this machine: with real ports, servers and folders."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_programs import BROKEN, CONFIG, HEADRACE, PLAIN, make_models, run, serve
+from ports import free_port
+
+from headrace.cli.doctor import server_url
+from headrace.core.errors import InvalidArgument
+from headrace.doctor.servers import check_gateway
+
+
+def findings_of(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    """By name; that the exit code fits them is looked at as well."""
+    document = json.loads(done.stdout)
+    states = [each["state"] for each in document["findings"]]
+    assert (states.count("problem"), states.count("warning")) == (document["problems"], document["warnings"])
+    assert done.returncode == (1 if document["problems"] else 0), done.stderr
+    assert all(each["fix"] for each in document["findings"] if each["state"] == "problem")
+    return {each["name"]: each for each in document["findings"]}
+
+
+def free_ports() -> list[str]:
+    """So that what else runs on this machine does not matter."""
+    return [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", str(free_port()))]
+
+
+def test_ports_that_another_program_has() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as other:
+        port, metrics = (each.getsockname()[1] for each in (taken, other))
+        words = ["--http-port", str(port), *free_ports()[2:4], "--metrics-port", str(metrics)]
+        found = findings_of(run("doctor", *words, "--json"))
+    told = found[f"port {port}"]
+    assert told["state"] == "problem" and f"process {os.getpid()}," in told["message"]
+    assert told["fix"].startswith("headrace serve --http-port ")
+    with socket.create_server(("127.0.0.1", int(told["fix"].rpartition(" ")[2]))):
+        pass  # the fix names a port that can be had
+    # A server does without the port for metrics.
+    assert found[f"port {metrics}"]["state"] == "warning"
+
+
+def test_a_server_that_runs(tmp_path: Path) -> None:
+    with serve(tmp_path / "log", make_models(tmp_path / "models", one=CONFIG)) as server:
+        port = server.url.rpartition(":")[2]
+        found = findings_of(run("doctor", *free_ports()[2:], "--http-port", port, "--json"))
+        named = findings_of(run("doctor", *free_ports(), "--url", server.url.removeprefix("http://"), "--json"))
+    told = found[f"port {port}"]
+    assert told["state"] == "ok" and f"process {server.process.pid}," in told["message"]
+    for each in (found, named):
+        assert each[f"server {server.url}"]["state"] == "ok"
+        assert each[f"clock of {server.url}"]["state"] == "ok"
+
+
+def test_a_server_that_is_not_ready(tmp_path: Path) -> None:
+    with serve(tmp_path / "log", make_models(tmp_path / "models", fine=CONFIG, broken=BROKEN)) as server:
+        found = findings_of(run("doctor", *free_ports(), "--url", server.url, "--json"))
+    told = found[f"server {server.url}"]
+    assert told["state"] == "problem" and "broken is" in told["message"] and "dimms" in told["message"]
+    assert told["fix"] == f"headrace models list --url {server.url}"
+
+
+def test_nobody_there() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    found = findings_of(run("doctor", *free_ports(), "--url", url, "--gateway", url, "--json"))
+    for name in (f"server {url}", f"gateway {url}"):
+        assert found[name]["state"] == "problem" and "Connection refused" in found[name]["message"]
+
+
+@contextmanager
+def answering(ahead: float) -> Iterator[str]:
+    """Something that says it is ready, with a clock of its own."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return formatdate(time.time() + ahead, usegmt=True)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("ahead", "state", "words"),
+    [(0, "ok", "agrees"), (20, "warning", "ahead of"), (-20, "warning", "behind"), (-900, "problem", "behind")],
+)
+def test_the_clock_of_a_gateway(ahead: float, state: str, words: str) -> None:
+    with answering(ahead) as url:
+        gateway, clock = check_gateway(url, {})
+    assert (gateway.name, gateway.state) == (f"gateway {url}", "ok")
+    assert (clock.name, clock.state) == (f"clock of {url}", state) and words in clock.message
+
+
+def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    environ = PLAIN | {"HOME": str(home), "XDG_CACHE_HOME": "", "XDG_STATE_HOME": "", "HEADRACE_STATE_DIR": ""}
+    words = [HEADRACE, "doctor", *free_ports(), "--repository", "nowhere"]
+    done = subprocess.run(words, env=environ, cwd=here, capture_output=True, text=True, timeout=30, check=False)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1 and not done.stderr
+    place = next(n for n, line in enumerate(lines) if line.split()[:2] == ["problem", "repository"])
+    assert lines[place + 1] == "         try: mkdir -p nowhere"
+    assert any(line.startswith("ok ") and f"{home}/.cache/headrace is made when it is needed" in line for line in lines)
+    assert lines[-1].split()[1] == "problem(s)," and lines[-1].endswith(" fine")
+    quiet = subprocess.run(
+        [*words, "--quiet"], env=environ, cwd=here, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert not any(line.startswith("ok ") for line in quiet.stdout.splitlines())
+    assert not list(home.iterdir()) and not list(here.iterdir())
+
+
+def test_what_cannot_be_asked() -> None:
+    done = run("doctor", "--platform", "moon")
+    assert done.returncode == 2 and done.stderr.startswith("headrace: ") and not done.stdout
+    for text in ("ftp://there", "http://there:port", "http://"):
+        with pytest.raises(InvalidArgument, match="names no server"):
+            server_url(text)
+    assert server_url("there:8000/") == "http://there:8000"
+
+
+def test_platforms_that_are_asked_for(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    environ = PLAIN | {"KUBECONFIG": str(config), "HOME": str(tmp_path), "XDG_STATE_HOME": "", "LEPTON_AUTH_TOKEN": ""}
+    words = [HEADRACE, "doctor", *free_ports(), "--kube", "--platform", "process", "--platform", "lepton", "--json"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=40, check=False)
+    found = findings_of(done)
+    assert found["process"]["state"] == "ok" and not (tmp_path / ".local").exists()
+    assert found["lepton: LEPTON_AUTH_TOKEN"]["fix"] == "export LEPTON_AUTH_TOKEN=VALUE"
+    wrong = [each for name, each in found.items() if name.startswith("kubernetes")]
+    assert [each["state"] for each in wrong] == ["problem"] and str(config) in wrong[0]["message"]

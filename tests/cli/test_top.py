@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace top`: what a real server and a real router did between two looks, as a table, as JSON and on a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import http.server
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_programs import BROKEN, CONFIG, HEADRACE, PLAIN, Server, make_models, run, serve
+from ports import free_port
+
+from headrace.cli.client import ServerClient
+from headrace.cli.top_polling import Look, open_poller, read_metrics
+from headrace.cli.top_rates import Row, View, quantile, server_view
+from headrace.core.errors import HeadraceError
+
+CACHED = CONFIG + "response_cache { enable: true }\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two workers, of which one has requests while another may be asked."""
+    folder = tmp_path_factory.mktemp("top")
+    models = make_models(folder / "models", one=CONFIG, cached=CACHED, broken=BROKEN)
+    with serve(folder / "log", models, "--workers", "2", "--strict-readiness=false") as made:
+        yield made
+
+
+def infer(url: str, model: str, rows: int = 1) -> None:
+    inputs = [{"name": "INPUT0", "datatype": "FP32", "shape": [rows, 4], "data": [0.5] * 4 * rows}]
+    ServerClient(url).post(f"/v2/models/{model}/infer", {"inputs": inputs})
+
+
+def row_of(view: View, name: str) -> Row:
+    (row,) = [each for each in view.rows if each.name == name]
+    return row
+
+
+def test_between_two_looks(server: Server) -> None:
+    poller = open_poller(server.url)
+    infer(server.url, "one")
+    before = poller.look()
+    for rows in (1, 2, 3, 6):
+        infer(server.url, "one", rows)
+    view = poller.view(before, poller.look())
+    one = row_of(view, "one")
+    assert (view.kind, view.rows[0], one.version, one.state) == ("server", one, "1", "READY")
+    assert round(one.requests_per_s * view.seconds, 6) == 4 and one.failures_per_s == one.failures == 0
+    assert one.batch == 3.0 and one.queue == 0 and one.cache_hits is None
+    assert one.p50_ms is not None and one.p99_ms is not None and 0 < one.p50_ms <= one.p99_ms
+    assert view.machine["server_bytes"] > 1e6 and view.machine["memory_total_bytes"] > view.machine["memory_used_bytes"]
+    broken = row_of(view, "broken")
+    assert broken.state == "UNAVAILABLE" and "dimms" in broken.reason and broken.p50_ms is None
+
+
+def test_hits_of_the_cache(server: Server) -> None:
+    poller = open_poller(server.url)
+    before = poller.look()
+    for _ in range(12):  # each worker has a cache of its own
+        infer(server.url, "cached")
+    share = row_of(poller.view(before, poller.look()), "cached").cache_hits
+    assert share is not None and 10 / 12 <= share < 1
+
+
+def test_one_table(server: Server) -> None:
+    done = run("top", server.url, "--once", "--interval", "0.1")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[0].startswith(f"{server.url}   0.0 requests/s")
+    assert "machine CPU" in lines[1] or "memory" in lines[1]
+    head = next(line for line in lines if line.startswith("MODEL"))
+    words = "MODEL VER STATE REQ/s FAIL/s FAILED P50 ms P99 ms QUEUE QUEUE ms BATCH HITS WHY"
+    assert head.split() == words.split()
+    states = {line.split()[0]: line.split()[2] for line in lines[lines.index(head) + 1 :]}
+    assert states == {"one": "READY", "cached": "READY", "broken": "UNAVAILABLE"}
+
+
+def test_json(server: Server) -> None:
+    done = run("top", "--url", server.url, "--once", "--interval", "0.1", "--json")
+    document = json.loads(done.stdout)
+    assert document["kind"] == "server" and document["seconds"] > 0
+    assert {row["name"] for row in document["rows"]} == {"one", "cached", "broken"}
+
+
+def test_nobody_there(server: Server) -> None:
+    done = run("top", f"http://127.0.0.1:{free_port()}", "--once")
+    assert done.returncode == 2 and done.stderr.startswith("headrace: no server answers at ")
+
+
+def test_a_server_without_metrics(tmp_path: Path) -> None:
+    with serve(tmp_path / "log", "--allow-metrics=false") as silent:
+        done = run("top", silent.url, "--once")
+    assert done.returncode == 2 and "has no /metrics" in done.stderr
+
+
+@contextmanager
+def routing(log: Path, *backends: str) -> Iterator[str]:
+    url = f"127.0.0.1:{free_port()}"
+    words = [word for each in backends for word in ("--backend", each)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [HEADRACE, "router", *words, "--port", url.rpartition(":")[2]], env=PLAIN, stdout=output, stderr=output
+        )
+    try:
+        Server(process, log).wait_for("BACKEND")
+        yield f"http://{url}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_a_router(server: Server, tmp_path: Path) -> None:
+    gone = f"http://127.0.0.1:{free_port()}"
+    with routing(tmp_path / "log", server.url, gone) as url:
+        poller = open_poller(url)
+        before = poller.look()
+        for _ in range(5):
+            infer(url, "one")
+        view = poller.view(before, poller.look())
+        done = run("top", url, "--once", "--interval", "0.1")
+    up, down = view.rows
+    assert (view.kind, up.name, up.state, down.name) == ("router", server.url, "up", gone)
+    assert round(up.requests_per_s * view.seconds, 6) == 5 and up.p99_ms is not None and down.p99_ms is None
+    assert "by p2c" in done.stdout and f"\n{server.url}  up " in done.stdout
+
+
+class Screen:
+    """A program on a terminal of its own."""
+
+    def __init__(self, *words: str | Path, columns: int) -> None:
+        self._terminal, inner = pty.openpty()
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+        environ = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            words, env=environ | {"TERM": "xterm"}, stdin=inner, stdout=inner, stderr=inner, start_new_session=True
+        )
+        os.close(inner)
+
+    def read_until(self, text: str) -> str:
+        """What was shown up to a text; the test's own time-out is the limit."""
+        shown = ""
+        while text not in shown:
+            try:
+                shown += os.read(self._terminal, 65536).decode(errors="replace")
+            except OSError:  # it has ended
+                raise AssertionError(f"{text!r} was not shown: {shown[-2000:]}") from None
+        return shown
+
+    def close(self) -> None:
+        os.close(self._terminal)
+
+
+def test_on_a_terminal(tmp_path: Path) -> None:
+    """It follows a server, survives its end, and gives the terminal back."""
+    with serve(tmp_path / "log", make_models(tmp_path / "models", narrow=CONFIG)) as made:
+        screen = Screen(HEADRACE, "top", made.url, "--interval", "0.1", columns=80)
+        try:
+            shown = screen.read_until("narrow")
+            assert "\x1b[?1049h" in shown and "P99 ms" in shown and "QUEUE ms" not in shown
+            infer(made.url, "narrow")
+            screen.read_until("READY")
+            made.process.send_signal(signal.SIGTERM)
+            screen.read_until("asking again")
+            screen.process.send_signal(signal.SIGINT)
+            screen.read_until("\x1b[?1049l")
+            assert screen.process.wait(30) == 0
+        finally:
+            screen.process.kill()
+            screen.process.wait()
+            screen.close()
+
+
+# Without a server
+
+TEXT = """# HELP nv_inference_request_success x
+# TYPE nv_inference_request_success counter
+nv_inference_request_success{model="a \\"b\\" \\\\ c",version="1"} %d
+nv_inference_request_failure{model="a \\"b\\" \\\\ c",version="1",reason="BACKEND"} %d
+nv_inference_request_failure{model="a \\"b\\" \\\\ c",version="1",reason="REJECTED"} 1
+nv_gpu_utilization{gpu_uuid="GPU-1"} 0.5
+nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 1024
+python_gc_collections_total{generation="0"} 12
+this is no sample
+nv_broken{model="x"} many
+"""
+
+
+def look(at: float, requests: int, failures: int) -> Look:
+    return Look(at, read_metrics(TEXT % (requests, failures)))
+
+
+def test_rates_failures_and_names_with_quotes() -> None:
+    view = server_view("u", look(10, 100, 5), look(12, 130, 9))
+    (row,) = view.rows
+    assert row.name == 'a "b" \\ c' and (row.requests_per_s, row.failures_per_s, row.failures) == (15, 2, 10)
+    (gpu,) = view.gpus
+    assert (gpu.uuid, gpu.utilisation, gpu.used_bytes, gpu.total_bytes) == ("GPU-1", 0.5, 1024, None)
+
+
+def test_a_server_that_began_anew() -> None:
+    (row,) = server_view("u", look(10, 100, 5), look(11, 7, 0)).rows
+    assert (row.requests_per_s, row.failures_per_s) == (7, 0)
+
+
+def test_two_looks_at_the_same_moment() -> None:
+    (row,) = server_view("u", look(10, 1, 0), look(10, 9, 0)).rows
+    assert row.requests_per_s == 0
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("share", "counts", "value"),
+    [
+        (0.5, {}, None),
+        (0.5, {10.0: 0, INF: 0}, None),
+        (0.5, {10.0: 4, INF: 4}, 5.0),
+        (0.5, {10.0: 0, 20.0: 10, INF: 10}, 15.0),
+        (0.99, {10.0: 98, 20.0: 100, INF: 100}, 15.0),
+        (0.99, {10.0: 1, INF: 100}, 10.0),
+    ],
+)
+def test_quantiles(share: float, counts: dict[float, float], value: float | None) -> None:
+    assert quantile(share, counts) == value
+
+
+def test_something_else_that_answers() -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", "5")
+            self.end_headers()
+            self.wfile.write(b"hello")
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(HeadraceError, match="is that a Headrace server"):
+                open_poller(f"http://127.0.0.1:{other.server_port}").look()
+        finally:
+            other.shutdown()
+            thread.join()
