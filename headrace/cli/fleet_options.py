@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -70,6 +69,8 @@ def where_of(kube: bool, kubeconfig: str, context: str) -> Where:
 
 def with_fleet(where: Where, work: Callable[[Fleet], Awaitable[T]]) -> T:
     """Do something with a fleet; an error becomes a sentence and an exit code."""
+    import asyncio
+
     from headrace.fleet.client import opening
 
     # What a person has to know is in the error; what else is logged would stand around it.
