@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from headrace.access.settings import Scope
 
-_OPEN = frozenset(("/healthz", "/livez", "/readyz", "/ready", "/health", "/api/health"))
-_OPEN_UNDER = ("/v2/health/", "/api/health/")
+_OPEN = frozenset(("/healthz", "/livez", "/readyz", "/ready", "/health", "/api/health", "/console", "/console/"))
+_OPEN_UNDER = ("/v2/health/", "/api/health/", "/console/assets/")
+"""The console's page is open, since it asks for the key; what it shows is not."""
 _INFER_UNDER = ("/predict/", "/api/infer/")
 _INFER_ENDS = ("/infer", "/generate", "/generate_stream")
 _OPENAI_MODELS = "/v1/models"

@@ -32,6 +32,8 @@ from headrace.apps.settings import ServerSettings
 from headrace.apps.worker import Worker
 from headrace.apps.workers import WorkersAccounts
 from headrace.apps.workers_routes import WorkersRoutes, WorkersServices
+from headrace.console.describing import console_table
+from headrace.console.http import Console
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine
 from headrace.media.reader import MediaReader
@@ -111,6 +113,8 @@ def build_protocols(
         metrics.add_to(built.site.routes)
         metrics_site = Site(Routes() if guard is None else guarded_routes(guard), limits=settings.limits)
         metrics.add_to(metrics_site.routes)
+    if settings.allow_console and not settings.v2.http_restrictions:
+        _console(engine, settings, metrics, worker).add_to(built.site.routes)
     return Protocols(plane, built, traffic, guard, metrics_site, metrics, media)
 
 
@@ -144,7 +148,8 @@ def build_site(
             OpenAiHttp(plane, settings.openai, media).add_to(routes)
         if traffic is not None and settings.allow_admin:
             _admin(traffic, worker, routes).add_to(routes)
-    OpenApi(plane, routes, _described(settings), [predict_table(), admin_table(), openai_table()]).add_to(routes)
+    tables = [predict_table(), admin_table(), openai_table(), console_table()]
+    OpenApi(plane, routes, _described(settings), tables).add_to(routes)
     v2_grpc = V2Grpc(plane, tracer, v2)
     v2_grpc.add_to(services)
     streams: tuple[V2Grpc | PredictGrpc, ...] = (v2_grpc,)
@@ -184,6 +189,17 @@ def _admin(traffic: Traffic, worker: Worker | None, routes: Routes) -> Admin:
     gathering.tell_also("traffic", traffic.numbers)
     traffic.on_rollback = routes.rolled_back
     return Admin(traffic, lambda: gathering.others("traffic"))
+
+
+def _console(engine: Engine, settings: ServerSettings, metrics: Metrics | None, worker: Worker | None) -> Console:
+    machine = metrics.seen if metrics is not None else tuple
+    control = bool(settings.engine.repositories) and settings.engine.repository.mode == "explicit"
+    if worker is None:
+        return Console(engine.plane, engine.metrics, machine, control=control)
+    gathering = worker.gathering
+    console = Console(engine.plane, engine.metrics, machine, lambda: gathering.others("console"), control=control)
+    gathering.tell_also("console", console.numbers)
+    return console
 
 
 def _described(settings: ServerSettings) -> OpenApiSettings:

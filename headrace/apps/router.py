@@ -99,6 +99,10 @@ async def _run(settings: RouterAppSettings, on_ready: OnReady | None, reread: Re
 def _scaler(settings: RouterSettings) -> Scaler | None:
     if settings.activation is None:
         return None
+    if settings.activation.local is not None:
+        from headrace.router.waking.local import LocalScaler
+
+        return LocalScaler(settings.activation.local)
     from headrace.router.waking.kubernetes import connect
 
     return connect()

@@ -96,6 +96,9 @@ class ServerSettings:
     allow_admin: bool = True
     """Whether `/admin` is served: not to strangers who need no API key."""
 
+    allow_console: bool = True
+    """Whether `/console` is served: not to strangers who need no API key."""
+
     measuring: MetricsSettings | None = None
     """What `/metrics` tells, here and on the metrics port; None for no metrics at all."""
 

@@ -28,6 +28,7 @@ log = logging.getLogger("headrace.apps")
 _TRAFFIC = "/admin/traffic/"
 _ROLLBACK = f"{_TRAFFIC}{{model}}/rollback"
 _SHARED_MEMORY = ("/v2/systemsharedmemory", "/v2/cudasharedmemory", "/api/sharedmemorycontrol")
+_NUMBERS_UNDER = ("/api/status", "/console/api/")
 _NUMBERS = ("ModelStatistics", "Status")
 _CHANGES = (
     "LogSettings",
@@ -54,7 +55,7 @@ class WorkersRoutes(Routes):
 
     def add(self, method: str, path: str, handler: Handler, *, streams_body: bool = False) -> None:
         """See `Routes.add`."""
-        if method == "GET" and (path.startswith("/api/status") or path.endswith(("/stats", "/report"))):
+        if method == "GET" and (path.startswith(_NUMBERS_UNDER) or path.endswith(("/stats", "/report"))):
             handler = self._with_numbers(handler)
         elif method != "GET" and path.startswith(_TRAFFIC):
             self._repeating.know(f"{method} {path}", handler)

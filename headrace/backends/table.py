@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from threading import RLock
 
 from headrace.backends.contract import Backend
 from headrace.core.errors import FailedPrecondition, InvalidArgument
@@ -53,6 +54,9 @@ BY_HAND = {
 
 ENTRY_POINTS = "headrace.backends"
 
+_ONE_AT_A_TIME = RLock()
+"""Models load in several threads, and packages that import their parts late (transformers) break when two begin at once."""
+
 
 @cache
 def backend_named(name: str) -> Backend:
@@ -62,7 +66,8 @@ def backend_named(name: str) -> Backend:
         return _of_others(name)
     module, attribute = target.split(":")
     try:
-        backend: Backend = getattr(import_module(module), attribute)()
+        with _ONE_AT_A_TIME:
+            backend: Backend = getattr(import_module(module), attribute)()
     except ImportError as error:
         if (error.name or "").startswith("headrace") or not (name in EXTRAS or name in BY_HAND):
             raise
@@ -78,5 +83,6 @@ def _of_others(name: str) -> Backend:
     if name not in added:
         known = ", ".join(sorted({*BACKENDS, *added}))
         raise InvalidArgument(f"backend '{name[:64]}' is not known: use one of {known}")
-    backend: Backend = added[name].load()()
+    with _ONE_AT_A_TIME:
+        backend: Backend = added[name].load()()
     return backend

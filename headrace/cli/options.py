@@ -160,6 +160,13 @@ _OTHERS: tuple[Flag, ...] = (
         many=True,
     ),
     Flag("allow-client-shm", PROTOCOLS, "Let clients register shared memory of this machine.", "truth", False),
+    Flag(
+        "console",
+        PROTOCOLS,
+        "Serve the console at /console. Unless told: if only this machine can connect, or clients need an API key.",
+        "truth",
+        aliases=("allow-console",),
+    ),
     Flag("allow-profiling", PROTOCOLS, "Answer requests to profile with success.", "truth", False),
     Flag("allow-metrics", METRICS, "Serve metrics.", "truth", True),
     Flag("allow-gpu-metrics", METRICS, "Metrics of the GPUs, where there are some.", "truth", True),

@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from headrace.core.errors import InvalidArgument
-from headrace.router.waking.settings import METRICS, ActivationSettings, Target, TargetScale
+from headrace.router.waking.settings import METRICS, ActivationSettings, LocalPlace, Target, TargetScale
 
 _NUMBERS = ("idle_seconds", "wait_seconds", "held_requests", "held_bytes")
 _WHOLE = ("held_requests", "held_bytes", "most")
 _TARGET = ("apiVersion", "kind", "namespace", "name", "scale")
+_LOCAL = ("folder", "service")
 _SCALE = ("metric", "target", "most")
 _API_VERSION = re.compile(r"([a-z0-9][a-z0-9.-]{0,252}/)?[a-z0-9]{1,63}")
 _KIND = re.compile(r"[A-Za-z][A-Za-z0-9]{0,62}")
@@ -29,16 +30,22 @@ def read_activation(node: yaml.Node, path: str) -> ActivationSettings:
     """What sleeps, and how it is woken. Raises InvalidArgument."""
     numbers: dict[str, Any] = {}
     targets: tuple[Target, ...] = ()
-    for name, value in _entries(node, path, "activation", (*_NUMBERS, "targets")):
+    local: LocalPlace | None = None
+    for name, value in _entries(node, path, "activation", (*_NUMBERS, "targets", "local")):
         if name == "targets":
             targets = _targets(value, path)
+        elif name == "local":
+            said = {each: _text(text, path, each) for each, text in _entries(value, path, "local", _LOCAL)}
+            if len(said) < len(_LOCAL):
+                raise InvalidArgument(f"{_place(path, value)}: activation.local has a folder and a service")
+            local = LocalPlace(**said)
         else:
             numbers[name] = _number(value, path, f"activation.{name}", whole=name in _WHOLE)
     if not targets:
         raise InvalidArgument(
             f"{_place(path, node)}: activation needs targets: what sleeps, by apiVersion, kind and name"
         )
-    settings = ActivationSettings(targets, **numbers)
+    settings = ActivationSettings(targets, **numbers, local=local)
     if settings.idle_seconds < _LEAST_IDLE_SECONDS or settings.wait_seconds <= 0:
         raise InvalidArgument(
             f"{_place(path, node)}: activation.idle_seconds is at least {_LEAST_IDLE_SECONDS:g}, and wait_seconds over 0"

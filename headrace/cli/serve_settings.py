@@ -38,6 +38,7 @@ def server_settings(configured: Configured, progress: Progress, staging: Staging
     measuring = _measuring(given)
     endpoint, trace = trace_settings(given)
     access = access_settings(configuration)
+    no_strangers = access.keys_file is not None or only_this_machine((ports.http, ports.grpc))
     return ServerSettings(
         http=ports.http,
         grpc=ports.grpc,
@@ -53,7 +54,8 @@ def server_settings(configured: Configured, progress: Progress, staging: Staging
         openai=OpenAiSettings() if configuration.truth("openai.enabled") else None,
         media=media_settings(configuration),
         access=access,
-        allow_admin=access.keys_file is not None or only_this_machine((ports.http, ports.grpc)),
+        allow_admin=no_strangers,
+        allow_console=given.truth("console") if given.has("console") else no_strangers,
         traffic=_traffic(configuration, staging),
         traffic_again=(lambda: _traffic(configured.again(), staging)) if configuration.file else None,
         traffic_file=configuration.file,

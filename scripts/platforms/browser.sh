@@ -9,6 +9,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 build=$root/build/browser
 playwright=1.65.0
 axe=4.10.3
+axe_sha256=880970c081707360e64f34cea25ff91892f5bc95675b0776925b9709dd8a68bb
 
 packages() {
   local missing=() package
@@ -36,12 +37,14 @@ judge() {
   [ -f "$build/axe-$axe.js" ] && return
   local work
   work=$(mktemp -d)
+  # shellcheck disable=SC2064 # now
+  trap "rm -rf '$work'" EXIT
   # A package of npm is an archive under a known address: npm itself is not needed.
   "$root/.venv/bin/python" -c 'import sys, urllib.request; urllib.request.urlretrieve(sys.argv[1], sys.argv[2])' \
     "https://registry.npmjs.org/axe-core/-/axe-core-$axe.tgz" "$work/axe.tgz"
   tar -xzf "$work/axe.tgz" -C "$work" package/axe.min.js
+  echo "$axe_sha256  $work/package/axe.min.js" | sha256sum --check --quiet
   mv "$work/package/axe.min.js" "$build/axe-$axe.js"
-  rm -rf "$work"
 }
 
 case ${1:-} in

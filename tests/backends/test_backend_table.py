@@ -197,3 +197,30 @@ def test_tensorrt_is_told_apart_from_a_backend_that_is_not_known() -> None:
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
     assert said.startswith("FailedPrecondition")
     assert "install TensorRT" in said
+
+
+TWO_AT_ONCE = """
+import sys, threading
+from headrace.backends.table import backend_named
+begin, wrong = threading.Barrier(2), []
+
+def load(name):
+    begin.wait()
+    try:
+        backend_named(name)
+    except Exception as error:
+        wrong.append(repr(error))
+
+threads = [threading.Thread(target=load, args=(name,)) for name in ("llm", "huggingface_vision")]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+sys.exit("; ".join(wrong) or 0)
+"""
+
+
+def test_two_backends_of_one_package_may_be_wanted_at_once() -> None:
+    # transformers imports its parts late, and breaks when two threads begin with it.
+    done = subprocess.run([sys.executable, "-c", TWO_AT_ONCE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr[-1000:]) == (0, "")

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from plan_cases import facts, live, names, one, planned, service
 
 from headrace.cli.router_settings import router_settings
-from headrace.fleet.planning import Plan, plan
+from headrace.fleet.planning import Plan, Rise, plan
 from headrace.router.waking.settings import Target, TargetScale
 
 ZERO = {"engine": {"minReplicas": 0, "maxReplicas": 6, "scaleTarget": 10}}
@@ -122,3 +122,14 @@ def test_how_long_nothing_may_come() -> None:
 def test_what_scales_itself_is_left_alone() -> None:
     made = planned(ZERO, without="knative", ome_io__autoscalerClass="external")
     assert "Deployment/chat-front" not in names(made)
+
+
+def test_who_sleeps_and_may_not_any_more_is_woken_by_us() -> None:
+    asleep = live(planned(ZERO, without="knative"), replicas=0)
+    awake = service({"engine": {"minReplicas": 2, "maxReplicas": 6}})
+    made = plan(awake, facts("knative"), asleep)
+    assert made.rises == [Rise("apps/v1", "Deployment", "chat-engine", 2)]
+    # Nor is anybody's scaling undone: somebody may have put it to zero by hand, without a front.
+    by_hand = {key: each for key, each in asleep.items() if "front" not in key}
+    assert plan(awake, facts("knative"), by_hand).rises == []
+    assert plan(service(ZERO), facts("knative"), asleep).rises == []

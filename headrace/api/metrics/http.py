@@ -8,6 +8,7 @@ get its answer. With several processes, `workers` has the numbers of the others.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from headrace.api.metrics.collector import Collector, written
 from headrace.api.metrics.sampler import Sampler
@@ -18,6 +19,7 @@ from headrace.engine.dataplane import DataPlane
 from headrace.telemetry.exposition import Format, negotiate
 from headrace.telemetry.merging import pack
 from headrace.telemetry.registry import Registry
+from headrace.telemetry.samples import Samples
 from headrace.wire.http.coding import choose_coding, deflate
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import CONTENT_TYPE, ResponseHead
@@ -54,6 +56,10 @@ class Metrics:
     def close(self) -> None:
         """End the thread. Waits for a look that is under way."""
         self._sampler.close()
+
+    def seen(self) -> Sequence[Samples]:
+        """What was last seen of GPUs and CPUs; for the console."""
+        return self._sampler.seen
 
     def add_to(self, routes: Routes) -> None:
         """Serve the path."""

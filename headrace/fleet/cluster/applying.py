@@ -15,6 +15,7 @@ from headrace.fleet.cluster.differing import differs, digest
 from headrace.fleet.cluster.resources import Resource, Served, child_of
 from headrace.fleet.cluster.view import View, owner_uid
 from headrace.fleet.names import NO_ROLLOUT
+from headrace.fleet.planning import Rise
 from headrace.fleet.planning.site import REVISION_LABEL
 from headrace.fleet.status.observed import group_of
 from headrace.fleet.words import Document, Problem, annotations_of, kind_of, labels_of, name_of, text, whole
@@ -52,6 +53,14 @@ class Applier:
         if not problems:
             await self._prune(live, {_name(each) for each in objects})
         return problems
+
+    async def rise(self, service: Document, rise: Rise) -> None:
+        """Wake what may not sleep any more. Before its front goes: it is known by that. Raises Refused, Unreachable."""
+        resource = child_of({"apiVersion": rise.api_version, "kind": rise.kind})
+        where = self._view.where(resource) if resource is not None else None
+        if where is not None:
+            namespace = text(service, "metadata", "namespace")
+            await self._api.patch(where, namespace, rise.name, {"spec": {"replicas": rise.replicas}}, "scale")
 
     async def _one(self, service: Document, wanted: Document, live: Document | None) -> Problem | None:
         resource = child_of(wanted)

@@ -78,6 +78,8 @@ class Reconciler:
         if planned.problems:
             await self._tell(service, status(service, planned, Observed(), self._now()))
             return True
+        for rise in planned.rises:
+            await self._applier.rise(service, rise)
         refused = await self._applier.apply(service, planned.objects)
         if refused:
             await self._tell(service, status_of_problems(service, refused, self._now(), reason=RECONCILE_ERROR))

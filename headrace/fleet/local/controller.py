@@ -19,14 +19,14 @@ from headrace.fleet.explaining import shipped_runtimes
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.objects import Objects
-from headrace.fleet.local.routes import backends_of, component_urls, entry_of, needed
+from headrace.fleet.local.routes import activation_of, backends_of, component_urls, entry_of, needed
 from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import Store, utc_now
 from headrace.fleet.local.units import Units
 from headrace.fleet.local.workloads import scaler_of, wanted_of
 from headrace.fleet.names import COMPONENT_LABEL
-from headrace.fleet.planning import Plan, Urls, plan
+from headrace.fleet.planning import Plan, Rise, Urls, plan
 from headrace.fleet.status import Observed, status, status_of_problems
 from headrace.fleet.words import (
     ClusterFacts,
@@ -195,6 +195,8 @@ class Controller:
         trouble = ""
         if not problems and isinstance(planned, Plan):
             try:
+                for rise in planned.rises:
+                    self._wake(key, rise)
                 self._objects.bring(key, planned.objects)
             except FailedPrecondition as error:
                 trouble = error.message
@@ -212,6 +214,11 @@ class Controller:
             told = self._status(key, service, planned)
         self._tell(service, told)
 
+    def _wake(self, key: Service, rise: Rise) -> None:
+        for each in self._objects.workloads(key):
+            if (kind_of(each), name_of(each)) == (rise.kind, rise.name):
+                self._objects.scale(key, each, rise.replicas)
+
     def _plan(self, key: Service, service: Document) -> Plan | Problem:
         try:
             return plan(service, self.facts, self._objects.of(key))
@@ -228,7 +235,7 @@ class Controller:
                 router = self._routers.get(key[0], name)
                 backends, split = backends_of(key, name, objects, self._kubelet.of(key))
                 if router is not None:
-                    router.tell(backends, split, lambda: self.ask(key))
+                    router.tell(backends, split, activation_of(key, name, objects), lambda: self.ask(key))
         except HeadraceError as error:
             self._events.record(service, "Warning", "RouterFailed", error.message)
             return error.message

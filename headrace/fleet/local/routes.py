@@ -48,7 +48,7 @@ def backends_of(
     service = next((each for each in named(objects, "Service") if name_of(each) == name), None)
     if service is None:
         return [], False
-    shares = _shares(key, service, objects)
+    shares = [_share(said) for said in _front_file(key, name, objects).get("backends", [])]
     if not shares:
         return _pods(service, pods, 100.0), False
     found: list[Backend] = []
@@ -70,16 +70,24 @@ def component_urls(key: Service, planned: Mapping[str, str], routers: Routers, u
     return found
 
 
-def _shares(key: Service, service: Document, objects: Sequence[Document]) -> list[tuple[str, int]]:
-    """Where the front would send the requests of a Service: Services and their weights."""
+def activation_of(key: Service, name: str, objects: Sequence[Document]) -> Document | None:
+    """What the front would wake and put to sleep, where one stands before a Service."""
+    found = _front_file(key, name, objects).get("activation")
+    return found if isinstance(found, dict) else None
+
+
+def _front_file(key: Service, name: str, objects: Sequence[Document]) -> Document:
+    """What the front is told, where one stands before a Service."""
     front = f"{key[1]}-{FRONT}"
+    service = next((each for each in named(objects, "Service") if name_of(each) == name), {})
     if part(service, "spec", "selector").get(APP_LABEL) != trunc63(front):
-        return []
+        return {}
     for each in objects:
         if kind_of(each) == "ConfigMap" and name_of(each) == front:
             for content in part(each, "data").values():
-                return [_share(said) for said in json.loads(content).get("backends", [])]
-    return []
+                found: Document = json.loads(content)
+                return found
+    return {}
 
 
 def _share(said: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from headrace.fleet.local.processes import Command, Process, headrace_words, pas
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import each_folder, read_json, write_json
 from headrace.fleet.planning.site import CLUSTER_DOMAIN
+from headrace.fleet.words import Document
 from headrace.launch.logs import keep_end
 from headrace.launch.ports import Ports, is_free
 
@@ -88,11 +90,13 @@ class Router:
         if self._task is None:
             self._task = asyncio.ensure_future(self._run(known, changed))
 
-    def tell(self, backends: Sequence[Backend], split: bool, heard: Callable[[], None]) -> None:
+    def tell(
+        self, backends: Sequence[Backend], split: bool, activation: Document | None, heard: Callable[[], None]
+    ) -> None:
         """Who is ready. Raises FailedPrecondition.
 
-        split: their weights are shares that are to be kept exactly. heard: called when it has begun to send them requests
-        after it had nobody.
+        split: their weights are shares that are to be kept exactly. activation: what it is to wake. heard: called when it
+        has begun to send them requests after it had nobody.
         """
         listed = [{"url": f"http://{ADDRESS}:{each.port}", "weight": round(each.weight, 3)} for each in backends]
         if listed != self._backends:
@@ -102,9 +106,17 @@ class Router:
                 self.leads = False
             elif not self.leads and self._hearing is None:
                 self._hearing = asyncio.ensure_future(self._hear(heard))
-        settings = self._file("weighted" if split else "p2c")
-        if read_json(self.folder / "router.yaml") != settings:
+        if activation is not None:
+            activation = {**activation, "local": {"folder": str(self._settings.root), "service": self.service[1]}}
+        said, settings = (
+            read_json(self.folder / "router.yaml") or {},
+            self._file("weighted" if split else "p2c", activation),
+        )
+        if said != settings:
             write_json(self.folder / "router.yaml", settings)
+            if said.get("activation") != activation and self._process is not None:
+                # All else it follows by itself. It is started again when it has answered what it has.
+                self._process.signal(signal.SIGTERM)
 
     def rotate(self) -> None:
         """Keep its log short."""
@@ -179,7 +191,7 @@ class Router:
         if not (self.folder / "backends.json").exists():
             write_json(self.folder / "backends.json", [])
         said = read_json(self.folder / "router.yaml") or {}
-        write_json(self.folder / "router.yaml", self._file(str(said.get("policy", "p2c"))))
+        write_json(self.folder / "router.yaml", self._file(str(said.get("policy", "p2c")), said.get("activation")))
         words = (*headrace_words(), "router", "--config", str(self.folder / "router.yaml"))
         command = Command(words, passed_on(os.environ) | {"PYTHONUNBUFFERED": "1"}, self.folder)
         path = self.folder / "process.json"
@@ -205,8 +217,9 @@ class Router:
             return
         raise ResourceExhausted(f"no port from {first} on is free for {self.name}: give `headrace up` another --port")
 
-    def _file(self, policy: str) -> dict[str, Any]:
+    def _file(self, policy: str, activation: Document | None) -> dict[str, Any]:
         return {
+            **({"activation": activation} if activation else {}),
             "host": self._settings.host,
             "port": self.port,
             "policy": policy,

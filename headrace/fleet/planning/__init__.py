@@ -8,8 +8,9 @@ longer among them, stands elsewhere.
 
 from __future__ import annotations
 
+from headrace.fleet.planning.parts import Rise
 from headrace.fleet.planning.plan import Plan, plan
 from headrace.fleet.planning.revisions import Rollout, rollout
 from headrace.fleet.planning.routes import Urls
 
-__all__ = ["Plan", "Rollout", "Urls", "plan", "rollout"]
+__all__ = ["Plan", "Rise", "Rollout", "Urls", "plan", "rollout"]

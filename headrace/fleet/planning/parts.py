@@ -17,7 +17,7 @@ from headrace.fleet.names import (
     lws_name,
     trunc63,
 )
-from headrace.fleet.planning.front import Sleeper, counted_by
+from headrace.fleet.planning.front import Sleeper, counted_by, front_name
 from headrace.fleet.planning.groups import GROUPS, group_objects, leader_pod, leaders_of
 from headrace.fleet.planning.keda import keda_problems, scaled_object
 from headrace.fleet.planning.knative import knative_service
@@ -143,6 +143,24 @@ def part_objects(site: Site, part: Part, entry_port: int, found: bool) -> list[O
         counted = counted_by(site, entry_port) if wakes(component, part.mode) else None
         objects.append(scaled_object(site, component, part.workload, counted))
     return objects
+
+
+@dataclass(frozen=True)
+class Rise:
+    """A workload that our router has put to sleep, and that may not sleep any more: nobody else would wake it."""
+
+    api_version: str
+    kind: str
+    name: str
+    replicas: int
+
+
+def rise_of(site: Site, part: Part) -> Rise | None:
+    """The part as one that has to be woken, if it has. Autoscalers leave alone what is at zero."""
+    least = part.component.extension.min_replicas
+    if least < 1 or part.scaler != "hpa" or part.live is None or whole(part.live, "spec", "replicas") != 0:
+        return None
+    return Rise(*part.workload, least) if site.found("Deployment", front_name(site)) is not None else None
 
 
 def sleeper_of(part: Part) -> Sleeper | None:

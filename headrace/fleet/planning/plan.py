@@ -10,7 +10,7 @@ from headrace.fleet import admission
 from headrace.fleet.merging import Component, components
 from headrace.fleet.names import DEPLOYMENT_MODE, ROUTER, VIRTUAL
 from headrace.fleet.planning.model_config import model_config
-from headrace.fleet.planning.parts import Part, part_objects, part_of, part_problems, sleeper_of
+from headrace.fleet.planning.parts import Part, Rise, part_objects, part_of, part_problems, rise_of, sleeper_of
 from headrace.fleet.planning.revisions import Rollout
 from headrace.fleet.planning.routers import access_objects, brings_none, prepared
 from headrace.fleet.planning.routes import Urls, routing, routing_objects, routing_problems, urls
@@ -36,6 +36,8 @@ class Plan:
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
     """Revisions by component."""
     model: Document | None = None
+    rises: list[Rise] = field(default_factory=list)
+    """What is to be scaled up before the objects are applied."""
     notes: list[str] = field(default_factory=list)
     """What a reader should know that is no mistake."""
 
@@ -95,6 +97,7 @@ def _planned(site: Site, selection: Selection) -> Plan:
         objects=[*objects, *routing_objects(routes)],
         urls=urls(routes),
         rollouts={name: each.rollout for name, each in parts.items()},
+        rises=[rise for each in parts.values() if (rise := rise_of(site, each)) is not None],
         notes=[] if ours else _notes(parts, routes.entry),
     )
 

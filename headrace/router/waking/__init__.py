@@ -6,7 +6,8 @@ a router whose backends are awake does no more per request than any other.
 
     settings      what sleeps, when, and how much may wait
     scaler        `Scaler`: how many of a thing there are, and how many there should be; who starts them is behind it
-    kubernetes    the one that speaks with an API server; a local one, of processes, fills in the same three methods
+    kubernetes    the one that speaks with an API server
+    local         the one that speaks with `headrace up`
     deciding      how many replicas a load needs: a pure function of samples and time, with Knative's windows
     meter         the samples: concurrency and requests per second, read from the backends' counts
     targets       how it stands with what sleeps, followed through the scaler

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who starts and stops what sleeps, as the activator knows them. `kubernetes` is one; processes on one machine are another.
+"""Who starts and stops what sleeps, as the activator knows them. `kubernetes` is one, `local` another.
 
 A maker of its own fills in `Scaler`; where it cannot be told of changes, `polled` makes a `watch` of `replicas`.
 """

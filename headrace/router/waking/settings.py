@@ -37,6 +37,16 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalPlace:
+    """What sleeps is of the fleet of this machine."""
+
+    folder: str
+    """Of `headrace up`."""
+    service: str
+    """The InferenceService that the targets are of."""
+
+
+@dataclass(frozen=True, slots=True)
 class ActivationSettings:
     """See the module."""
 
@@ -50,3 +60,5 @@ class ActivationSettings:
     """Requests that may wait."""
     held_bytes: int = 256 << 20
     """The bytes of their bodies that are kept."""
+    local: LocalPlace | None = None
+    """None: the targets are a cluster's."""

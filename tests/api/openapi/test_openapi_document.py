@@ -31,6 +31,7 @@ from headrace.api.predict.settings import PredictSettings
 from headrace.api.v2.http import V2Http
 from headrace.apps.protocols import build_protocols
 from headrace.apps.server import ServerSettings
+from headrace.console.describing import console_table
 from headrace.core.dtypes import DTYPES
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import EngineSettings, open_engine
@@ -66,7 +67,7 @@ async def whole_server() -> Routes:
 
 @in_loop
 async def test_every_route_is_described_and_every_description_is_of_a_route() -> None:
-    routes, tables = await whole_server(), [predict_table(), admin_table(), openai_table()]
+    routes, tables = await whole_server(), [predict_table(), admin_table(), openai_table(), console_table()]
     assert undescribed(routes, tables) == []
     document = base_document(routes, tables)
     assert {(method, anonymous(path)) for method, path in routes_of(document)} == set(routes.listed())

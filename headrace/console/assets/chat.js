@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// A chat with a language model, streamed as it is written; pictures go along for models that see.
+
+import { call } from "./api.js";
+import { field, h, number } from "./dom.js";
+import { chatCode } from "./snippets.js";
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    text += value;
+    const lines = text.split(/\r?\n/);
+    text = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+    }
+  }
+}
+
+const asUrl = (file) =>
+  new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Error("the picture could not be read"));
+    reader.readAsDataURL(file);
+  });
+
+export function chatForm({ name, code }) {
+  const messages = [];
+  const talk = h("div", { class: "talk", role: "log", "aria-label": "Conversation", tabindex: "0" });
+  const text = h("textarea", { rows: 3 });
+  const system = h("input", { autocomplete: "off" });
+  const most = h("input", { type: "number", min: "1", max: "100000", value: "128" });
+  const heat = h("input", { type: "number", min: "0", max: "2", step: "0.1", value: "0.7" });
+  const file = h("input", { type: "file", accept: "image/*" });
+  const button = h("button", { class: "main" }, "Send");
+  const stop = h("button", { type: "button", disabled: true, onclick: () => running?.abort() }, "Stop");
+  const speed = h("p", { class: "soft", role: "status" });
+  let running = null;
+
+  const request = (said) => ({
+    model: name,
+    messages: [...(system.value ? [{ role: "system", content: system.value }] : []), ...said],
+    max_tokens: Number(most.value),
+    temperature: Number(heat.value),
+  });
+  const shown = () => {
+    const said = messages.length ? messages : [{ role: "user", content: text.value || "Hello" }];
+    code.show(chatCode(request(said.map((each) => (typeof each.content === "string" ? each : { ...each, content: each.content.map((part) => (part.type === "image_url" ? { type: "image_url", image_url: { url: "data:..." } } : part)) })))));
+  };
+  function bubble(role, content) {
+    const words = h("span", {}, content);
+    talk.append(h("div", { class: `said ${role}` }, h("strong", {}, role === "user" ? "You" : name), words));
+    talk.scrollTop = talk.scrollHeight;
+    return words;
+  }
+
+  async function send(event) {
+    event?.preventDefault();
+    const question = text.value.trim();
+    if (!question || running) return;
+    running = new AbortController();
+    button.disabled = true;
+    stop.disabled = false;
+    try {
+      const picture = file.files[0] ? await asUrl(file.files[0]) : null;
+      const content = picture ? [{ type: "text", text: question }, { type: "image_url", image_url: { url: picture } }] : question;
+      messages.push({ role: "user", content });
+      bubble("user", picture ? `${question} [${file.files[0].name}]` : question);
+      text.value = file.value = "";
+      shown();
+      await answer();
+    } catch (error) {
+      if (error.name !== "AbortError") {
+        messages.pop();
+        talk.append(h("p", { class: "failed" }, error.message));
+      }
+    } finally {
+      running = null;
+      button.disabled = false;
+      stop.disabled = true;
+      text.focus();
+    }
+  }
+
+  async function answer() {
+    const before = performance.now();
+    const response = await call("v1/chat/completions", {
+      method: "POST",
+      body: JSON.stringify({ ...request(messages), stream: true }),
+      signal: running.signal,
+    });
+    const words = bubble("assistant", "");
+    let first = 0;
+    let pieces = 0;
+    let whole = "";
+    try {
+      for await (const event of events(response)) {
+        if (event.error) throw new Error(event.error.message || "the answer was cut");
+        const piece = event.choices?.[0]?.delta?.content;
+        if (!piece) continue;
+        first ||= performance.now();
+        pieces += 1;
+        whole += piece;
+        words.textContent = whole;
+        talk.scrollTop = talk.scrollHeight;
+      }
+    } finally {
+      messages.push({ role: "assistant", content: whole });
+    }
+    const seconds = (performance.now() - first) / 1000;
+    speed.textContent = pieces ? `First words after ${number(first - before)} ms, then ${number((pieces - 1) / Math.max(0.001, seconds))} pieces/s.` : "The answer was empty.";
+  }
+
+  text.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+  });
+  const form = h(
+    "form",
+    { class: "card", onsubmit: send },
+    talk,
+    field("Message (Enter sends, Shift+Enter is a new line)", text),
+    h("div", { class: "row" }, field("Picture, for a model that sees", file)),
+    h("div", { class: "row" }, field("System", system), field("Most tokens", most), field("Temperature", heat)),
+    h("div", { class: "row" }, button, stop),
+    speed,
+  );
+  form.addEventListener("change", shown);
+  shown();
+  return { element: form, leave: () => running?.abort() };
+}
