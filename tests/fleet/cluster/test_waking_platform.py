@@ -139,6 +139,28 @@ def test_a_request_wakes_a_deployment_and_quiet_puts_it_to_sleep(clean: Any, tmp
             clean.server.kubectl("delete", "rolebinding", "as-front")
 
 
+def test_a_service_that_may_not_sleep_any_more_is_woken_by_the_controller(clean: Any) -> None:
+    from controller_site import Running, until
+
+    with Running(clean.server.kubeconfig) as running:
+        documents = clean.sample("scale-to-zero")
+        clean.apply(*documents)
+        running.settle()
+        # As the front does when nobody asks.
+        clean.server.kubectl("scale", "deployment", "llama-sleeper-engine", "--replicas=0")
+        running.settle()
+        assert clean.fetch(_DEPLOYMENT)["spec"]["replicas"] == 0
+        documents[-1]["spec"]["engine"] = {"minReplicas": 2, "maxReplicas": 4}
+        clean.apply(*documents)
+        until(lambda: clean.fetch(_DEPLOYMENT)["spec"]["replicas"] == 2)
+        running.settle()
+        assert not any("front" in name for name in clean.children())
+        count = len(running.writes)
+        clean.apply(*documents)
+        running.settle()
+        assert running.writes[count:] == []
+
+
 def _only_front(pods: list[Any]) -> bool:
     return all(each["metadata"]["labels"].get("app", "").endswith("-front") for each in pods)
 
