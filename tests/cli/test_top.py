@@ -144,7 +144,13 @@ class Screen:
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
         environ = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
         self.process = subprocess.Popen(
-            words, env=environ | {"TERM": "xterm"}, stdin=inner, stdout=inner, stderr=inner, start_new_session=True
+            # Who runs the tests in the background of a shell has SIGINT ignored, and all below it with it.
+            ["env", "--default-signal=INT", *words],
+            env=environ | {"TERM": "xterm"},
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            start_new_session=True,
         )
         os.close(inner)
 

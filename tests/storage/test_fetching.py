@@ -374,4 +374,10 @@ def test_no_other_room_has_a_client_that_follows_what_a_url_says() -> None:
         str(path.relative_to(root)) for path in root.rglob("*.py") if any(word in path.read_text() for word in clients)
     }
     # Those of Kubernetes ask the one API server that a kubeconfig names.
-    assert found == {"storage/hub.py", "launch/kubernetes/cluster.py", "fleet/cluster/api.py"}
+    assert found == {
+        "storage/hub.py",
+        "launch/kubernetes/cluster.py",
+        "fleet/cluster/api.py",
+        "router/waking/kubernetes.py",
+        "router/discovery/pods.py",
+    }
