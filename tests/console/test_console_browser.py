@@ -260,10 +260,11 @@ def test_a_chat_is_streamed(tab: Tab) -> None:
         }"""
     )
     page.get_by_label("Most tokens").fill("48")
+    page.get_by_label("Temperature").fill("0")  # else it may end with its first word, by chance
     page.get_by_label("Message").fill("the quick brown fox")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=First words after")
-    assert len(page.evaluate("(seen) => [...seen]", lengths)) > 4  # it grew piece by piece
+    assert len(page.evaluate("(seen) => [...seen]", lengths)) > 1  # it grew, by as much as had come since the last look
     assert page.locator(".said").count() == 2
     assert '"stream":true' in page.get_by_role("region", name="curl code").inner_text()
     tab.picture("chat")

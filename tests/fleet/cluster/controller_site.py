@@ -62,8 +62,8 @@ def install(server: KubernetesServer, foreign: list[Any] = FOREIGN) -> None:
     site.close()
 
 
-def until(look: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """What `look` returns, once it is true."""
+def until(look: Callable[[], Any], seconds: float = 90.0) -> Any:
+    """What `look` returns, once it is true. The cluster's garbage collector takes up to a minute to know of new kinds."""
     limit = time.monotonic() + seconds
     while True:
         found = look()
@@ -151,7 +151,7 @@ class Running:
     def dead(self) -> bool:
         return self.transport is not None and self.transport.left is not None and self.transport.left <= 0
 
-    def settle(self, seconds: float = 30.0) -> None:
+    def settle(self, seconds: float = 90.0) -> None:
         """Return when there has been nothing to do for a moment."""
 
         def quiet() -> bool:

@@ -37,7 +37,7 @@ sys.exit(run_local(LocalSettings(
 """
 
 
-def until(check: Callable[[], T], seconds: float = 20.0) -> T:
+def until(check: Callable[[], T], seconds: float = 60.0) -> T:
     """What a check says, once it says something. Fails with what it said last."""
     ends = time.monotonic() + seconds
     found = check()
@@ -194,7 +194,7 @@ class LocalSite:
             return False
 
 
-def said(url: str, path: str = "/name", seconds: float = 10.0) -> str:
+def said(url: str, path: str = "/name", seconds: float = 30.0) -> str:
     """What a server answers; its status where that is an error."""
     try:
         with urllib.request.urlopen(url + path, timeout=seconds) as answer:
