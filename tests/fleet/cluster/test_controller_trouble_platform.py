@@ -172,6 +172,8 @@ def test_the_rights_of_the_manifests_are_enough(clean: Any) -> None:
         bad = {**documents[-1], "metadata": {"name": "bad", "namespace": "default"}}
         clean.apply({**bad, "spec": {"model": {"name": "nothing"}, "engine": {}}})
         until(lambda: clean.events("bad"))
+    # Others want to know of a user who may do nothing.
+    clean.server.kubectl("delete", "clusterrolebinding", "the-operators")
 
 
 def test_the_manifests_are_taken_and_one_of_two_leads(clean: Any) -> None:
