@@ -251,6 +251,7 @@ def test_models_of_hugging_face_take_pictures(tab: Tab) -> None:
 
 def test_a_chat_is_streamed(tab: Tab) -> None:
     page = tab.open("#/try/llama")
+    page.wait_for_selector(".talk", state="attached")
     lengths = page.evaluate_handle(
         """() => {
             const seen = new Set();
