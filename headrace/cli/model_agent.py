@@ -7,31 +7,19 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.cluster_options import CLUSTER, OWN_NAMESPACE, Context, Kubeconfig, Namespace
 from headrace.cli.log_options import LogLevel, LogStyle
 
-_CLUSTER, _MODELS = "Cluster", "Models"
+_MODELS = "Models"
 
 
 def model_agent(
     node: Annotated[
-        str, typer.Option(envvar="NODE_NAME", metavar="NAME", help="This node.", rich_help_panel=_CLUSTER)
+        str, typer.Option(envvar="NODE_NAME", metavar="NAME", help="This node.", rich_help_panel=CLUSTER)
     ] = "",
-    namespace: Annotated[
-        str,
-        typer.Option("--namespace", "-n", metavar="NAME", help="The operator's own.", rich_help_panel=_CLUSTER),
-    ] = "headrace-system",
-    kubeconfig: Annotated[
-        str,
-        typer.Option(
-            envvar="KUBECONFIG",
-            metavar="FILE",
-            help="In a pod its service account, else ~/.kube/config.",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = "",
-    context: Annotated[
-        str, typer.Option(metavar="NAME", help="The kubeconfig's own unless told.", rich_help_panel=_CLUSTER)
-    ] = "",
+    namespace: Namespace = OWN_NAMESPACE,
+    kubeconfig: Kubeconfig = "",
+    context: Context = "",
     models_root: Annotated[
         str,
         typer.Option(
@@ -65,7 +53,7 @@ def model_agent(
     look_seconds: Annotated[
         float,
         typer.Option(
-            min=0.1, metavar="SECONDS", help="How often to look at the node and its files.", rich_help_panel=_CLUSTER
+            min=0.1, metavar="SECONDS", help="How often to look at the node and its files.", rich_help_panel=CLUSTER
         ),
     ] = 30.0,
     listen: Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.cluster_options import CLUSTER, OWN_NAMESPACE, Context, Kubeconfig, Namespace
 from headrace.cli.log_options import LogLevel, LogStyle
 from headrace.cli.operator_manifests import manifests
 
@@ -14,37 +15,22 @@ operator = typer.Typer(
     name="operator", help="Run InferenceServices on Kubernetes: the controller and its manifests.", no_args_is_help=True
 )
 
-_NAMESPACE = "headrace-system"
-_CLUSTER, _WEBHOOKS, _FLEET = "Cluster", "Webhooks", "Services"
-
-Namespace = Annotated[
-    str, typer.Option("--namespace", "-n", metavar="NAME", help="The operator's own.", rich_help_panel=_CLUSTER)
-]
+_WEBHOOKS, _FLEET = "Webhooks", "Services"
 
 
 @operator.command()
 def run(
-    namespace: Namespace = _NAMESPACE,
-    kubeconfig: Annotated[
-        str,
-        typer.Option(
-            envvar="KUBECONFIG",
-            metavar="FILE",
-            help="In a pod its service account, else ~/.kube/config.",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = "",
-    context: Annotated[
-        str, typer.Option(metavar="NAME", help="The kubeconfig's own unless told.", rich_help_panel=_CLUSTER)
-    ] = "",
+    namespace: Namespace = OWN_NAMESPACE,
+    kubeconfig: Kubeconfig = "",
+    context: Context = "",
     elect: Annotated[
         bool,
         typer.Option(
-            "--elect/--no-elect", help="One of several leads, by a Lease in its namespace.", rich_help_panel=_CLUSTER
+            "--elect/--no-elect", help="One of several leads, by a Lease in its namespace.", rich_help_panel=CLUSTER
         ),
     ] = True,
     workers: Annotated[
-        int, typer.Option(min=1, max=64, help="Services looked at at once.", rich_help_panel=_CLUSTER)
+        int, typer.Option(min=1, max=64, help="Services looked at at once.", rich_help_panel=CLUSTER)
     ] = 4,
     listen: Annotated[
         str,

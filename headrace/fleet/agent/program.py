@@ -5,42 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 
 from headrace.core.errors import HeadraceError
 from headrace.fleet.agent.agent import Agent
 from headrace.fleet.agent.serving import AgentMetrics, server_of
 from headrace.fleet.agent.settings import AgentSettings
-from headrace.fleet.cluster.api import Api, connect
+from headrace.fleet.cluster.api import Api
+from headrace.fleet.cluster.running import run_until_signal
 from headrace.wire.sockets import Address
 
 log = logging.getLogger("headrace.agent")
 
-BAD_CONFIGURATION = 2
-
 
 def run_agent(settings: AgentSettings) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code."""
-    # They tell of every single call.
-    for name in ("httpx2", "httpx"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    try:
-        return asyncio.run(_run(settings))
-    except HeadraceError as error:
-        log.error("%s", error.message)
-        return BAD_CONFIGURATION
-
-
-async def _run(settings: AgentSettings) -> int:
-    api = connect(settings.kubeconfig, settings.context)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        return await work(api, settings, stop)
-    finally:
-        await api.close()
+    return run_until_signal(settings.kubeconfig, settings.context, lambda api, stop: work(api, settings, stop), log)
 
 
 async def work(api: Api, settings: AgentSettings, stop: asyncio.Event) -> int:

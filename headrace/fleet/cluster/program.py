@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import secrets
-import signal
 import socket
 import time
 from dataclasses import dataclass, field
@@ -15,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.core.errors import FailedPrecondition, HeadraceError
 from headrace.fleet.agent.summing import ModelStatuses
-from headrace.fleet.cluster.api import Api, Refused, Unreachable, connect
+from headrace.fleet.cluster.api import Api, Refused, Unreachable
 from headrace.fleet.cluster.configuration import CONFIG_MAP, configured
 from headrace.fleet.cluster.events import Recorder
 from headrace.fleet.cluster.leading import Leader, LeaseSettings
 from headrace.fleet.cluster.queue import Queue
 from headrace.fleet.cluster.reconciling import Reconciler, utc_now
 from headrace.fleet.cluster.resources import SETTINGS, Served
+from headrace.fleet.cluster.running import run_until_signal
 from headrace.fleet.cluster.serving import OperatorMetrics, server_of
 from headrace.fleet.cluster.view import View
 from headrace.fleet.cluster.webhooks.reviews import Sight
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.operator")
 
 NAMESPACE = "headrace-system"
-BAD_CONFIGURATION = 2
 LOST_LEAD = 3
 
 
@@ -144,25 +143,7 @@ class Controller:
 
 def run_operator(settings: OperatorSettings) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code."""
-    # It tells of every single call.
-    logging.getLogger("httpx2").setLevel(logging.WARNING)
-    try:
-        return asyncio.run(_run(settings))
-    except HeadraceError as error:
-        log.error("%s", error.message)
-        return BAD_CONFIGURATION
-
-
-async def _run(settings: OperatorSettings) -> int:
-    api = connect(settings.kubeconfig, settings.context)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        return await operate(api, settings, stop)
-    finally:
-        await api.close()
+    return run_until_signal(settings.kubeconfig, settings.context, lambda api, stop: operate(api, settings, stop), log)
 
 
 async def operate(api: Api, settings: OperatorSettings, stop: asyncio.Event) -> int:
