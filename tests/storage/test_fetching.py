@@ -377,6 +377,7 @@ def test_no_other_room_has_a_client_that_follows_what_a_url_says() -> None:
     assert found == {
         "storage/hub.py",
         "launch/kubernetes/cluster.py",
+        "launch/kubernetes/kubeconfig.py",
         "fleet/cluster/api.py",
         "router/waking/kubernetes.py",
         "router/discovery/pods.py",

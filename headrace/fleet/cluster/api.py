@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.fleet.cluster.resources import Resource, Served
 from headrace.fleet.words import Document, items, text, whole
-from headrace.launch.kubernetes.kubeconfig import read_kubeconfig, unusable
+from headrace.launch.kubernetes.kubeconfig import open_client, read_kubeconfig
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
@@ -186,14 +186,7 @@ class Api:
 def connect(kubeconfig: str = "", context: str = "", timeout: float = 30.0) -> Api:
     """The API server of a kubeconfig; in a pod, and without one, that of the pod. Raises FailedPrecondition."""
     config = read_kubeconfig(kubeconfig, context)
-    import httpx2
-    from lightkube.config import client_adapter
-
-    try:
-        client = client_adapter.AsyncClient(config, client_adapter.ConnectionParams(timeout=httpx2.Timeout(timeout)))
-    except Exception as error:
-        raise unusable(error) from None
-    return Api(client, server=str(config.cluster.server), namespace=config.namespace or "")
+    return Api(open_client(config, timeout), server=str(config.cluster.server), namespace=config.namespace or "")
 
 
 def _refused(answer: Response) -> Refused:

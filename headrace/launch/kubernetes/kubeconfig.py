@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which cluster is meant: the kubeconfig that was given, a pod's own account, or this machine's.
 
-Called by `cluster`, and by the operator and its verbs (`fleet.cluster.api`).
+Called by `cluster`, by the operator and its verbs (`fleet.cluster.api`), and by the router where it asks a cluster.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from headrace.core.errors import FailedPrecondition
 
 if TYPE_CHECKING:
+    from httpx2 import AsyncClient
     from lightkube import SingleConfig
 
 log = logging.getLogger("headrace.launch")
@@ -52,6 +53,17 @@ def read_kubeconfig(given: str = "", context: str = "") -> SingleConfig:
     if config is None or not config.cluster.server:
         raise FailedPrecondition("the kubeconfig names no server: choose one with `kubectl config use-context`")
     return config
+
+
+def open_client(config: SingleConfig, seconds: float) -> AsyncClient:
+    """A client of the one server that a kubeconfig names, with `seconds` for a call. Raises FailedPrecondition."""
+    import httpx2
+    from lightkube.config import client_adapter
+
+    try:
+        return client_adapter.AsyncClient(config, client_adapter.ConnectionParams(timeout=httpx2.Timeout(seconds)))
+    except Exception as error:
+        raise unusable(error) from None
 
 
 def unusable(error: Exception) -> FailedPrecondition:

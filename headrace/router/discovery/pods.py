@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.core.errors import HeadraceError, InvalidArgument
-from headrace.launch.kubernetes.kubeconfig import read_kubeconfig, unusable
+from headrace.launch.kubernetes.kubeconfig import open_client, read_kubeconfig
 from headrace.router.settings import BackendAddress
 
 if TYPE_CHECKING:
@@ -92,14 +92,7 @@ class PodSource:
 def connect_pods(selector: str, namespace: str, port: int, interval_seconds: float, kubeconfig: str = "") -> PodSource:
     """The cluster that we are in; outside of one, that of a kubeconfig. Raises FailedPrecondition."""
     config = read_kubeconfig(kubeconfig)
-    import httpx2
-    from lightkube.config import client_adapter
-
-    parameters = client_adapter.ConnectionParams(timeout=httpx2.Timeout(_CALL_SECONDS))
-    try:
-        client = client_adapter.AsyncClient(config, parameters)
-    except Exception as error:
-        raise unusable(error) from None
+    client = open_client(config, _CALL_SECONDS)
     return PodSource(client, selector, namespace or _own_namespace(config), port, interval_seconds)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.launch.kubernetes.kubeconfig import read_kubeconfig, unusable
+from headrace.launch.kubernetes.kubeconfig import open_client, read_kubeconfig
 from headrace.router.waking.scaler import Replicas, ScalerFailed
 from headrace.router.waking.settings import Target
 
@@ -102,16 +102,7 @@ class KubernetesScaler:
 
 def connect(kubeconfig: str = "") -> KubernetesScaler:
     """The cluster that we are in; outside of one, that of a kubeconfig. Raises FailedPrecondition."""
-    config = read_kubeconfig(kubeconfig)
-    import httpx2
-    from lightkube.config import client_adapter
-
-    parameters = client_adapter.ConnectionParams(timeout=httpx2.Timeout(_CALL_SECONDS))
-    try:
-        return KubernetesScaler(client_adapter.AsyncClient(config, parameters))
-    except Exception as error:
-        # Certificates that are no files or no certificates, a user without a name.
-        raise unusable(error) from None
+    return KubernetesScaler(open_client(read_kubeconfig(kubeconfig), _CALL_SECONDS))
 
 
 _NONE = Replicas(0, 0)
