@@ -3,15 +3,30 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # `import serving` works from every test folder: it is a tool of the tests, not a package of the product.
 sys.path.insert(0, str(Path(__file__).parent))
+
+# How quick a machine is decides nothing: neither by the time of one example nor by that of making one.
+hypothesis.settings.register_profile("headrace", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("headrace")
+
+
+def pytest_unconfigure() -> None:
+    """Let go of what `torch.export` remembers of its constants: at the interpreter's end, torch could not do it quietly."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    if fakes is not None:
+        for each in gc.get_objects():
+            if type(each) is fakes.FakeTensorConverter:
+                each.constant_storage_mapping.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -252,14 +252,14 @@ class Gate:
     def __call__(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         self.given.append(inputs["INPUT0"])
         self._entered.release()
-        if not self._open.acquire(timeout=10):
+        if not self._open.acquire(timeout=30):
             raise TimeoutError
         return {"OUTPUT0": inputs["INPUT0"]}
 
     async def entered(self, times: int = 1) -> None:
         """Wait until so many more executions have begun."""
         for _ in range(times):
-            if not await asyncio.to_thread(self._entered.acquire, timeout=10):
+            if not await asyncio.to_thread(self._entered.acquire, timeout=30):
                 raise TimeoutError
 
     def let(self, times: int = 1) -> None:

@@ -306,7 +306,7 @@ def _probe(pod: Any, host: str) -> bool:
     port = next(each.containerPort for each in container.ports if probe.httpGet.port in (each.name, each.containerPort))
     try:
         # A kubelet goes by the code alone: 200 to 399.
-        return urllib.request.urlopen(f"http://{host}:{port}{probe.httpGet.path}", timeout=1).status < 400
+        return urllib.request.urlopen(f"http://{host}:{port}{probe.httpGet.path}", timeout=5).status < 400
     except OSError:
         return False
 

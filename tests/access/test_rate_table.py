@@ -138,8 +138,9 @@ def hammer(path: Path, subjects: int, start: Barrier, passed: multiprocessing.Qu
     passed.put(counts)
 
 
-def test_four_processes_at_once_admit_what_one_would(tmp_path: Path) -> None:
-    """Exactly so many, unless a process is off the CPU for 50 ms inside the lock: then up to one more for each time."""
+def test_four_processes_at_once_admit_what_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Who is off the CPU for 50 ms inside the lock is not waited for: that is another test.
+    monkeypatch.setattr(table_module, "_PATIENCE_SECONDS", 60.0)
     workers, subjects = 4, 3
     context = multiprocessing.get_context("fork")
     passed: multiprocessing.Queue[list[int]] = context.Queue()
@@ -147,12 +148,12 @@ def test_four_processes_at_once_admit_what_one_would(tmp_path: Path) -> None:
     processes = [context.Process(target=hammer, args=(tmp_path / "t", subjects, start, passed)) for _ in range(workers)]
     for process in processes:
         process.start()
-    counts = [passed.get(timeout=60) for _ in processes]
+    counts = [passed.get(timeout=110) for _ in processes]
     for process in processes:
         process.join()
     for subject in range(subjects):
         # A third of four times as many tries are for each.
-        assert ALLOWED <= sum(count[subject] for count in counts) <= ALLOWED + workers
+        assert sum(count[subject] for count in counts) == ALLOWED
 
 
 def hold(path: Path, ready: multiprocessing.Queue[bool]) -> None:

@@ -16,21 +16,27 @@ from redis_servers import FakeRedis, in_loop
 
 from headrace.access import redis_rates
 from headrace.access.rates import Rates, Verdict
-from headrace.access.redis_rates import ANSWER_SECONDS, RedisRates
+from headrace.access.redis_rates import RedisRates
 from headrace.access.redis_wire import RedisAddress, RedisError, RedisWire, ReplyReader
 from headrace.access.settings import RateLimit
 from headrace.core.errors import InvalidArgument, Unavailable
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a busy machine takes for an answer is no matter of these tests."""
+    monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 30.0)
+
+
 async def take(rates: RedisRates, subject: bytes = b"a") -> Verdict:
     verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
     rates.take([subject], time.monotonic(), verdict.set_result)
-    return await asyncio.wait_for(verdict, 5)
+    return await asyncio.wait_for(verdict, 30)
 
 
 async def connected(rates: RedisRates) -> None:
     rates.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while rates._wire is None:
             await asyncio.sleep(0.005)
 
@@ -152,14 +158,15 @@ async def test_what_redis_says_is_what_counts() -> None:
 
 
 @in_loop
-async def test_no_request_waits_for_a_redis_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_request_waits_for_a_redis_that_hangs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 0.05)
     async with FakeRedis(lambda _words: None) as fake:
         rates = RedisRates(fake.url, limits())
         await connected(rates)
-        began = time.monotonic()
         verdicts = await asyncio.gather(*(take(rates) for _ in range(4)))
         assert [owes > 0 for _, owes in verdicts] == [True, True, False, False]  # counted here
-        assert time.monotonic() - began < ANSWER_SECONDS + 2  # and not the hours it hangs
         await take(rates)  # the fifth in a row
         assert rates._wire is None
         sent = len(fake.commands)
@@ -192,7 +199,7 @@ async def test_it_is_told_once_that_redis_is_away_and_that_it_is_back(
             await connected(rates)
             assert rates._wire is not None
             rates._wire.close()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while len(caplog.records) < 3:
                     await asyncio.sleep(0.01)
         await rates.close()

@@ -42,7 +42,7 @@ async def test_questions_and_answers(tmp_path: Path) -> None:
         return {"twice": number * 2, "text": "x" * 300_000}
 
     asked.answer("double", double)
-    answers = await asking.ask_all("double", 21, seconds=5)
+    answers = await asking.ask_all("double", 21, seconds=30)
     assert answers[1] == {"twice": 42, "text": "x" * 300_000}
     assert isinstance(answers[2], Away)
     assert asked.answers("double") and not asking.answers("double")
@@ -65,12 +65,12 @@ async def test_errors_keep_their_kind_and_nothing_else_is_told(
     asked.answer("missing", missing)
     asked.answer("broken", broken)
     with pytest.raises(NotFound, match="no such thing"):
-        await asking.ask(1, "missing", seconds=5)
+        await asking.ask(1, "missing", seconds=30)
     with pytest.raises(Internal) as error:
-        await asking.ask(1, "broken", seconds=5)
+        await asking.ask(1, "broken", seconds=30)
     assert "secret" not in error.value.message and "secret" in caplog.text
     with pytest.raises(Unavailable, match="worker 1 is starting"):
-        await asking.ask(1, "later", seconds=5)
+        await asking.ask(1, "later", seconds=30)
     await asking.close()
     await asked.close()
 
@@ -98,7 +98,7 @@ async def test_who_takes_a_dead_workers_place_is_found(tmp_path: Path) -> None:
     assert dead._server is not None
     dead._server.close()
     with pytest.raises(Away):
-        await asking.ask(1, "who", seconds=5)
+        await asking.ask(1, "who", seconds=30)
     successor = Siblings(tmp_path, 1, 3)
 
     async def who(_: Any) -> str:
@@ -106,7 +106,7 @@ async def test_who_takes_a_dead_workers_place_is_found(tmp_path: Path) -> None:
 
     successor.answer("who", who)
     await successor.start()
-    assert await asking.ask(1, "who", seconds=5) == "the successor"
+    assert await asking.ask(1, "who", seconds=30) == "the successor"
     await asking.close()
     await successor.close()
     assert not list(tmp_path.glob("*.sock"))

@@ -17,6 +17,8 @@ from headrace.backends.pytorch.backend import PyTorchBackend
 from headrace.core.dtypes import FP32
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 
+pytestmark = pytest.mark.timeout(600)  # the compiler takes as long as it takes
+
 ALLOWED = {"ALLOW_NATIVE_CODE": "true"}
 INPUTS = {"first": (FP32, (-1, 4)), "second": (FP32, (4, 4))}
 OUTPUTS = {"square": (FP32, (4, 4)), "product": (FP32, (-1, 4))}

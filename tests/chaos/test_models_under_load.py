@@ -142,14 +142,15 @@ def test_versions_come_and_go_under_load_and_nothing_is_lost(tmp_path: Path, grp
         with Crowd(ask_adder, f"127.0.0.1:{port}", grpc=grpc) as crowd:
             for number in range(2, 6):
                 write_version(model, number)
-                wait_for(lambda number=number: is_ready(http_port, f"/v2/models/adder/versions/{number}/ready"), 20)
+                wait_for(lambda number=number: is_ready(http_port, f"/v2/models/adder/versions/{number}/ready"), 60)
+                wait_for(lambda number=number: crowd.answers[str(number)] > 0, 60)
                 shutil.rmtree(model / str(number - 1))
             # Back to a lower number: the higher one goes, and the answers follow.
             write_version(model, 1)
             shutil.rmtree(model / "5")
-            wait_for(lambda: is_ready(http_port, "/v2/models/adder/versions/1/ready"), 20)
+            wait_for(lambda: is_ready(http_port, "/v2/models/adder/versions/1/ready"), 60)
             seen = crowd.answers["1"]
-            wait_for(lambda: crowd.answers["1"] > seen + 100, 20)
+            wait_for(lambda: crowd.answers["1"] > seen + 100, 60)
     assert crowd.errors == []
     assert set(crowd.answers) == {"1", "2", "3", "4", "5"}
 
@@ -201,12 +202,12 @@ def test_a_killed_python_model_fails_only_its_own_requests_and_comes_back(tmp_pa
         url = f"127.0.0.1:{port}"
         with Crowd(ask_echo("mortal"), url) as mortal, Crowd(ask_echo("bystander"), url) as bystander:
             for _ in range(3):
-                wait_for(lambda: bool(mortal.answers), 20)
+                wait_for(lambda: bool(mortal.answers), 60)
                 os.kill(process_of(server, "mortal").pid, signal.SIGKILL)
                 seen = mortal.answers["answered"]
-                wait_for(lambda seen=seen: mortal.answers["answered"] > seen + 50, 20)
+                wait_for(lambda seen=seen: mortal.answers["answered"] > seen + 50, 60)
+            wait_for(lambda: bystander.answers["answered"] > 100, 60)
         assert bystander.errors == []
-        assert bystander.answers["answered"] > 100
         # Those that the process held when it died, at most one a client each time, and nobody else.
         assert 0 < len(mortal.errors) <= 3 * CLIENTS
         assert all("mortal" in text for text in mortal.errors), mortal.errors[:3]

@@ -111,7 +111,7 @@ class FakeHttp:
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._thread.join(10)
+        self._thread.join(30)
         for sock in self._open:
             sock.close()
 
@@ -187,7 +187,7 @@ class FakeGrpc:
         return grpc.unary_unary_rpc_method_handler(handle)
 
     def close(self) -> None:
-        self._server.stop(0).wait(10)
+        self._server.stop(0).wait(30)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from typing import Any
 
 import grpc
@@ -122,10 +121,8 @@ def test_tries_come_to_an_end(make: Any) -> None:
 
 def test_a_wait_beyond_the_timeout_is_not_begun(make: Any) -> None:
     with fake_http(answers(503, b'{"error":"in an hour"}', "retry-after: 3600")) as server, make(server.url) as client:
-        began = time.monotonic()
         with pytest.raises(Unavailable, match="in an hour"):
-            client.infer("m", INPUT, timeout=30)
-        assert time.monotonic() - began < 10
+            client.infer("m", INPUT, timeout=1000)  # beyond the test's own
 
 
 def test_a_request_that_may_have_been_computed_is_not_sent_again(make: Any) -> None:
@@ -268,7 +265,7 @@ def test_answers_that_are_none(make: Any, data: bytes, error: type[Exception], t
 def test_answers_in_every_shape_http_has(make: Any, data: bytes) -> None:
     with fake_http(says(data, keeps=b"chunked" in data), answers(200, ANSWER)) as server, make(server.url) as client:
         assert client.infer("m", INPUT)["y"].tolist() == [7, 8]
-        assert client.infer("m", INPUT, timeout=10).model_version == "3"
+        assert client.infer("m", INPUT, timeout=30).model_version == "3"
 
 
 def test_an_answer_while_the_body_is_still_sent(real: Any, make: Any) -> None:

@@ -199,5 +199,5 @@ def test_the_program(store: StoreStub, tmp_path: Path) -> None:
 
 
 def _serves(url: str, version: str) -> bool:
-    with urllib.request.urlopen(f"{url}/v2/models/echo", timeout=5) as answer:
+    with urllib.request.urlopen(f"{url}/v2/models/echo", timeout=30) as answer:
         return json.load(answer)["versions"] == [version]

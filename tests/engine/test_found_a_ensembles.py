@@ -119,7 +119,7 @@ def test_each_of_several_answers_gets_its_own_result_whichever_is_ready_first() 
 
         def late(inputs: Any) -> Any:
             if inputs["INPUT0"].item() == 0:
-                second.wait(10)
+                second.wait(30)
             return {"OUTPUT0": inputs["INPUT0"]}
 
         settings: dict[str, Any] = {

@@ -137,7 +137,7 @@ class Count:
         await asyncio.sleep(0)
         if self.left:
             self._none_left.clear()
-            await asyncio.wait_for(self._none_left.wait(), 10)
+            await asyncio.wait_for(self._none_left.wait(), 30)
 
 
 def make(plane: DataPlane, kind: str, count: Count, inputs: Any = None) -> Any:
@@ -210,7 +210,7 @@ async def lives_on(plane: DataPlane, kind: str) -> bool:
     await count.all_told()
     del pending
     # A thread has to let go of what it passed on.
-    for _ in range(100):
+    for _ in range(10_000):
         if alive() is None:
             return False
         await asyncio.sleep(0.001)
@@ -249,7 +249,7 @@ def test_a_caller_that_holds_its_handle_is_gone_too(kind: str, cancel: bool, str
                 holder.pending.cancel()
             await count.all_told()
             del holder
-            for _ in range(100):
+            for _ in range(10_000):
                 if alive() is None:
                     return
                 await asyncio.sleep(0.001)

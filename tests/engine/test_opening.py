@@ -63,7 +63,7 @@ class Notebook:
         return self
 
     def open(self, placement: Placement) -> NotedInstance:
-        self.hold.wait(10)
+        self.hold.wait(30)
         self.note(f"open {placement.name}")
         return NotedInstance(self, placement.name)
 
@@ -150,7 +150,7 @@ def test_a_cancelled_opening_closes_what_was_being_opened() -> None:
         book.hold.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        for _ in range(200):
+        for _ in range(3000):
             opened = [line for line in book.lines if line.startswith("open")]
             closed = [line for line in book.lines if line.startswith("close g")]
             if len(opened) == len(closed) and "close model" in book.lines:

@@ -373,7 +373,7 @@ def test_a_caller_that_fails_when_told_of_its_time_out_does_not_cost_the_others(
             gone = Gone()
             plane.infer(InferRequest("m", tensors_of(INPUT0=row(1))), gone)
             other = submit(plane, "m", INPUT0=row(2))
-            assert isinstance(await asyncio.wait_for(other.answer(), 5), Unavailable)
+            assert isinstance(await asyncio.wait_for(other.answer(), 30), Unavailable)
             assert len(gone.told) == 1
             gate.let()
             await running.answer()

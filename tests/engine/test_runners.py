@@ -192,7 +192,7 @@ class Fake:
     async def given(self, count: int) -> list[Work]:
         while len(self.works) < count:
             self._more.clear()
-            await asyncio.wait_for(self._more.wait(), 10)
+            await asyncio.wait_for(self._more.wait(), 30)
         return self.works
 
     def close(self) -> None:

@@ -428,7 +428,7 @@ def test_closing_tells_everybody_who_waits_and_lets_the_running_finish(policy: Q
                 assert result.message == "model 'm' version 1 was unloaded"
             assert not running.told
             gate.let()
-            await asyncio.wait_for(retiring, 10)
+            await asyncio.wait_for(retiring, 30)
             assert array_of(await running.answer()).item() == 0
             assert numbers(gate.given) == [[0]]
             assert counted(plane, "m").in_flight == 0
@@ -445,7 +445,7 @@ def test_retiring_waits_for_what_is_in_flight() -> None:
             await gate.entered()
             retiring = asyncio.create_task(version.retire(30))
             gate.let(3)
-            await asyncio.wait_for(retiring, 10)
+            await asyncio.wait_for(retiring, 30)
             assert numbers([array_of(result) for result in await answers(asked)]) == [[0], [1], [2]]
 
     asyncio.run(main())

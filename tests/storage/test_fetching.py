@@ -22,8 +22,8 @@ from headrace.core.errors import Cancelled, InvalidArgument, Unavailable
 from headrace.storage.addresses import Address, is_listed, is_public
 from headrace.storage.fetching import FetchPolicy, fetch
 
-LOCAL = FetchPolicy(max_bytes=100_000, total_seconds=5, idle_seconds=2, private_hosts=("127.0.0.1", "files.test"))
-OPEN = FetchPolicy(max_bytes=100_000, total_seconds=5, idle_seconds=2)
+LOCAL = FetchPolicy(max_bytes=100_000, total_seconds=60, idle_seconds=30, private_hosts=("127.0.0.1", "files.test"))
+OPEN = FetchPolicy(max_bytes=100_000, total_seconds=60, idle_seconds=30)
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_a_slow_loris_has_a_total_time(web: WebStub, stop: threading.Event, tmp_
         fetch(
             web.url("/a"),
             tmp_path / "f",
-            FetchPolicy(total_seconds=0.4, idle_seconds=0.3, private_hosts=("127.0.0.1",)),
+            FetchPolicy(total_seconds=0.4, idle_seconds=60, private_hosts=("127.0.0.1",)),
         )
     assert left_in(tmp_path) == []
 
@@ -274,7 +274,7 @@ def test_dripping_headers_have_a_total_time(web: WebStub, stop: threading.Event,
         fetch(
             web.url("/a"),
             tmp_path / "f",
-            FetchPolicy(total_seconds=0.4, idle_seconds=0.3, private_hosts=("127.0.0.1",)),
+            FetchPolicy(total_seconds=0.4, idle_seconds=60, private_hosts=("127.0.0.1",)),
         )
 
 
@@ -355,7 +355,7 @@ def test_certificates_are_checked_for_the_host(authority: trustme.CA, tmp_path: 
     authority.issue_cert("files.test").configure_cert(context)
     ca_file = tmp_path / "ca.pem"
     authority.cert_pem.write_to_path(str(ca_file))
-    known = FetchPolicy(idle_seconds=2, private_hosts=("127.0.0.0/8",), ca_file=ca_file)
+    known = FetchPolicy(idle_seconds=30, private_hosts=("127.0.0.0/8",), ca_file=ca_file)
     with WebStub({"/a": serve(b"ok"), "/down": redirect("http://files.test/a")}).with_tls(context) as web:
         right = web.url("/a", "files.test", "https")
         assert fetch(right, tmp_path / "f", known, resolve=to_loopback).size == 2

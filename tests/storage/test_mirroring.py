@@ -40,7 +40,7 @@ def store() -> Iterator[StoreStub]:
 
 
 def mirror(store: StoreStub, folder: Path, key: str = "models") -> Mirror:
-    limits = ObjectLimits(idle_seconds=5, retry_seconds=0.1)
+    limits = ObjectLimits(idle_seconds=30, retry_seconds=0.1)
     return Mirror(ObjectPlace("aws", "bkt", key), folder, CloudCredentials.from_metadata(store.metadata("bkt")), limits)
 
 

@@ -32,7 +32,7 @@ OBJECTS = {
     "models/m2/other": b"not this",
     "top": b"1",
 }
-QUICK = ObjectLimits(idle_seconds=5, retry_seconds=0.1)
+QUICK = ObjectLimits(idle_seconds=30, retry_seconds=0.1)
 
 
 @pytest.fixture

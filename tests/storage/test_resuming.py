@@ -90,7 +90,7 @@ def kill_after(store: StoreStub, folder: Path, parts: int) -> None:
             assert child.poll() is None
     finally:
         child.send_signal(signal.SIGKILL)
-        child.wait(20)
+        child.wait(30)
         go.set()
         store.before = lambda key: None
 

@@ -27,7 +27,7 @@ from headrace.traffic.shadowing import MOST_IN_FLIGHT
 async def quiet(world: World) -> None:
     """Until no copy is under way."""
     shadows = world.traffic._entries["m"].shadows
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while any(shadow.in_flight for shadow in shadows):
             await asyncio.sleep(0)
 

@@ -434,7 +434,7 @@ async def test_closing_tells_those_who_still_wait() -> None:
     async with served() as tiny:
         caller = tiny.begin(Generation(prompt="the", sampling=endless, stream=True))
         await asyncio.wait_for(caller.came.wait(), 60)
-    await asyncio.wait_for(caller.ended.wait(), 10)
+    await asyncio.wait_for(caller.ended.wait(), 30)
     assert isinstance(caller.error, Unavailable)
     assert not tiny.engine._thread.is_alive()
     late = tiny.begin(Generation(prompt="the", sampling=GREEDY))

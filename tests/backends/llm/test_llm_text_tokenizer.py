@@ -51,7 +51,7 @@ def test_a_long_text_lets_other_threads_run() -> None:
     import threading
     import time
 
-    words, text, ticks = tokenizer("bytes"), "the quick brown fox " * 10_000, []
+    words, text, ticks = tokenizer("bytes"), "the quick brown fox " * 50_000, []
     done = threading.Event()
 
     def tick() -> None:

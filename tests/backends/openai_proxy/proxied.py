@@ -163,7 +163,7 @@ def fake_engine(port: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
 def stats_of(port: int) -> Any:
     """What the fake at a port has seen; None while nobody is there."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats", timeout=30) as answer:
             return json.load(answer)
     except OSError:
         return None

@@ -41,7 +41,7 @@ class Heard:
         self.end.set_result(why)
 
     async def over(self) -> tuple[int, bytes, str]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             why = await self.end
         return self.status, b"".join(self.pieces), why
 
@@ -129,7 +129,7 @@ def test_what_is_sent() -> None:
         pool.post("/v1/x", b'{"a": "\xc3\xa4"}', heard)
         await heard.over()
         assert heard.fields[b"x-y"] == b"z"
-        assert await fetch(pool, "/health", 5) == (200, b"hello")
+        assert await fetch(pool, "/health", 30) == (200, b"hello")
         assert seen[0][0].split("\r\n")[0] == "POST /p/v1/x HTTP/1.1"
         assert f"host: 127.0.0.1:{pool.origin.port}\r\n" in seen[0][0]
         assert "authorization: Bearer k3y\r\n" in seen[0][0] and "accept-encoding: identity" in seen[0][0]
@@ -142,7 +142,7 @@ def test_what_is_sent() -> None:
 def test_a_kept_connection_that_was_closed_is_replaced() -> None:
     async def test(pool: Pool) -> None:
         for _ in range(3):
-            assert (await fetch(pool, "/x", 5))[0] == 200
+            assert (await fetch(pool, "/x", 30))[0] == 200
         # As if the engine had closed it just now, and we had not heard.
         heard = Heard()
         call = pool.get("/x", heard)
@@ -179,7 +179,7 @@ def test_answers_that_are_none(answer: bytes, why: str) -> None:
 def test_more_than_was_asked_for_is_nobodys() -> None:
     async def test(pool: Pool) -> None:
         for _ in range(2):
-            assert await fetch(pool, "/x", 5) == (200, b"hello")
+            assert await fetch(pool, "/x", 30) == (200, b"hello")
 
     assert run(answering(OK + b"HTTP/1.1 500 No\r\ncontent-length: 3\r\n\r\nbad"), test) == 2
 
@@ -194,7 +194,7 @@ def test_giving_up_closes_the_connection() -> None:
         while not heard.pieces:
             await asyncio.sleep(0.001)
         call.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await gone
         assert not heard.end.done()
         early = held.post("/x", b"{}", heard)
@@ -220,9 +220,9 @@ def test_nobody_there() -> None:
     async def test(pool: Pool) -> None:
         nowhere = Pool(pool.loop, Origin("127.0.0.1", 1))
         with pytest.raises(ConnectionError, match="cannot be reached"):
-            await fetch(nowhere, "/x", 5)
+            await fetch(nowhere, "/x", 30)
         with pytest.raises(ConnectionError, match="cannot be reached"):
-            await fetch(Pool(pool.loop, Origin("no-such-host.invalid", 80)), "/x", 5)
+            await fetch(Pool(pool.loop, Origin("no-such-host.invalid", 80)), "/x", 30)
 
     run(answering(OK), test)
 
@@ -238,10 +238,10 @@ def test_an_engine_behind_https_must_prove_who_it_is(tmp_path: Path, monkeypatch
         origin = Origin("localhost", server.sockets[0].getsockname()[1], tls=True)
         stranger = Pool(pool.loop, origin)
         with pytest.raises(ConnectionError, match="certificate that is not trusted"):
-            await fetch(stranger, "/x", 5)
+            await fetch(stranger, "/x", 30)
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
         trusting = Pool(pool.loop, origin)
-        assert await fetch(trusting, "/x", 5) == (200, b"hello")
+        assert await fetch(trusting, "/x", 30) == (200, b"hello")
         trusting.close()
         server.close()
         await asyncio.sleep(0.01)

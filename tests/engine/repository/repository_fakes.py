@@ -189,6 +189,6 @@ class Bench:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let other tasks and threads run until something is so."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
