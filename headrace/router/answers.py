@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import httptools
 
-from headrace.router.backends import Outcome
-from headrace.router.requests import HOP_BY_HOP, VIA_NAME, nominated_fields
+from headrace.router.backend import Outcome
+from headrace.router.requests import HOP_BY_HOP, JOIN_BYTES, VIA_NAME, nominated_fields
 from headrace.wire.http.heads import Field, ResponseHead
 
 if TYPE_CHECKING:
@@ -42,9 +42,15 @@ class BadAnswer(Exception):
 class AnswerHead:
     """The head of an answer, ready to go out. Shared by all answers with the same bytes, so it is never changed."""
 
-    __slots__ = ("head", "keeps", "length", "lines", "outcome", "status", "told", "written")
+    __slots__ = ("head", "keeps", "length", "lines", "outcome", "size", "status", "text", "told", "written")
 
-    def __init__(self, head: ResponseHead, length: int, told: bytes | None, keeps: bool, lines: bytes) -> None:
+    def __init__(
+        self, text: bytes, head: ResponseHead, length: int, told: bytes | None, keeps: bool, lines: bytes
+    ) -> None:
+        self.text = text
+        """As it came."""
+        self.size = len(text) + length if keeps and length >= 0 and head.status >= 200 else -1
+        """Bytes of the whole answer, where those are all that comes and another may follow them; else -1."""
         self.head = head
         self.status = head.status
         self.outcome = Outcome.REFUSED if 502 <= head.status <= 504 else Outcome.OK
@@ -57,8 +63,9 @@ class AnswerHead:
         self.lines = lines
         """For 101: the fields as they came, but for those of the connection."""
         self.written = b""
-        """All of it with the body's length, as HTTP/1.1 has it, but for the date; empty where it may not be sent so."""
-        if length >= 0 and head.status >= 200 and head.status not in _BODILESS:
+        """All of it with the body's length, as HTTP/1.1 has it, but for the date; empty where it may not be sent so, or
+        where the body is too long to be copied."""
+        if 0 <= length <= JOIN_BYTES and head.status >= 200 and head.status not in _BODILESS:
             self.written = b"%bcontent-length: %d\r\n" % (head.http1, length)
 
 
@@ -105,7 +112,8 @@ class Answers:
         fields.append((b"via", b"1.%b %b" % (version, VIA_NAME)))
         switching = b"".join(b"%b: %b\r\n" % field for field in fields) if status == 101 else b""
         head = ResponseHead(status, fields, raw=True)
-        return AnswerHead(head, length, by_name.get(b"content-length"), keeps and length != UNTIL_CLOSE, switching)
+        keeps = keeps and length != UNTIL_CLOSE
+        return AnswerHead(text, head, length, by_name.get(b"content-length"), keeps, switching)
 
     def _field(self, line: bytes) -> Field:
         name, colon, value = line.partition(b":")

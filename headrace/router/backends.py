@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers behind a router: what each is doing, how it fared, and which one gets the next request.
+"""The servers behind a router: which of them get requests, and which one gets the next.
 
 Both proxies (`flows` for HTTP/1.1, `h2` for gRPC) ask `Backends.pick`, tell `begin` when they give a request to the
 backend, and `end` once with how it went. Timers call `tick`, checks call `checked`. Pure: it has no sockets, and time is
@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import Unavailable
+from headrace.router.backend import Backend, Outcome
 from headrace.router.health import Health
 from headrace.router.policies import Policy, SmoothWeighted, make_policy
 
@@ -29,85 +30,6 @@ log = logging.getLogger("headrace.router")
 
 _SMALLEST_RAMP = 0.1
 """Where a slow start begins: less would leave a backend idle, and an idle backend proves nothing."""
-
-
-class Outcome:
-    """How a request went, as far as the backend is to blame. Plain numbers: they are told for every request."""
-
-    OK = 0
-    """It answered, with whatever status but those below."""
-    REFUSED = 1
-    """502, 503 or 504 (gRPC: UNAVAILABLE): it answered that it cannot."""
-    FAILED = 2
-    """It could not be reached, closed too early, sent garbage, or took too long."""
-    CANCELLED = 3
-    """The client went away, or the router stops: says nothing of the backend."""
-
-
-class Stats:
-    """Counts of one backend, for the status and the metrics."""
-
-    __slots__ = ("cancelled", "failed", "ok", "refused", "requests", "retries")
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.ok = 0
-        self.refused = 0
-        self.failed = 0
-        self.cancelled = 0
-        self.retries = 0
-        """Requests given to it that another backend, or a connection of its own, had failed before."""
-
-
-class Backend:
-    """One server."""
-
-    __slots__ = (
-        "address",
-        "health",
-        "live",
-        "name",
-        "outstanding",
-        "ramp",
-        "resting",
-        "share",
-        "stats",
-        "tunnels",
-        "weight",
-    )
-
-    def __init__(self, address: BackendAddress, health: Health) -> None:
-        self.address = address
-        self.name = address.url
-        self.weight = address.weight
-        self.outstanding = 0
-        """Requests it has and has not answered."""
-        self.tunnels = 0
-        """WebSockets that are open to it."""
-        self.resting = False
-        """Whether all rest, so that it gets no requests whatever its health. Kept by `Backends`."""
-        self.live = True
-        """Whether it gets requests: up by its checks and not ejected. Kept by `Backends`."""
-        self.ramp = 1.0
-        """Share of its normal work during a slow start."""
-        self.share = address.weight
-        """`weight * ramp`."""
-        self.health = health
-        self.stats = Stats()
-
-    def __repr__(self) -> str:
-        return f"Backend({self.name})"
-
-    @property
-    def state(self) -> str:
-        """One word for people: `up`, `down`, `ejected`, `starting` or `asleep`."""
-        if self.resting:
-            return "asleep"
-        if not self.health.up:
-            return "down"
-        if self.health.ejected:
-            return "ejected"
-        return "starting" if self.ramp < 1.0 else "up"
 
 
 class Backends:
@@ -147,11 +69,13 @@ class Backends:
     def give(self) -> Backend | None:
         """`pick` and `begin` in one, for a request that was never tried before."""
         live = self.live
-        if not live:
+        if len(live) == 1:
+            backend = live[0]
+        elif live:
+            backend = self._choose(live)
+        else:
             return None
-        backend = self._choose(live) if len(live) > 1 else live[0]
         backend.outstanding += 1
-        backend.stats.requests += 1
         return backend
 
     def choose(self, live: Sequence[Backend]) -> Backend:
@@ -161,7 +85,6 @@ class Backends:
     def begin(self, backend: Backend, *, retry: bool = False) -> None:
         """A request is given to the backend."""
         backend.outstanding += 1
-        backend.stats.requests += 1
         if retry:
             backend.stats.retries += 1
 
@@ -186,9 +109,6 @@ class Backends:
         """`end`, with `Outcome.OK`."""
         backend.outstanding -= 1
         backend.stats.ok += 1
-        health = backend.health
-        health.in_row = 0
-        health.total += 1
 
     def checked(self, backend: Backend, healthy: bool, now: float, why: str = "") -> None:
         """An active check has its answer; `why` it is bad, for people."""
@@ -198,7 +118,7 @@ class Backends:
     def tick(self, now: float) -> None:
         """Let time pass: ejections end, windows close, slow starts go on. Call about once a second or more often."""
         for backend in self.all:
-            if backend.health.tick(now):
+            if backend.health.tick(now, backend.stats.ok):
                 self._renew(backend, now)
             if backend.ramp < 1.0:
                 self._set_ramp(backend, now)
@@ -293,12 +213,12 @@ class Backends:
         return max(1.0, self.all[0].health.recovery_seconds if self.all else 1.0)
 
     def _failed(self, backend: Backend, now: float, why: str) -> None:
-        if not backend.health.failed(now):
+        if not backend.health.failed(backend.stats.ok):
             return
         ejected = sum(each.health.ejected for each in self.all)
         if (ejected + 1) * 2 > len(self.all):
             # Half of them have to do: an error that all share is not cured by having nobody.
-            backend.health.spare(now)
+            backend.health.spare()
             return
         backend.health.eject(now, why)
         self._renew(backend, now)

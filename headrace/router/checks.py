@@ -15,7 +15,8 @@ from headrace.router.answers import BadAnswer, read_status
 from headrace.router.pools import backend_tls
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend, Backends
+    from headrace.router.backend import Backend
+    from headrace.router.backends import Backends
     from headrace.router.settings import RouterSettings
 
 log = logging.getLogger("headrace.router")

@@ -24,12 +24,18 @@ class Applicant(Protocol):
 class Customer(Protocol):
     """Whose request a connection carries."""
 
-    silent: bool
-    """The answer has no body, whatever its head says: the request is HEAD."""
-    upgrade: bool
-    """101 is an answer to it."""
+    plain: bool
+    """A whole answer is one with a body, and the end: the request is not HEAD, and all of it is sent."""
     sending: bool
     """Its body has not come to its end: the connection cannot be used again if the answer does so first."""
+
+    @property
+    def silent(self) -> bool:
+        """The answer has no body, whatever its head says: the request is HEAD."""
+
+    @property
+    def upgrade(self) -> bool:
+        """101 is an answer to it."""
 
     def answered(self, head: AnswerHead, body: Buffer) -> None:
         """A whole answer."""

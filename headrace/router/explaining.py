@@ -21,7 +21,8 @@ from headrace.router.choosing.request import Request
 from headrace.wire.http.heads import OK_JSON, RequestHead
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend, Backends
+    from headrace.router.backend import Backend
+    from headrace.router.backends import Backends
     from headrace.router.settings import RouterSettings
     from headrace.wire.http.exchange import Exchange
     from headrace.wire.http.routes import Routes

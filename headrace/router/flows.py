@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from headrace.core.errors import InvalidArgument, Unavailable
-from headrace.router.backends import Backend, Outcome
+from headrace.router.backend import Backend, Outcome
 from headrace.router.requests import JOIN_BYTES, RequestPlan
 from headrace.router.tunnel import open_tunnel
 from headrace.wire.http.heads import CONTENT_TYPE, JSON, Fields, ResponseHead
@@ -23,6 +23,7 @@ from headrace.wire.http1.exchange import Http1Exchange
 if TYPE_CHECKING:
     from headrace.router.answers import AnswerHead
     from headrace.router.forwarding import Forwarder
+    from headrace.router.pools import Pool
     from headrace.router.upstream import Upstream
     from headrace.wire.http.exchange import Buffer, Exchange
 
@@ -37,6 +38,7 @@ class Flow:
 
     sending = False
     _tries = 0
+    """Those that came to nothing."""
     _stale = False
     _tried: tuple[Backend, ...] = ()
     _connection: Upstream | None = None
@@ -47,46 +49,72 @@ class Flow:
     """Whether it waits for somebody to wake."""
     held_since = 0.0
 
-    def __init__(self, router: Forwarder, exchange: Exchange, plan: RequestPlan) -> None:
+    def take(self, router: Forwarder, exchange: Exchange, plan: RequestPlan) -> None:
+        """This is the request. In place of `__init__`, which Python calls by way of C: that is slow."""
         self._router = router
         self._exchange = exchange
         self._plan = plan
-        self.silent = plan.silent
-        self.upgrade = plan.upgrade
+        self.plain = not plan.silent
+
+    @property
+    def silent(self) -> bool:
+        """See `customers.Customer`."""
+        return self._plan.silent
+
+    @property
+    def upgrade(self) -> bool:
+        """See `customers.Customer`."""
+        return self._plan.upgrade
 
     def start(self) -> None:
-        """Take the request to a backend. Nearly always one has a connection to spare: that way is all here, for speed."""
-        router, exchange, plan = self._router, self._exchange, self._plan
+        """Go to a backend."""
+        router, exchange = self._router, self._exchange
+        backend = router.backends.pick()
+        if backend is None:
+            router.nobody(self, exchange)
+            return
+        router.budget.earn()
+        exchange.on_disconnect = self
+        self._give(backend)
+
+    def forward(self, router: Forwarder, exchange: Exchange, plan: RequestPlan) -> None:
+        """`take` and `start` in one. Nearly always a connection is there to be used: that way is all here, for speed."""
+        self._router = router
+        self._exchange = exchange
+        self._plan = plan
+        self.plain = not plan.silent
         backend = router.backends.give()
         if backend is None:
             router.nobody(self, exchange)
             return
-        budget = router.budget
-        if budget.short:
-            budget.earn()
-        exchange.on_disconnect = self._cancelled
+        if router.budget.short:
+            router.budget.earn()
+        exchange.on_disconnect = self
         self._backend = backend
-        self._tries = 1
         self._began = monotonic()
         pool = router.pools[backend]
-        connection = pool.take() if pool.idle and not self.upgrade else None
-        if connection is None:
-            pool.connect(self)
-            return
-        address = router.addresses.get(exchange.peer)
-        if plan.is_short and address is not None:
-            self._connection = connection
-            connection.begin(self, b"".join((plan.whole, address, connection.tail, exchange.body)))
+        if plan.is_short:
+            connection = pool.send(self, b"".join((plan.whole, exchange.peer_address, pool.tail, exchange.body)))
+            if connection is None:
+                pool.connect(self)
+            else:
+                self._connection = connection
         else:
-            self._transmit(connection)
+            self._ask(pool)
+
+    def __call__(self) -> None:
+        """For `Exchange.on_disconnect`: the flow itself, since a bound method would have to be made for every request."""
+        self._cancelled()
 
     # Called by the pool.
 
     def connected(self, connection: Upstream) -> bool:
         """See `customers.Applicant`."""
-        if self._backend is None:
+        backend = self._backend
+        if backend is None:
             return False
-        self._transmit(connection)
+        connection.begin(self, self._opening(self._router.pools[backend]))
+        self._go_on(connection)
         return True
 
     def unreachable(self, why: str) -> None:
@@ -104,17 +132,17 @@ class Flow:
             # `_settle`, for the outcome that nearly all have.
             self._connection = self._backend = None
             router.backends.ended_well(backend)
-            router.observe[backend](monotonic() - self._began)
+            backend.seconds.observe(monotonic() - self._began)
         else:
             self._settle(head.outcome)
         exchange = self._exchange
         exchange.on_disconnect = None
-        if self.silent or head.status == 304:
+        if head.written and self.plain:
+            exchange.respond_written(head.head, head.written, body)
+        elif self.silent or head.status == 304:
             fields: Fields = () if head.told is None else ((b"content-length", head.told),)
             exchange.start(head.head, fields)
             exchange.finish()
-        elif head.written and head.length == len(body) and type(exchange) is Http1Exchange:
-            exchange.respond_written(head.head, head.written, body)
         else:
             exchange.respond(head.head, body)
 
@@ -158,6 +186,7 @@ class Flow:
         if may and connection.reused and not self._stale:
             # It may have closed an idle connection just as we used it: no fault of its own. A new one will tell.
             self._stale = True
+            self._tries += 1
             self._settle(Outcome.CANCELLED)
             self._give(backend, fresh=True)
         else:
@@ -181,27 +210,33 @@ class Flow:
     def _give(self, backend: Backend, *, fresh: bool = False) -> None:
         router = self._router
         self._backend = backend
-        self._tries += 1
         self._began = monotonic()
-        router.backends.begin(backend, retry=self._tries > 1)
-        pool = router.pools[backend]
-        connection = None if fresh or self.upgrade else pool.take()
+        router.backends.begin(backend, retry=self._tries > 0)
+        self._ask(router.pools[backend], fresh=fresh)
+
+    def _ask(self, pool: Pool, *, fresh: bool = False) -> None:
+        connection = None if fresh or self.upgrade else pool.send(self, self._opening(pool))
         if connection is None:
             pool.connect(self)
         else:
-            self._transmit(connection)
+            self._go_on(connection)
 
-    def _transmit(self, connection: Upstream) -> None:
+    def _opening(self, pool: Pool) -> bytes:
+        """What is sent first: the head, and the body if it may be copied."""
+        plan = self._plan
+        head = self._completed(plan.whole, pool)
+        return b"".join((head, self._exchange.body)) if plan.whole_length <= JOIN_BYTES else head
+
+    def _go_on(self, connection: Upstream) -> None:
+        """Send what follows the opening on this connection."""
         self._connection = connection
-        exchange, plan, router = self._exchange, self._plan, self._router
-        peer = exchange.peer
-        address = router.addresses.get(peer) or router.name(peer)
-        tail = connection.hostless_tail if plan.hostless else connection.tail
-        if plan.whole_length <= JOIN_BYTES:
-            connection.begin(self, b"".join((plan.whole, address, tail, exchange.body)))
-        else:
-            connection.begin(self, b"".join((plan.whole, address, tail)))
-            connection.write(exchange.body)
+        if self._plan.whole_length > JOIN_BYTES:
+            connection.write(self._exchange.body)
+
+    def _completed(self, head: bytes, pool: Pool) -> bytes:
+        """The head with what is not known before: the client's address, and the backend's name."""
+        tail = pool.hostless_tail if self._plan.hostless else pool.tail
+        return b"".join((head, self._exchange.peer_address, tail))
 
     def _settle(self, outcome: int) -> None:
         """The backend is done with the request, one way or another."""
@@ -210,7 +245,7 @@ class Flow:
         if backend is not None:
             router = self._router
             router.backends.end(backend, outcome, router.clock.now)
-            router.observe[backend](monotonic() - self._began)
+            backend.seconds.observe(monotonic() - self._began)
 
     def _try_again_or(self, status: int, why: str, *, may: bool) -> None:
         router, backend, exchange = self._router, self._backend, self._exchange
@@ -223,6 +258,7 @@ class Flow:
             log.warning("%s %s: the client's response is cut", backend.name, why)
             exchange.abort()
             return
+        self._tries += 1
         self._tried = (*self._tried, backend)
         if may and self._tries < router.settings.retries.tries:
             other = self._other()
@@ -231,7 +267,7 @@ class Flow:
                 self._give(other)
                 return
         if unsent and router.hold(self, exchange):
-            self._tried = ()
+            self._tries, self._tried = 0, ()
             return
         self._let_go()
         log.warning("%s %s", backend.name, why)
@@ -252,108 +288,6 @@ class Flow:
         self._settle(Outcome.CANCELLED)
         if connection is not None:
             connection.drop()
-
-
-class StreamedFlow(Flow):
-    """One request whose body is passed on as it comes."""
-
-    def __init__(self, router: Forwarder, exchange: Exchange, plan: RequestPlan) -> None:
-        super().__init__(router, exchange, plan)
-        self.sending = True
-        self._early: list[bytes] = []
-        self._ended = False
-        self._left = plan.length
-        exchange.on_body = self._piece
-        exchange.on_body_end = self._body_ended
-
-    def start(self) -> None:
-        """Take the request to a backend; its body follows."""
-        router = self._router
-        backend = router.backends.pick()
-        if backend is None:
-            router.nobody(self, self._exchange)
-            return
-        router.budget.earn()
-        self._exchange.on_disconnect = self._cancelled
-        self._give(backend)
-
-    @property
-    def _repeatable(self) -> bool:
-        return False  # what was passed on is gone
-
-    def writable(self) -> None:
-        """See `customers.Customer`."""
-        self._exchange.resume_body()
-
-    def early_bytes(self) -> int:
-        """See `Flow.early_bytes`."""
-        return sum(map(len, self._early))
-
-    def _give(self, backend: Backend, *, fresh: bool = False) -> None:
-        # Until there is a connection, the client keeps what it has.
-        self._exchange.pause_body()
-        super()._give(backend, fresh=fresh)
-
-    def _transmit(self, connection: Upstream) -> None:
-        self._connection = connection
-        plan, peer = self._plan, self._exchange.peer
-        tail = connection.hostless_tail if plan.hostless else connection.tail
-        connection.begin(self, b"".join((plan.streamed, self._router.name(peer), tail)))
-        early, self._early = self._early, []
-        for piece in early:
-            self._send(connection, piece)
-        if self._ended:
-            self._finish(connection)
-        if not connection.write_paused:
-            self._exchange.resume_body()
-
-    def _piece(self, data: bytes) -> None:
-        connection = self._connection
-        if connection is None:
-            if self._backend is not None or self.held:
-                self._early.append(data)
-            return
-        self._send(connection, data)
-        if connection.write_paused:
-            self._exchange.pause_body()
-
-    def _body_ended(self) -> None:
-        self._ended = True
-        if self._connection is not None:
-            self._finish(self._connection)
-
-    def _send(self, connection: Upstream, data: bytes) -> None:
-        if self._plan.length < 0:
-            connection.write(b"%x\r\n%b\r\n" % (len(data), data))
-            return
-        self._left -= len(data)
-        if self._left < 0:
-            self._broken()
-        else:
-            connection.write(data)
-
-    def _finish(self, connection: Upstream) -> None:
-        self.sending = False
-        if self._plan.length < 0:
-            connection.write(b"0\r\n\r\n")
-        elif self._left:
-            self._broken()
-
-    def _broken(self) -> None:
-        """The body is not as long as its head says. The wire sees to that; if it should not, it ends here."""
-        exchange = self._exchange
-        self._cancelled()
-        self._let_go()
-        exchange.fail(wrong_length())
-
-    def answered(self, head: AnswerHead, body: Buffer) -> None:
-        """See `customers.Customer`."""
-        self._let_go()
-        super().answered(head, body)
-
-    def _let_go(self) -> None:
-        super()._let_go()
-        self._exchange.on_body = self._exchange.on_body_end = None
 
 
 def wrong_length() -> InvalidArgument:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace.router.backends import Backend, Backends
+from headrace.router.backend import Backend
+from headrace.router.backends import Backends
 from headrace.router.choosing.flows import ConsideredFlow, ConsideredStreamedFlow
 from headrace.router.choosing.hedging import HedgedFlow, Hedger
-from headrace.router.flows import Flow, StreamedFlow, wrong_length
+from headrace.router.flows import Flow, wrong_length
 from headrace.router.requests import RequestPlan, plan_of
+from headrace.router.streaming import StreamedFlow
 from headrace.router.waking.held import HeldFlow
 
 if TYPE_CHECKING:
@@ -22,11 +24,8 @@ if TYPE_CHECKING:
     from headrace.router.retries import RetryBudget
     from headrace.router.settings import RouterSettings
     from headrace.router.waking.activator import Activator
-    from headrace.telemetry.metrics import Histogram
     from headrace.wire.http.exchange import Exchange
     from headrace.wire.http.heads import RequestHead
-
-_REMEMBERED_PEERS = 4096
 
 
 class Forwarder:
@@ -39,23 +38,18 @@ class Forwarder:
         pools: dict[Backend, Pool],
         budget: RetryBudget,
         clock: CoarseClock,
-        seconds: dict[Backend, Histogram],
     ) -> None:
         self.settings = settings
         self.backends = backends
         self.pools = pools
         self.budget = budget
         self.clock = clock
-        self.observe = {backend: histogram.observe for backend, histogram in seconds.items()}
-        """How long backends take to answer, from the choice of one to the end of its answer."""
         self.waking: Activator | None = None
         """Where what is behind the backends sleeps: who holds requests until it is awake."""
-        self.addresses: dict[str, bytes] = {}
-        """Of clients seen before, by the names that exchanges have for them."""
-        self.flow: type[Flow] = Flow
-        self.streamed_flow: type[StreamedFlow] = StreamedFlow
-        """What requests become: those of `choosing` where a choice looks at them."""
         self.chooser: Chooser | None = None
+        """Who chooses, where a choice looks at the requests."""
+        self.flow: type[Flow] = ConsideredFlow
+        """What requests become then; or one that is asked of two."""
         self.hedger: Hedger | None = None
         self.line: WaitingLine | None = None
         """Where requests wait when every backend has all it may have."""
@@ -68,18 +62,24 @@ class Forwarder:
         if len(exchange.body) != plan.whole_length:
             # A promise of the wire's; a request with the wrong length would swallow the next one.
             raise wrong_length()
-        self.flow(self, exchange, plan).start()
+        if self.chooser is None:
+            Flow().forward(self, exchange, plan)
+        else:
+            flow = self.flow()
+            flow.take(self, exchange, plan)
+            flow.start()
 
     def streamed(self, exchange: Exchange) -> None:
         """A handler: the request's body follows."""
         plan = cast("RequestPlan | None", exchange.head.memo) or self._plan(exchange.head)
-        self.streamed_flow(self, exchange, plan).start()
+        flow = StreamedFlow() if self.chooser is None else ConsideredStreamedFlow()
+        flow.take(self, exchange, plan)
+        flow.start()
 
     def consider(self, chooser: Chooser | None, hedger: Hedger | None) -> None:
         """From now on, have these choose; None: by number alone."""
         self.chooser, self.hedger = chooser, hedger
-        self.flow = Flow if chooser is None else ConsideredFlow if hedger is None else HedgedFlow
-        self.streamed_flow = StreamedFlow if chooser is None else ConsideredStreamedFlow
+        self.flow = ConsideredFlow if hedger is None else HedgedFlow
 
     def nobody(self, flow: Flow, exchange: Exchange) -> None:
         """No backend can take the request: it waits, or its client is told."""
@@ -94,14 +94,6 @@ class Forwarder:
             return False
         self.waking.hold(HeldFlow(flow, exchange))
         return True
-
-    def name(self, peer: str) -> bytes:
-        """The client's address for X-Forwarded-For, which is then among `addresses`."""
-        address = (peer.rpartition(":")[0].strip("[]") or "unknown").encode()
-        if len(self.addresses) >= _REMEMBERED_PEERS:
-            self.addresses.clear()
-        self.addresses[peer] = address
-        return address
 
     def _plan(self, head: RequestHead) -> RequestPlan:
         plan = plan_of(head, self.settings)

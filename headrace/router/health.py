@@ -20,16 +20,17 @@ class Health:
         "_ejected_until",
         "_ejections",
         "_failures",
+        "_in_row",
         "_outliers",
         "_quiet_since",
         "_streak",
+        "_well",
+        "_well_before",
         "_window_ends",
         "checks",
         "ejected",
-        "in_row",
         "reason",
         "since",
-        "total",
         "up",
     )
 
@@ -46,11 +47,15 @@ class Health:
         self.checks = 0
         """Active checks so far."""
         self._streak = 0
-        self.in_row = 0
-        """Failures since a request last went well: whose it is that ends, sets it to 0 and counts in `total`."""
-        self.total = 0
-        """Requests in this window."""
+        # What goes well is counted by others, and told here only with what does not.
+        self._well = 0
+        """Requests that had gone well when that was last told."""
+        self._well_before = 0
+        """Those of them that were before this window."""
+        self._in_row = 0
+        """Failures since a request last went well."""
         self._failures = 0
+        """Those in this window."""
         self._window_ends = 0.0
         self._ejections = 0
         self._ejected_until = 0.0
@@ -87,7 +92,7 @@ class Health:
         self.up = healthy
         if healthy:
             self.since = now
-            self.in_row = 0
+            self._in_row = 0
             if not self.ejected:
                 self.reason = ""
         return True
@@ -99,7 +104,7 @@ class Health:
         self.reason = ""
         self.since = self._quiet_since = now
         self._streak = 0
-        self.spare(now)
+        self.spare()
 
     def not_known(self) -> None:
         """It has just come: it gets no requests before its first check."""
@@ -112,22 +117,24 @@ class Health:
         if not checks.path and not self.up:
             self.up, self.reason = True, ""
 
-    def failed(self, now: float) -> bool:
-        """A request failed. True if that makes the server one to eject."""
-        self.in_row += 1
-        self.total += 1
+    def failed(self, well: int) -> bool:
+        """A request failed, after so many had gone `well`, ever. True if that makes the server one to eject."""
+        self._in_row = self._in_row + 1 if well == self._well else 1
+        self._well = well
         self._failures += 1
         if self.ejected:
             return False
         outliers = self._outliers
-        if 0 < outliers.consecutive_failures <= self.in_row:
+        if 0 < outliers.consecutive_failures <= self._in_row:
             return True
-        enough = outliers.error_rate > 0 and self.total >= outliers.least_requests
-        return enough and self._failures >= outliers.error_rate * self.total
+        total = well - self._well_before + self._failures
+        enough = outliers.error_rate > 0 and total >= outliers.least_requests
+        return enough and self._failures >= outliers.error_rate * total
 
-    def spare(self, now: float) -> None:
+    def spare(self) -> None:
         """It should be ejected and cannot be: count anew, so as not to ask with every failure."""
-        self.in_row = self.total = self._failures = 0
+        self._in_row = self._failures = 0
+        self._well_before = self._well
 
     def eject(self, now: float, why: str) -> None:
         """Take it out for a while, for longer each time."""
@@ -137,20 +144,22 @@ class Health:
         self.ejected = True
         self.reason = f"{why}; out for {seconds:g} s"
         self._ejected_until = now + seconds
-        self.spare(now)
+        self.spare()
 
-    def tick(self, now: float) -> bool:
-        """Let time pass. True if an ejection has ended."""
+    def tick(self, now: float, well: int) -> bool:
+        """Let time pass; so many requests have gone `well`, ever. True if an ejection has ended."""
+        if well != self._well:
+            self._well, self._in_row = well, 0
         if now >= self._window_ends:
             self._window_ends = now + self._outliers.window_seconds
-            self.total = self._failures = 0
+            self._well_before, self._failures = well, 0
         if self.ejected:
             if now < self._ejected_until:
                 return False
             self.ejected = False
             self.reason = ""
             self.since = self._quiet_since = now
-            self.spare(now)
+            self.spare()
             return True
         if self._ejections and now - self._quiet_since >= self._outliers.ejection_seconds * (self._ejections + 1):
             self._ejections -= 1

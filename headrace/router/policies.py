@@ -14,7 +14,7 @@ from headrace.core.errors import InvalidArgument
 from headrace.router.settings import ALIASES, POLICIES
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend
+    from headrace.router.backend import Backend
 
 
 class Policy(Protocol):

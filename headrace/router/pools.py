@@ -15,8 +15,8 @@ from headrace.router.answers import Answers
 from headrace.router.upstream import Upstream
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend
-    from headrace.router.customers import Applicant
+    from headrace.router.backend import Backend
+    from headrace.router.customers import Applicant, Customer
     from headrace.router.settings import RouterSettings
 
 log = logging.getLogger("headrace.router")
@@ -53,13 +53,16 @@ class Pool:
         self.hostless_tail = b"\r\nhost: %b\r\n\r\n" % host
         """The same for a client that named no host."""
 
-    def take(self) -> Upstream | None:
-        """A connection that waits for work, if there is one."""
+    def send(self, customer: Customer, text: bytes) -> Upstream | None:
+        """Send a request, or its head, on a connection that waits for work; None if there is none."""
         idle = self.idle
         while idle:
             connection = idle.pop()
             transport = connection.transport
             if transport is not None and not transport.is_closing():
+                connection.customer = customer
+                connection.since = self.clock.now
+                transport.write(text)
                 return connection
         return None
 

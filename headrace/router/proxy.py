@@ -29,7 +29,7 @@ from headrace.router.waking.activator import Activator
 from headrace.telemetry.registry import Registry
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend
+    from headrace.router.backend import Backend
     from headrace.router.settings import BackendAddress, RouterSettings
     from headrace.router.waking.scaler import Scaler
     from headrace.wire.http.routes import Routes
@@ -72,7 +72,7 @@ class RouterProxy:
         self.waking = self._made_waking(scaler)
         """Who holds requests while what is behind the backends sleeps; for the gRPC half, too."""
         self._status = RouterStatus(self.registry, self.backends, self.pools, self.budget, settings, self.waking)
-        self._forwarder = Forwarder(settings, self.backends, self.pools, self.budget, self.clock, self._status.seconds)
+        self._forwarder = Forwarder(settings, self.backends, self.pools, self.budget, self.clock)
         self._forwarder.waking = self.waking
         self._forwarder.line = self.line
         self.chooser: Chooser | None = None
@@ -175,12 +175,11 @@ class RouterProxy:
 
     def _join(self, backend: Backend) -> None:
         self.pools[backend] = Pool(backend, self.settings, self._answers, self.clock)
-        self._forwarder.observe[backend] = self._status.join(backend).observe
+        self._status.join(backend)
         self._checks.join(backend)
 
     def _leave(self, backend: Backend) -> None:
         pool = self.pools.pop(backend)
-        self._forwarder.observe.pop(backend, None)
         self._status.leave(backend)
         for connection in tuple(pool.all):
             connection.close()

@@ -90,7 +90,7 @@ class RequestPlan:
         self.hostless = False
         """Whether the client named no host."""
         self.is_short = False
-        """Whether nothing about it is unusual: it names a host, and is written in one piece."""
+        """Whether nothing about it is unusual: it names a host, wants no WebSocket, and is written in one piece."""
 
 
 def plan_of(head: RequestHead, settings: RouterSettings) -> RequestPlan:
@@ -135,7 +135,7 @@ def plan_of(head: RequestHead, settings: RouterSettings) -> RequestPlan:
     plan.upgrade = upgrade
     plan.silent = method == b"HEAD"
     plan.hostless = not host
-    plan.is_short = bool(host) and plan.whole_length <= JOIN_BYTES
+    plan.is_short = bool(host) and not upgrade and plan.whole_length <= JOIN_BYTES
     return plan
 
 

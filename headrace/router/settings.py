@@ -44,6 +44,9 @@ class BackendAddress:
     @classmethod
     def parse(cls, text: str) -> BackendAddress:
         """Read `http://host:8000,weight=2,grpc=host:8001`."""
+        if "@" in text:
+            # Before anything that repeats the text: what stands before the @ may be a password.
+            raise InvalidArgument(f"a backend's address takes no user and no password; {_FORM}")
         if not text.isprintable():
             raise InvalidArgument(f"backend {text!r} has no host; {_FORM}")
         where, *options = text.strip().split(",")
@@ -69,8 +72,8 @@ def _split_url(url: str, text: str) -> tuple[str, str, int]:
         raise InvalidArgument(f"backend {text!r}: the port is no number from 1 to 65535; {_FORM}") from None
     if parts.scheme not in _PORTS:
         raise InvalidArgument(f"backend {text!r}: only http and https are spoken; {_FORM}")
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
-        raise InvalidArgument(f"backend {text!r}: a path, a query or a password has no place here; {_FORM}")
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise InvalidArgument(f"backend {text!r}: a path or a query has no place here; {_FORM}")
     if not parts.hostname or not _HOST.fullmatch(parts.hostname) or port == 0:
         raise InvalidArgument(f"backend {text!r} has no host; {_FORM}")
     return parts.scheme, parts.hostname, port or _PORTS[parts.scheme]

@@ -18,12 +18,12 @@ from headrace.version import __version__
 from headrace.wire.http.heads import CONTENT_TYPE, OK_JSON, OK_PLAIN, ResponseHead
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend, Backends
+    from headrace.router.backend import Backend
+    from headrace.router.backends import Backends
     from headrace.router.pools import Pool
     from headrace.router.retries import RetryBudget
     from headrace.router.settings import RouterSettings
     from headrace.router.waking.activator import Activator
-    from headrace.telemetry.metrics import Histogram
     from headrace.telemetry.registry import Registry
     from headrace.wire.http.exchange import Exchange
     from headrace.wire.http.routes import Routes
@@ -52,14 +52,13 @@ class RouterStatus:
         self.choices = Choices(registry, backends, settings.policy)
         """Why backends were chosen."""
         self._heads = {each: ResponseHead(200, [(CONTENT_TYPE, each.value)]) for each in Format}
-        self._family = family = registry.histogram(
+        self._family = registry.histogram(
             "headrace_router_backend_seconds",
             "Time from the choice of a backend to the end of its answer.",
             ["backend"],
         )
-        self.seconds: dict[Backend, Histogram] = {
-            backend: family.labels(backend=backend.name) for backend in backends.all
-        }
+        for backend in backends.all:
+            self.join(backend)
         self._declare()
         if waking is not None:
             waking.declare(registry)
@@ -71,14 +70,12 @@ class RouterStatus:
         routes.add("GET", "/router/healthz", self._answer_health)
         routes.mount("/router", _unknown)
 
-    def join(self, backend: Backend) -> Histogram:
-        """A backend has come; where its times are counted."""
-        found = self.seconds[backend] = self._family.labels(backend=backend.name)
-        return found
+    def join(self, backend: Backend) -> None:
+        """A backend has come: its times are told from now on."""
+        backend.seconds = self._family.labels(backend=backend.name)
 
     def leave(self, backend: Backend) -> None:
         """A backend has gone; its times go with it, unless another of its name has come."""
-        self.seconds.pop(backend, None)
         if all(each.name != backend.name for each in self._backends.all):
             self._family.remove(backend=backend.name)
 
@@ -88,6 +85,7 @@ class RouterStatus:
             "version": __version__,
             "policy": self.choices.policy,
             "live": len(self._backends.live),
+            "queued": self._backends.queued,
             "retries": {"spent": self._budget.spent, "refused": self._budget.refused},
             "backends": [self._of(backend) for backend in self._backends.all],
             "leaving": [{"url": each.name, "outstanding": each.outstanding} for each in self._backends.leaving],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.router.answers import AnswerHead
-    from headrace.router.backends import Backend
+    from headrace.router.backend import Backend
     from headrace.router.upstream import Upstream
     from headrace.wire.http1.exchange import Http1Exchange
     from headrace.wire.site import Site

@@ -2,7 +2,7 @@
 """One connection to a backend: sends a request, reads its answer, and goes back to its pool.
 
 Made by `pools`, given to one `Customer` at a time (`flows.Flow`), which it tells what comes. Whole answers that
-arrive in one piece, the usual case, take the short way through `data_received`.
+arrive in one piece, with the head of the one before, take the short way through `data_received`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ class Upstream(asyncio.Protocol):
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._known = pool.answers.known
         self._clock = pool.clock
         self.transport: asyncio.Transport | None = None
         """None before and after; closing when no request may be sent any more."""
-        self.tail = pool.tail
-        self.hostless_tail = pool.hostless_tail
         self.customer: Customer | None = None
         self.reused = False
         """Whether it has carried a request before: then it may have been closed without our knowing."""
@@ -49,9 +46,9 @@ class Upstream(asyncio.Protocol):
         self._read_paused = False
         self._mode = Mode.HEAD
         self._begun = b""
-        self._last: AnswerHead | None = None
-        self._last_text = b"\n"
-        """The last head that was known, and as it came; before there is one, what no answer begins with."""
+        self._last: AnswerHead
+        self._last_size = -1
+        """The head of the last answer and the bytes of all of it; -1 unless the next byte begins another one."""
         self._head: AnswerHead | None = None
         self._pieces: list[bytes] = []
         self._left = 0
@@ -72,31 +69,17 @@ class Upstream(asyncio.Protocol):
             # Nobody asked. It must not be taken for the answer to the next request.
             self.abort()
             return
-        if self._mode == Mode.HEAD and not self._begun:
-            # Nearly always the head of the answer before, for a second at least.
-            text = self._last_text
-            if data.startswith(text):
-                end, head = len(text), self._last
-            else:
-                end = data.find(b"\r\n\r\n") + 4
-                head = self._known.get(data[:end])
-                if head is not None:
-                    self._last, self._last_text = head, data[:end]
-            if (
-                head is not None
-                and head.length == len(data) - end
-                and head.status >= 200
-                and not (customer.silent or customer.sending)
-            ):
+        if len(data) == self._last_size and customer.plain:
+            head = self._last
+            body = data.removeprefix(head.text)
+            if body is not data:
+                # The same again, but for its body: for a second at least, nearly all are.
                 self.customer = None
-                if head.keeps:
-                    self.reused = True
-                    self.since = self._clock.now
-                    self._pool.idle.append(self)
-                else:
-                    self.close()
-                customer.answered(head, data[end:])
+                self.since = self._clock.now
+                self._pool.idle.append(self)
+                customer.answered(head, body)
                 return
+        self._last_size = -1
         if self._mode != Mode.HEAD:
             # Not for a head: one that comes byte by byte has the time of any other.
             self.since = self._clock.now
@@ -138,7 +121,7 @@ class Upstream(asyncio.Protocol):
     # Called by customers.
 
     def begin(self, customer: Customer, text: Buffer) -> None:
-        """Send a request, or its head."""
+        """Send a request, or its head, on a new connection; else `Pool.send` does so."""
         self.customer = customer
         self.since = self._clock.now
         if self.transport is not None:
@@ -245,7 +228,10 @@ class Upstream(asyncio.Protocol):
         self._head = head
         self.since = self._clock.now
         length = 0 if customer.silent else head.length
-        if length >= 0:
+        if len(data) == length:
+            self._release(reuse=True)
+            customer.answered(head, data)
+        elif length >= 0:
             if len(data) < length and length > self._pool.whole_bytes:
                 self._mode = Mode.LENGTH
                 self._left = length
@@ -334,6 +320,7 @@ class Upstream(asyncio.Protocol):
             return
         if reuse and head.keeps and not customer.sending:
             self.reused = True
+            self._last, self._last_size = head, head.size
             self.resume()
             self._pool.give_back(self)
         else:

@@ -153,7 +153,7 @@ class Rough:
             except OSError:
                 pass
         for thread in self._threads:
-            thread.join(10)
+            thread.join(30)
 
 
 @contextmanager

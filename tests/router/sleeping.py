@@ -30,7 +30,7 @@ from headrace.wire.site import Site
 TARGET = Target("chat-engine")
 
 
-def until(look: Callable[[], Any], seconds: float = 20.0) -> Any:
+def until(look: Callable[[], Any], seconds: float = 30.0) -> Any:
     """What `look` returns, once it is true."""
     limit = time.monotonic() + seconds
     while True:
@@ -165,6 +165,7 @@ def napping(
     scaler: Any = None,
     targets: tuple[Target, ...] = (TARGET,),
     health: str = "",
+    health_seconds: float = 0.5,
     idle_seconds: float = 3600.0,
     **bounds: Any,
 ) -> Iterator[Nap]:
@@ -172,7 +173,7 @@ def napping(
     made_scaler: Scaler = scaler or ToldScaler()
     settings = RouterSettings(
         tuple(BackendAddress.parse(f"http://127.0.0.1:{port}") for port in ports),
-        health=HealthSettings(path=health, interval_seconds=0.5),
+        health=HealthSettings(path=health, interval_seconds=health_seconds),
         activation=ActivationSettings(targets, idle_seconds=idle_seconds, **bounds),
     )
     made: list[tuple[RouterProxy, GrpcProxy]] = []

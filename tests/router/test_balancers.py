@@ -114,7 +114,7 @@ def _balanced(name: str, folder: Path) -> Iterator[tuple[Balancer, Serving, Serv
             yield balancer, one, two
         finally:
             balancer.process.terminate()
-            balancer.process.wait(20)
+            balancer.process.wait(30)
 
 
 def _counted(server: Serving) -> int:
@@ -151,7 +151,7 @@ def _large_body(balancer: Balancer) -> None:
 
 def _events_at_once(balancer: Balancer) -> None:
     """The first event comes although the stream goes on: nothing waits for a buffer to fill."""
-    with socket.create_connection(("127.0.0.1", balancer.http), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", balancer.http), timeout=30) as sock:
         sock.sendall(b"GET /test/events HTTP/1.1\r\nHost: headrace\r\n\r\n")
         text = b""
         while b"data: first\n\n" not in text:

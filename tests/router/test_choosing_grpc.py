@@ -48,7 +48,7 @@ def _routing(*ports: int, **changes: Any) -> Iterator[tuple[int, RouterProxy, Se
 
 
 def _until(right: Callable[[], Any]) -> None:
-    end = monotonic() + 15
+    end = monotonic() + 30
     while not right():
         assert monotonic() < end, "it did not come to that"
         threading.Event().wait(0.005)
@@ -63,7 +63,7 @@ def test_a_session_is_known_by_its_metadata() -> None:
                 for key in "abcdefgh":
                     before = [each.stats.requests for each in proxy.backends.all]
                     for _ in range(3):
-                        assert echo(b"x", metadata=(("x-session", key),), timeout=10) == b"x"
+                        assert echo(b"x", metadata=(("x-session", key),), timeout=30) == b"x"
                     after = [each.stats.requests for each in proxy.backends.all]
                     assert sorted(now - then for now, then in zip(after, before, strict=True)) == [0, 3]
 
@@ -75,9 +75,9 @@ def test_calls_wait_when_every_backend_is_full() -> None:
             assert isinstance(proxy.backends, LimitedBackends)
             line = proxy.backends.line
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-                held = channel.unary_unary("/test.Echo/Hold").future(b"first", timeout=10)
+                held = channel.unary_unary("/test.Echo/Hold").future(b"first", timeout=30)
                 _until(lambda: proxy.backends.all[0].outstanding == 1)
-                second = channel.unary_unary("/test.Echo/Unary").future(b"second", timeout=10)
+                second = channel.unary_unary("/test.Echo/Unary").future(b"second", timeout=30)
                 _until(lambda: line.length == 1)
                 held.cancel()
                 assert second.result() == b"second"

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.errors import InvalidArgument
-from headrace.router.backends import Backend, Backends
+from headrace.router.backend import Backend
+from headrace.router.backends import Backends
 from headrace.router.choosing.checking import check_choices
 from headrace.router.choosing.chooser import Chooser
 from headrace.router.choosing.policies import Why

@@ -19,7 +19,8 @@ from routing import NO_CHECKS, Answer, ask, routing
 from serving import EchoHandlers, echo_site, serving
 
 from headrace.core.errors import InvalidArgument
-from headrace.router.backends import Backends, Outcome
+from headrace.router.backend import Outcome
+from headrace.router.backends import Backends
 from headrace.router.discovery.discoverer import Discoverer
 from headrace.router.discovery.files import FileSource, read_backends
 from headrace.router.discovery.names import NameSource
@@ -41,7 +42,7 @@ def _put(path: Path, content: Any) -> None:
     os.replace(beside, path)
 
 
-def _until(right: Callable[[], Any], seconds: float = 15.0) -> None:
+def _until(right: Callable[[], Any], seconds: float = 30.0) -> None:
     end = monotonic() + seconds
     while not right():
         assert monotonic() < end, "it did not come to that"
@@ -209,7 +210,7 @@ def test_with_checks_a_new_one_that_is_not_there_gets_nothing(tmp_path: Path) ->
 def _follow(source: Any, count: int) -> list[Any]:
     async def run() -> list[Any]:
         told: list[Any] = []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             async for each in source.follow():
                 told.append(each)
                 if len(told) == count:

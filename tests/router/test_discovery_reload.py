@@ -52,8 +52,8 @@ def _router(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], int, list[
         yield process, int(found[1]), said
     finally:
         process.kill()
-        process.wait(10)
-        reading.join(10)
+        process.wait(30)
+        reading.join(30)
         process.stdout.close()
         process.stderr.close()
 
@@ -65,7 +65,7 @@ def _put(path: Path, content: Any) -> None:
 
 
 def _until(right: Callable[[], Any]) -> None:
-    end = monotonic() + 20
+    end = monotonic() + 30
     while not right():
         assert monotonic() < end, "it did not come to that"
         threading.Event().wait(0.02)
@@ -139,7 +139,7 @@ def test_settings_change_while_it_runs(tmp_path: Path) -> None:
             _until(lambda: sum(b"read anew" in line for line in said) > before)
             assert ask(port, "GET", "/hello").body == b"hello"
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(30) == 0
 
 
 def test_explain_asks_a_running_router(tmp_path: Path) -> None:

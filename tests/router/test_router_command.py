@@ -48,7 +48,7 @@ def _router(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         yield process, int(found[1])
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(30)
         process.stdout.close()
 
 
@@ -68,7 +68,7 @@ def test_it_routes_and_drains_on_sigterm() -> None:
             server.call(lambda: handlers.echo(handlers.held[0]))
             waiting.join(20)
             assert answers[0].body == b"x"
-            assert process.wait(20) == 0
+            assert process.wait(30) == 0
 
 
 async def _headrace() -> Site:

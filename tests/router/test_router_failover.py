@@ -59,7 +59,7 @@ class _Load:
 
     def wait_for(self, count: int) -> None:
         deadline = threading.Event()
-        for _ in range(4000):
+        for _ in range(10_000):
             if sum(self.statuses.values()) >= count:
                 return
             deadline.wait(0.005)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from headrace.router.backends import Backend, Backends, Outcome
+from headrace.router.backend import Backend, Outcome
+from headrace.router.backends import Backends
 from headrace.router.retries import RetryBudget
 from headrace.router.settings import (
     BackendAddress,

@@ -9,7 +9,8 @@ from random import Random
 import pytest
 
 from headrace.core.errors import InvalidArgument
-from headrace.router.backends import Backend, Backends
+from headrace.router.backend import Backend
+from headrace.router.backends import Backends
 from headrace.router.policies import make_policy
 from headrace.router.settings import POLICIES, BackendAddress, RouterSettings
 

@@ -86,7 +86,7 @@ def test_the_502_names_the_backend_and_leaks_nothing_else() -> None:
 )
 def test_an_answer_that_was_begun_is_cut_so_that_the_client_sees_it(head: bytes) -> None:
     with rough(answering(head + bytes(50_000))) as backend, routing(backend.port) as router:
-        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
         connection.request("GET", "/hello")
         response = connection.getresponse()
         assert response.status == 200
@@ -249,10 +249,10 @@ def test_retries_stop_when_the_budget_is_spent() -> None:
 
 def test_a_backend_that_does_not_answer_is_504_and_is_not_asked_again() -> None:
     handlers = EchoHandlers()
-    timeouts = TimeoutSettings(response_seconds=0.3)
+    timeouts = TimeoutSettings(response_seconds=1)
     with serving(echo_site(handlers=handlers)) as server, routing(server.port, timeouts=timeouts) as router:
         answer = router.get("/hold")
-        assert answer.status == 504 and b"did not answer within 0.3 seconds" in answer.body
+        assert answer.status == 504 and b"did not answer within 1 seconds" in answer.body
         assert len(handlers.held) == 1 and router.stats().failed == 1
         assert router.get("/hello").status == 200
 
@@ -290,7 +290,7 @@ def test_idle_connections_are_closed_in_time() -> None:
 
 
 def _eventually_empty(pool: Pool) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while pool.all and time.monotonic() < deadline:
         time.sleep(0.01)
     return not pool.all

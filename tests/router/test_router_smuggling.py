@@ -111,7 +111,7 @@ def test_what_is_passed_on_is_framed_anew(name: str, world: tuple[Routing, Rough
 
 
 def _one(router: Routing, data: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", router.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", router.port), timeout=30) as sock:
         sock.sendall(data)
         return sock.recv(65536)
 

@@ -8,12 +8,14 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.router.waking.deciding import CALM, PANIC_SECONDS, STABLE_SECONDS, UTILISATION, Panic, Sample, decide
-from headrace.router.waking.meter import Meter
-from headrace.router.waking.settings import CONCURRENCY, RPS, TargetScale
+from headrace.fleet.autoscaling.deciding import CALM, KNATIVE, UTILISATION, Aim, Panic, Sample, decide
+from headrace.fleet.autoscaling.meter import CONCURRENCY, RPS, Meter
+from headrace.router.waking.settings import TargetScale
+
+STABLE_SECONDS, PANIC_SECONDS = KNATIVE.stable_seconds, KNATIVE.panic_seconds
 
 _values = st.floats(0, 1e6)
-_scales = st.builds(TargetScale, st.just(CONCURRENCY), st.floats(0.01, 1e4), st.integers(1, 1000))
+_scales = st.builds(Aim, st.floats(0.01, 1e4), st.integers(1, 1000))
 _panics = st.builds(Panic, st.floats(-1e3, 1e4), st.integers(0, 1000))
 
 
@@ -28,9 +30,7 @@ def steady(value: float, seconds: int = 60) -> tuple[list[Sample], float]:
 
 
 @given(_minutes(), _scales, st.integers(0, 1000), _panics)
-def test_always_from_one_to_the_most(
-    minute: tuple[list[Sample], float], scale: TargetScale, ready: int, panic: Panic
-) -> None:
+def test_always_from_one_to_the_most(minute: tuple[list[Sample], float], scale: Aim, ready: int, panic: Panic) -> None:
     samples, now = minute
     found = decide(samples, now, scale, ready, panic)
     assert found is not None and 1 <= found.replicas <= scale.most
@@ -40,7 +40,7 @@ def test_always_from_one_to_the_most(
 
 @given(_minutes(), _scales, st.integers(0, 1000), st.integers(0, 1000))
 def test_in_a_panic_nobody_is_taken_away(
-    minute: tuple[list[Sample], float], scale: TargetScale, ready: int, least: int
+    minute: tuple[list[Sample], float], scale: Aim, ready: int, least: int
 ) -> None:
     samples, now = minute
     found = decide(samples, now, scale, ready, Panic(now + 1, least))
@@ -48,7 +48,7 @@ def test_in_a_panic_nobody_is_taken_away(
 
 
 @given(_values, _scales, st.integers(1, 1000))
-def test_a_steady_load_gets_what_it_needs(value: float, scale: TargetScale, ready: int) -> None:
+def test_a_steady_load_gets_what_it_needs(value: float, scale: Aim, ready: int) -> None:
     samples, now = steady(value)
     found = decide(samples, now, scale, ready)
     assert found is not None
@@ -62,7 +62,7 @@ def test_a_steady_load_gets_what_it_needs(value: float, scale: TargetScale, read
 
 
 @given(st.lists(st.tuples(_values, _values), min_size=1, max_size=90), _scales, st.integers(0, 1000))
-def test_more_load_never_means_fewer(pairs: list[tuple[float, float]], scale: TargetScale, ready: int) -> None:
+def test_more_load_never_means_fewer(pairs: list[tuple[float, float]], scale: Aim, ready: int) -> None:
     now = float(len(pairs) - 1)
     less = [Sample(float(time), min(pair)) for time, pair in enumerate(pairs)]
     more = [Sample(float(time), max(pair)) for time, pair in enumerate(pairs)]
@@ -72,7 +72,7 @@ def test_more_load_never_means_fewer(pairs: list[tuple[float, float]], scale: Ta
 
 @given(_minutes(), _scales, st.integers(0, 1000))
 def test_what_is_older_than_the_window_counts_for_nothing(
-    minute: tuple[list[Sample], float], scale: TargetScale, ready: int
+    minute: tuple[list[Sample], float], scale: Aim, ready: int
 ) -> None:
     samples, now = minute
     old = [Sample(now - STABLE_SECONDS - each, 1e9) for each in range(5)]
@@ -81,7 +81,7 @@ def test_what_is_older_than_the_window_counts_for_nothing(
 
 
 def test_a_burst_is_answered_at_once_and_kept_for_a_minute() -> None:
-    scale = TargetScale(CONCURRENCY, 10, 20)
+    scale = TargetScale(CONCURRENCY, 10, 20).aim
     calm = [Sample(float(time), 3.0) for time in range(60)]
     assert decide(calm, 59, scale, 1) is not None
     burst = [*calm, *(Sample(60.0 + time, 70.0) for time in range(6))]
@@ -98,7 +98,7 @@ def test_a_burst_is_answered_at_once_and_kept_for_a_minute() -> None:
 
 def test_seven_for_a_target_of_ten_are_one_replica() -> None:
     for count, replicas in ((7, 1), (7.1, 2), (14, 2), (70, 10)):
-        found = decide(*steady(count), TargetScale(CONCURRENCY, 10, 100), replicas)
+        found = decide(*steady(count), Aim(10, 100), replicas)
         assert found is not None and found.replicas == replicas
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 import threading
 import time
 
@@ -31,20 +30,18 @@ def test_no_request_is_lost_in_dozens_of_wakes() -> None:
         threads = [threading.Thread(target=client, args=(seed,)) for seed in range(2)]
         for thread in threads:
             thread.start()
-        until(lambda: scaler.starts >= _CYCLES, 60)
+        until(lambda: scaler.starts >= _CYCLES, 100)
         enough.set()
         for thread in threads:
             thread.join(30)
     assert set(statuses) == {200} and len(statuses) >= _CYCLES
 
 
-def test_the_first_byte_comes_soon_after_the_process_listens() -> None:
+def test_a_process_that_listens_is_found_without_the_health_check() -> None:
+    """Those who wait are let on as soon as it answers: the next look at everybody's health is an hour away."""
     scaler = ProcessScaler(load_seconds=0.2)
-    waited: list[float] = []
-    with napping(scaler.port, scaler=scaler, health="/", idle_seconds=_IDLE_SECONDS) as nap:
-        for _ in range(5):
+    with napping(scaler.port, scaler=scaler, health="/", health_seconds=3600.0, idle_seconds=_IDLE_SECONDS) as nap:
+        for number in range(1, 4):
             nap.becomes("asleep")
-            listening = float(ask(nap.port, "GET", "/").body)
-            waited.append(time.monotonic() - listening)
-    # The bound is 100 ms; the middle one, for others may have the machine at any moment.
-    assert statistics.median(waited) < 0.1
+            assert ask(nap.port, "GET", "/").status == 200
+            assert scaler.starts == number

@@ -102,7 +102,7 @@ class FakeExchange(Exchange):
 
 
 def run(test: Test) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), 40))
 
 
 async def drive(app: Any, exchange: FakeExchange, root_path: str = "") -> AsgiApp:

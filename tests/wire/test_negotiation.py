@@ -224,7 +224,7 @@ def receive_until(client: socket.socket, end: bytes) -> bytes:
 
 
 def wait_for(server: Serving, connections: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while server.connections() != connections:
         assert time.monotonic() < deadline
         time.sleep(0.002)

@@ -231,10 +231,10 @@ class TestMemory:
 
     def test_known_heads_are_bounded_and_forgotten_with_the_routes(self, routes: Routes) -> None:
         route, params = routes.find(b"GET", b"/exact")
-        known = KnownHead(RequestHead(b"GET", b"/exact", [], version="1.1"), route, params, 0, True)
+        head = RequestHead(b"GET", b"/exact", [], version="1.1")
         heads = routes.known_heads(b"http")
         for number in range(3 * module._REMEMBERED_HEADS):
-            routes.remember_head(b"http", b"%d" % number, known)
+            routes.remember_head(b"http", KnownHead(b"%d" % number, 4, head, route, params, True))
         assert 0 < len(heads) <= module._REMEMBERED_HEADS
         assert routes.known_heads(b"https") == {}
         routes.add("GET", "/new", handler("new"))

@@ -121,7 +121,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     uvloop.run(bounded())
 
 
-async def until(condition: Any, seconds: float = 10.0) -> None:
+async def until(condition: Any, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -144,10 +144,10 @@ def connected(address: Address) -> socket.socket:
     """A blocking client. `connect` returns when the kernel has completed the connection, accepted or not."""
     if address.path:
         client = socket.socket(socket.AF_UNIX)
-        client.settimeout(10)
+        client.settimeout(30)
         client.connect(address.path)
     else:
-        client = socket.create_connection((address.host, address.port), timeout=10)
+        client = socket.create_connection((address.host, address.port), timeout=30)
     OPEN.append(client)
     return client
 
@@ -271,8 +271,10 @@ def test_servers_of_one_site_sweep_it_once_a_second_together() -> None:
         connected(servers[0].address)
         await until(lambda: site.connections)
         (line,) = lines_of(site)
-        await asyncio.sleep(3.2)
-        assert 2 <= len(line.swept) <= 4  # nine, if each of the three swept
+        began, seen = time.monotonic(), len(line.swept)
+        await until(lambda: len(line.swept) >= seen + 4)
+        # The first of the four may come at once; it would be four in little more than a second, if each of the three swept.
+        assert time.monotonic() - began > 2.5
 
     run(main())
 
@@ -295,7 +297,7 @@ def test_connections_in_the_backlog_are_answered(
         late = connected(server.address)
         assert not site.connections
         caplog.set_level("INFO")
-        draining = asyncio.ensure_future(server.drain(10))
+        draining = asyncio.ensure_future(server.drain(30))
         await until(lambda: "waiting connections" in caplog.text)
         # Not quite all: the loop takes one at each turn, and it turns once or twice on the way.
         adopted = re.search(r"adopted (\d+) waiting", caplog.text)
@@ -391,16 +393,17 @@ def test_nobody_is_reset_when_a_busy_server_drains(shared_port: bool) -> None:
                 if not round_number:
                     for thread in threads:
                         thread.start()
-                await asyncio.sleep(0.3)
-                assert await server.drain(10) == 0
+                goal = answered[0] + 15
+                await until(lambda goal=goal: answered[0] >= goal)  # type: ignore[misc]
+                assert await server.drain(30) == 0
             stop.set()
             await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in threads))
             if sibling is not None:
-                await sibling.drain(10)
+                await sibling.drain(30)
 
     run(main())
     assert lost == []
-    assert answered[0] > 50
+    assert answered[0] >= 60
     if shared_port:
         assert refused == [0]
 
@@ -435,7 +438,7 @@ def test_a_request_that_lies_unread_when_the_drain_begins_is_answered() -> None:
         client = connected(server.address)
         await until(lambda: site.connections)
         asked(client, b"unread")  # in the socket, not yet in the loop; closing now would reset it
-        assert await server.drain(10) == 0
+        assert await server.drain(30) == 0
         assert await answers(client) == [b"ok unread\n"]
 
     run(main())
@@ -451,7 +454,7 @@ def test_when_the_grace_is_over_the_rest_is_cut_and_counted(caplog: pytest.LogCa
         await until(lambda: sum(line.held for line in lines_of(site)) == 3)
         begun = time.monotonic()
         assert await server.drain(1.5) == 3
-        assert 1.5 <= time.monotonic() - begun < 15
+        assert time.monotonic() - begun >= 1.5
         assert "3 connections were cut" in caplog.text
         assert not site.connections
 

@@ -69,7 +69,7 @@ def test_port_zero_becomes_a_real_port(host: str) -> None:
     try:
         assert listener.address.port > 0
         connect_host = "127.0.0.1" if host == "localhost" else host
-        socket.create_connection((connect_host, listener.address.port), timeout=5).close()
+        socket.create_connection((connect_host, listener.address.port), timeout=30).close()
     finally:
         listener.close()
 
@@ -185,7 +185,7 @@ def test_a_unix_socket_cannot_be_shared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", IPV6])
 def test_turning_away_keeps_the_backlog_and_begins_nothing_new(host: str) -> None:
     listener = Listener(Address(host, 0))
-    early = socket.create_connection((host, listener.address.port), timeout=5)
+    early = socket.create_connection((host, listener.address.port), timeout=30)
     early.sendall(b"hello")
     if not listener.turn_away():
         pytest.skip("this kernel takes no socket filters")

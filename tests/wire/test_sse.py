@@ -190,4 +190,4 @@ def test_the_ping_timer_runs_until_the_end() -> None:
         stream.finish()
         assert stream._timer is None
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 40))

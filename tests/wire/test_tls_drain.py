@@ -40,7 +40,7 @@ def connected(server: Serving, authority: trustme.CA) -> ssl.SSLSocket:
 
 
 def emptied(server: Serving) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while server.connections() and time.monotonic() < deadline:
         time.sleep(0.02)
     return server.connections() == 0

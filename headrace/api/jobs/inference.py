@@ -138,14 +138,16 @@ class Inference:
             return
         service.used = self._clock.now
         kind = FacadeFlow if plan.facade else WholeFlow
-        kind(exchange, plan.request, service, self._failed).start()
+        kind(service, self._failed).forward(service.forwarder, exchange, plan.request)
 
     def _send_long(self, early: _Early, exchange: Exchange, plan: InferencePlan, service: Service) -> None:
         if service.in_flight >= service.limit:
             raise service.full()
         service.used = self._clock.now
         kind = LongFacadeFlow if plan.facade else LongFlow
-        kind(exchange, plan.request, service, self._failed).start()
+        flow = kind(service, self._failed)
+        flow.take(service.forwarder, exchange, plan.request)
+        flow.start()
         for piece in early.pieces:
             if exchange.on_body is not None:
                 exchange.on_body(piece)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.api.jobs.errors import json_head
-from headrace.router.backends import Outcome
-from headrace.router.flows import Flow, StreamedFlow
+from headrace.router.backend import Outcome
+from headrace.router.flows import Flow
+from headrace.router.streaming import StreamedFlow
 from headrace.wire.http.heads import ResponseHead
 
 if TYPE_CHECKING:
     from headrace.api.jobs.reach import Service
     from headrace.router.answers import AnswerHead
-    from headrace.router.requests import RequestPlan
     from headrace.wire.http.exchange import Buffer, Exchange
 
 log = logging.getLogger("headrace.api")
@@ -37,8 +37,7 @@ class _ToService(Flow):
 
     _reached = True
 
-    def __init__(self, exchange: Exchange, plan: RequestPlan, service: Service, on_failure: OnFailure) -> None:
-        super().__init__(service.forwarder, exchange, plan)
+    def __init__(self, service: Service, on_failure: OnFailure) -> None:
         self._service = service
         self._on_failure = on_failure
 
@@ -62,16 +61,6 @@ class _ToService(Flow):
 
 class WholeFlow(_ToService):
     """A request whose body is there."""
-
-    def __init__(self, exchange: Exchange, plan: RequestPlan, service: Service, on_failure: OnFailure) -> None:
-        # All of it here, not by way of the classes above: this is on every request's path.
-        self._router = service.forwarder
-        self._exchange = exchange
-        self._plan = plan
-        self.silent = plan.silent
-        self.upgrade = plan.upgrade
-        self._service = service
-        self._on_failure = on_failure
 
 
 class LongFlow(_ToService, StreamedFlow):

@@ -164,7 +164,6 @@ class Reach:
         backends = Backends(settings)
         backend = backends.all[0]
         pool = Pool(backend, settings, self._answers, self.clock)
-        forwarder = Forwarder(
-            settings, backends, {backend: pool}, RetryBudget(settings.retries), self.clock, {backend: self._seconds}
-        )
+        backend.seconds = self._seconds
+        forwarder = Forwarder(settings, backends, {backend: pool}, RetryBudget(settings.retries), self.clock)
         return Service(job_id, url, forwarder, pool, self._settings.concurrency)

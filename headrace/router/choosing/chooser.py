@@ -16,7 +16,8 @@ from headrace.router.choosing.ring import Ring
 from headrace.router.choosing.sticky import Sessions
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend, Backends
+    from headrace.router.backend import Backend
+    from headrace.router.backends import Backends
     from headrace.router.choosing.request import Request
     from headrace.router.settings import RouterSettings
 

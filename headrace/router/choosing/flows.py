@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from headrace.router.choosing.policies import Why
 from headrace.router.choosing.request import Request
-from headrace.router.flows import Flow, StreamedFlow
+from headrace.router.flows import Flow
+from headrace.router.streaming import StreamedFlow
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend
+    from headrace.router.backend import Backend
 
 
 class _Considered(Flow):
@@ -37,7 +38,7 @@ class _Considered(Flow):
             router.nobody(self, exchange)
             return
         router.budget.earn()
-        exchange.on_disconnect = self._cancelled
+        exchange.on_disconnect = self
         self._give(backend)
 
     def _other(self) -> Backend | None:

@@ -13,7 +13,7 @@ from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from headrace.router.backends import Backend, Outcome
+from headrace.router.backend import Backend, Outcome
 from headrace.router.choosing.flows import ConsideredFlow
 from headrace.router.choosing.policies import Why
 from headrace.router.flows import Flow
@@ -126,7 +126,8 @@ class HedgedFlow(ConsideredFlow):
         other = chooser.pick(request, (*self._tried, first), Why.HEDGE)
         if other is not None:
             hedger.asked += 1
-            self._second = _SecondFlow(router, exchange, self._plan)
+            self._second = _SecondFlow()
+            self._second.take(router, exchange, self._plan)
             self._second.begin(self, other, (*self._tried, first))
 
     def _won(self) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from headrace.router.backends import Backend, Backends, Outcome
+from headrace.router.backend import Backend, Outcome
+from headrace.router.backends import Backends
 from headrace.router.choosing.queueing import WaitingLine
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from headrace.router.choosing.ring import Ring
 from headrace.router.choosing.tree import PrefixTree
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend, Backends
+    from headrace.router.backend import Backend
+    from headrace.router.backends import Backends
     from headrace.router.choosing.request import Request
     from headrace.router.choosing.settings import CacheAwareSettings, PrefixHashSettings
 

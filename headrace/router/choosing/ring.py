@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend
+    from headrace.router.backend import Backend
 
 _POINTS = 100
 """Places on the ring for a server of mean weight."""

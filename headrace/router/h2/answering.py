@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.router.backends import Outcome
+from headrace.router.backend import Outcome
 from headrace.wire.grpc.call import HEAD_BLOCK
 from headrace.wire.grpc.status import Status
 from headrace.wire.http2.frames import DATA, DEFAULT_FRAME_BYTES, END_HEADERS, END_STREAM, HEADER, HEADERS

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
-from headrace.router.backends import Backend, Outcome
+from headrace.router.backend import Backend, Outcome
 from headrace.router.choosing.policies import Why
 from headrace.router.choosing.request import Request
 from headrace.router.h2.answering import AnsweredCall

@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
-from headrace.router.backends import Outcome
+from headrace.router.backend import Outcome
 from headrace.router.requests import HOP_BY_HOP, VIA_NAME
 from headrace.wire.grpc.metadata import parse_timeout
 from headrace.wire.grpc.status import Status

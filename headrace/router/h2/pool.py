@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from headrace.router.h2.connection import UpstreamConnection
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend
+    from headrace.router.backend import Backend
     from headrace.router.h2.call import ProxiedCall
     from headrace.router.h2.settings import GrpcProxySettings
     from headrace.wire.site import Site

@@ -19,7 +19,8 @@ from headrace.wire.grpc.services import CallPlan, Services, is_grpc
 from headrace.wire.site import Site
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend, Backends
+    from headrace.router.backend import Backend
+    from headrace.router.backends import Backends
     from headrace.router.choosing.queueing import WaitingLine
     from headrace.router.settings import RouterSettings
     from headrace.router.waking.activator import Activator

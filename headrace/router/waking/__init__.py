@@ -8,12 +8,10 @@ a router whose backends are awake does no more per request than any other.
     scaler        `Scaler`: how many of a thing there are, and how many there should be; who starts them is behind it
     kubernetes    the one that speaks with an API server
     local         the one that speaks with `headrace up`
-    deciding      how many replicas a load needs: a pure function of samples and time, with Knative's windows
-    meter         the samples: concurrency and requests per second, read from the backends' counts
     targets       how it stands with what sleeps, followed through the scaler
     holding       requests that wait, and their bounds
     held          what a waiting request is, of either proxy
-    activator     puts these together: asleep, waking, awake, falling asleep
+    activator     puts these together: asleep, waking, awake, falling asleep; above one it asks `fleet.autoscaling`
 
 One router holds the requests of a service: a second one could not know that the first is busy, and would put its pods to
 sleep. May not live here: the choice of a backend, HTTP, and how a replica is made.

@@ -21,15 +21,16 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from headrace.router.waking.deciding import CALM, STABLE_SECONDS, TICK_SECONDS, Panic, decide
+from headrace.fleet.autoscaling.deciding import CALM, KNATIVE, TICK_SECONDS, Panic, decide
+from headrace.fleet.autoscaling.meter import Meter
 from headrace.router.waking.holding import Holding
-from headrace.router.waking.meter import Meter
 from headrace.router.waking.scaler import Replicas, Scaler, ScalerFailed
 from headrace.router.waking.settings import ActivationSettings, Target
 from headrace.router.waking.targets import RETRY_SECONDS, Targets
 
 if TYPE_CHECKING:
-    from headrace.router.backends import Backend, Backends
+    from headrace.router.backend import Backend
+    from headrace.router.backends import Backends
     from headrace.router.waking.held import Held
     from headrace.telemetry.registry import Registry
 
@@ -110,7 +111,7 @@ class Activator:
             seen = self.targets.seen(target)
             if seen is not None and seen.wanted > 1:
                 # A minute of samples has to come before anybody is taken away.
-                self._panics[target] = Panic(self._now() + STABLE_SECONDS, seen.wanted)
+                self._panics[target] = Panic(self._now() + KNATIVE.stable_seconds, seen.wanted)
         if not self.targets.ready:
             self._backends.rest()
             self._become(ASLEEP if self.targets.sleeping else WAKING)
@@ -304,7 +305,7 @@ class Activator:
         if target.scale is None or seen is None or not seen.wanted or self._draining:
             return
         panic = self._panics.get(target, CALM)
-        decision = decide(self._meter.samples(target.scale.metric), self._now(), target.scale, seen.ready, panic)
+        decision = decide(self._meter.samples(target.scale.metric), self._now(), target.scale.aim, seen.ready, panic)
         if decision is None:
             return
         self._panics[target] = decision.panic

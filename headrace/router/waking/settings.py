@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CONCURRENCY, RPS = "concurrency", "rps"
+from headrace.fleet.autoscaling.deciding import Aim
+from headrace.fleet.autoscaling.meter import CONCURRENCY, RPS
+
 METRICS = (CONCURRENCY, RPS)
 
 
@@ -19,6 +21,11 @@ class TargetScale:
     """How much of it one replica is to have."""
     most: int
     """Replicas there may be."""
+
+    @property
+    def aim(self) -> Aim:
+        """For `decide`."""
+        return Aim(self.target, self.most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,11 @@ class Exchange:
         raise NotImplementedError
 
     @property
+    def peer_address(self) -> bytes:
+        """The same without the port, for X-Forwarded-For."""
+        return address_in(self.peer)
+
+    @property
     def started(self) -> bool:
         """Whether a response head has gone out, so that no other can."""
         raise NotImplementedError
@@ -71,6 +76,13 @@ class Exchange:
     def respond(self, head: ResponseHead, body: Body = b"", extra: Fields = ()) -> None:
         """Send a whole response. `body` may be several buffers, which are written without being joined."""
         raise NotImplementedError
+
+    def respond_written(self, head: ResponseHead, lines: bytes, body: Buffer) -> None:
+        """As `respond`, for a proxy that has written `lines` before: the whole of an HTTP/1.1 head, but for the date.
+
+        Not for HEAD, and only for a body that may be copied.
+        """
+        self.respond(head, body)
 
     def start(self, head: ResponseHead, extra: Fields = ()) -> None:
         """Send a response head; the body follows by `send` and ends by `finish`."""
@@ -122,6 +134,11 @@ class Exchange:
         else:
             extra = ((REQUEST_ID_FIELD.encode(), found_by.encode()),)
             self.respond(_INTERNAL_HEAD, _error_json(INTERNAL_TEXT), extra)
+
+
+def address_in(peer: str) -> bytes:
+    """The address alone of a client that logs call so; `unknown` where it has none."""
+    return (peer.rpartition(":")[0].strip("[]") or "unknown").encode()
 
 
 def listed(body: Body) -> list[Buffer]:

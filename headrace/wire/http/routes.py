@@ -45,10 +45,13 @@ Match = tuple[Route, tuple[str, ...]]
 class KnownHead:
     """What the bytes of an HTTP/1.1 head turned out to mean."""
 
+    text: bytes
+    """Those bytes."""
+    size: int
+    """How many there are with the body."""
     head: RequestHead
     route: Route
     params: tuple[str, ...]
-    body_bytes: int
     plain: bool
     """Whether its body goes to the handler as it came."""
 
@@ -116,12 +119,12 @@ class Routes:
         """HTTP/1.1 heads seen before, by their bytes. For `http1.reader`."""
         return self._known_heads[scheme]
 
-    def remember_head(self, scheme: bytes, text: bytes, known: KnownHead) -> None:
+    def remember_head(self, scheme: bytes, known: KnownHead) -> None:
         """Keep the meaning of a head."""
         heads = self._known_heads[scheme]
         if len(heads) >= _REMEMBERED_HEADS:
             heads.clear()
-        heads[text] = known
+        heads[known.text] = known
 
     def _forget(self) -> None:
         self._remembered.clear()

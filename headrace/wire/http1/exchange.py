@@ -31,6 +31,10 @@ class Stage:
     DONE = 2
 
 
+_WAITING, _DONE = Stage.WAITING, Stage.DONE
+"""For the path of every request: a name of the module is quicker to look up than one of a class."""
+
+
 class Pause:
     """Why a connection is not read. Each reason begins and ends by itself; the client is read when none is left."""
 
@@ -47,14 +51,13 @@ class Pause:
 class Http1Exchange(Exchange):
     """See `Exchange`. `stage` and the fields below it are for this room only."""
 
-    # Defaults on the class: most requests never set most of these, and making an exchange is on every request's path.
-    body: Buffer = b""
-    params: tuple[str, ...] = ()
+    # Defaults on the class for what most requests never touch, since making an exchange is on every request's path. What
+    # all of them ask for is set by `made_exchange`: an instance's own attribute is found several times as quickly.
+    peer_address = b""
     on_disconnect: Callable[[], None] | None = None
     on_body: Callable[[bytes], None] | None = None
     on_body_end: Callable[[], None] | None = None
     on_writable: Callable[[], None] | None = None
-    stage = Stage.WAITING
     dispatched = False
     wants_leave = False
     """The client of a streamed request waits for 100 Continue."""
@@ -67,11 +70,10 @@ class Http1Exchange(Exchange):
     ends_early = False
     """The body had come to its end, or there is none, when the handler of a streamed request was called."""
 
-    def __init__(self, connection: Http1Protocol, head: RequestHead, route: Route, keep_alive: bool) -> None:
-        self._connection = connection
-        self.head = head
-        self.route = route
-        self.keep_alive = keep_alive
+    _connection: Http1Protocol
+    route: Route
+    keep_alive: bool
+    stage: int
 
     @property
     def peer(self) -> str:
@@ -91,7 +93,7 @@ class Http1Exchange(Exchange):
     @property
     def closed(self) -> bool:
         """See `Exchange.closed`."""
-        return self.stage == Stage.DONE
+        return self.stage == _DONE
 
     def respond(self, head: ResponseHead, body: Body = b"", extra: Fields = ()) -> None:
         """See `Exchange.respond`."""
@@ -126,29 +128,23 @@ class Http1Exchange(Exchange):
         if length <= _JOIN_BYTES:
             data = b"".join([text, *buffers])
             # Only now: what fails above, a bad field or a body that is no bytes, can still be answered by an error.
-            self.stage = Stage.DONE
-            connection.write(data)
+            self.stage = _DONE
+            connection.finished(self, status, close, data)
         else:
             self.stage = Stage.STREAMING
             connection.write_many([text, *buffers])
-            self.stage = Stage.DONE
-        if self.on_over is not None:
-            # Once: nothing gets here, or to the other ends below, after another of them.
-            self.on_over()
-        connection.finished(self, status, close)
+            self.stage = _DONE
+            connection.finished(self, status, close)
 
     def respond_written(self, head: ResponseHead, lines: bytes, body: Buffer) -> None:
-        """As `respond`, for a proxy whose `lines` have been written before: the whole head, but for the date."""
+        """See `Exchange.respond_written`."""
         connection = self._connection
-        plain = self.keep_alive and self.head.version == "1.1" and not (connection.ending or self.more_lines)
-        if self.stage or not plain or len(body) > _JOIN_BYTES or self.head.method == b"HEAD":
+        if self.stage or not self.keep_alive or connection.ending or self.head.version != "1.1":
             self.respond(head, body)
             return
-        self.stage = Stage.DONE
-        connection.write(b"".join((lines, connection.site.date_line, b"\r\n", body)))
-        if self.on_over is not None:
-            self.on_over()
-        connection.finished(self, head.status, False)
+        self.stage = _DONE
+        data = b"".join((lines, connection.site.date_line, self.more_lines, b"\r\n", body))
+        connection.finished(self, head.status, False, data)
 
     def start(self, head: ResponseHead, extra: Fields = ()) -> None:
         """See `Exchange.start`."""
@@ -186,35 +182,32 @@ class Http1Exchange(Exchange):
         """See `Exchange.finish`."""
         if self.stage != Stage.STREAMING:
             return
-        self.stage = Stage.DONE
+        self.stage = _DONE
         connection = self._connection
-        if self._chunked:
-            connection.write(b"0\r\n\r\n")
-        if self.on_over is not None:
-            self.on_over()
-        connection.finished(self, 0, connection.closes_after(self))
+        last = b"0\r\n\r\n" if self._chunked else b""
+        connection.finished(self, 0, connection.closes_after(self), last)
 
     def abort(self) -> None:
         """See `Exchange.abort`."""
-        if self.stage != Stage.DONE:
-            self.stage = Stage.DONE
+        if self.stage != _DONE:
+            self.stage = _DONE
             if self.on_over is not None:
                 self.on_over()
             self._connection.abort()
 
     def pause_body(self) -> None:
         """See `Exchange.pause_body`."""
-        if self.stage != Stage.DONE:
+        if self.stage != _DONE:
             self._connection.pause_reading(Pause.HANDLER)
 
     def resume_body(self) -> None:
         """See `Exchange.resume_body`."""
-        if self.stage != Stage.DONE:
+        if self.stage != _DONE:
             self._connection.resume_reading(Pause.HANDLER)
 
     def take_over(self) -> tuple[asyncio.Transport, bytes]:
         """Detach the connection from HTTP: its transport, and what was received after the request's head."""
-        self.stage = Stage.DONE
+        self.stage = _DONE
         self.taken_over = True
         if self.on_over is not None:
             self.on_over()
@@ -232,7 +225,7 @@ class Http1Exchange(Exchange):
             if self._early_pieces is None:
                 self._early_pieces = []
             self._early_pieces.append(data)
-        elif self.on_body is not None and self.stage != Stage.DONE:
+        elif self.on_body is not None and self.stage != _DONE:
             self._connection.guard(self, self.on_body, data)
 
     def body_ended(self) -> None:
@@ -241,7 +234,7 @@ class Http1Exchange(Exchange):
             self.keep_alive = self._keeps
         if not self.dispatched:
             self.ends_early = True
-        elif self.on_body_end is not None and self.stage != Stage.DONE:
+        elif self.on_body_end is not None and self.stage != _DONE:
             self._connection.guard(self, self.on_body_end)
 
     def release_early_body(self) -> None:
@@ -249,17 +242,35 @@ class Http1Exchange(Exchange):
         pieces, self._early_pieces = self._early_pieces, None
         for piece in pieces or ():
             self.body_arrived(piece)
-        if self.ends_early and self.on_body_end is not None and self.stage != Stage.DONE:
+        if self.ends_early and self.on_body_end is not None and self.stage != _DONE:
             self._connection.guard(self, self.on_body_end)
 
     def disconnected(self) -> None:
         """The client has gone."""
-        if self.stage != Stage.DONE:
-            self.stage = Stage.DONE
+        if self.stage != _DONE:
+            self.stage = _DONE
             if self.on_over is not None:
                 self.on_over()
             if self.on_disconnect is not None:
                 self._connection.guard(self, self.on_disconnect)
+
+
+def made_exchange(
+    connection: Http1Protocol, head: RequestHead, route: Route, params: tuple[str, ...] = (), body: Buffer = b""
+) -> Http1Exchange:
+    """A request that has come. In place of `__init__`, which would have to be called by way of C, for every request."""
+    exchange = Http1Exchange()
+    exchange._connection = connection
+    exchange.peer_address = connection.peer_address
+    exchange.head = head
+    exchange.route = route
+    exchange.params = params
+    exchange.body = body
+    exchange.keep_alive = True
+    exchange.stage = _WAITING
+    exchange.more_lines = b""
+    exchange.on_over = None
+    return exchange
 
 
 def _lines(fields: Fields) -> bytes:

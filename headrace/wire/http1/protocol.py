@@ -16,9 +16,10 @@ import orjson
 
 from headrace.core.errors import Unavailable
 from headrace.wire.http.coding import inflate
+from headrace.wire.http.exchange import address_in
 from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
 from headrace.wire.http1.direct import BodyReceiver
-from headrace.wire.http1.exchange import Http1Exchange, Pause, Stage
+from headrace.wire.http1.exchange import Http1Exchange, Pause, Stage, made_exchange
 from headrace.wire.http1.reader import Phase, Refusal, RequestReader
 from headrace.wire.http1.recognising import Recogniser
 from headrace.wire.peers import peer_name
@@ -27,7 +28,8 @@ from headrace.wire.unread import LINGER_SECONDS, UnreadWatch, sweep_closing
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.wire.http.exchange import Buffer, Handler
+    from headrace.wire.http.exchange import Buffer
+    from headrace.wire.http.routes import KnownHead
     from headrace.wire.site import Site
 
 log = logging.getLogger("headrace.wire")
@@ -47,6 +49,8 @@ class Http1Protocol(asyncio.Protocol):
         self._recogniser: Recogniser
         self.peer = ""
         """The client's address, for logs."""
+        self.peer_address = b""
+        """The same without the port, for `Exchange.peer_address`."""
         self._waiting: deque[Http1Exchange] = deque()
         self._paused_by = 0
         self._idle_since = 0.0
@@ -61,6 +65,9 @@ class Http1Protocol(asyncio.Protocol):
         """The streamed request that went into line last: only its body can be unfinished."""
         self._leave_owed: Http1Exchange | None = None
         """The request that is being read, if it waits for 100 Continue and others are to be answered first."""
+        self.last: KnownHead
+        self.last_size = -1
+        """The last request that `recognising` knew and its bytes; -1 unless the next byte begins another one."""
         # For the request that is being answered.
         self._current: Http1Exchange | None = None
         self._advancing = False
@@ -72,6 +79,7 @@ class Http1Protocol(asyncio.Protocol):
         """The socket is there."""
         self._transport = cast("asyncio.Transport", transport)
         self.peer = peer_name(self._transport)
+        self.peer_address = address_in(self.peer)
         secure = transport.get_extra_info("sslcontext") is not None
         self._reader = RequestReader(self, b"https" if secure else b"http")
         self._recogniser = self._reader.recogniser
@@ -80,6 +88,19 @@ class Http1Protocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes have arrived."""
+        if len(data) == self.last_size and self._current is None and not self.write_paused:
+            last = self.last
+            body = data.removeprefix(last.text)
+            if body is not data:
+                # The same again, but for its body, and nobody is before it: nothing to read, nothing to look up.
+                handler = last.route.handler
+                self._current = exchange = made_exchange(self, last.head, last.route, last.params, body)
+                try:
+                    handler(exchange)
+                except Exception as error:
+                    exchange.fail(error)
+                return
+        self.last_size = -1
         if not self.open:
             return
         reader = self._reader
@@ -225,17 +246,6 @@ class Http1Protocol(asyncio.Protocol):
         if len(self._waiting) >= self.site.limits.pipelined_requests:
             self.pause_reading(Pause.LINE)
 
-    def request_plain(self, exchange: Http1Exchange, handler: Handler) -> None:
-        """As `request_complete`, in one go, for the usual request: whole, and its body to be given as it came."""
-        if self._current is not None or self.write_paused or self._waiting:
-            self.request_complete(exchange)
-            return
-        self._current = exchange
-        try:
-            handler(exchange)
-        except Exception as error:
-            exchange.fail(error)
-
     def leave_wanted(self, exchange: Http1Exchange) -> None:
         """The client waits for leave to send a body that is read as a whole."""
         self._leave_owed = exchange
@@ -280,8 +290,14 @@ class Http1Protocol(asyncio.Protocol):
         """The head of a streamed response has gone out."""
         self._status = status
 
-    def finished(self, exchange: Http1Exchange, status: int, close: bool) -> None:
-        """The response of the current request is complete."""
+    def finished(self, exchange: Http1Exchange, status: int, close: bool, data: Buffer = b"") -> None:
+        """The response of the current request is complete with these bytes, and so is the exchange."""
+        transport = self._transport
+        if data and transport is not None:
+            transport.write(data)
+        if exchange.on_over is not None:
+            # Once: no exchange gets here twice, nor after another end of it.
+            exchange.on_over()
         if exchange is not self._current:
             return
         self._current = None
@@ -419,6 +435,7 @@ class Http1Protocol(asyncio.Protocol):
     def _stop_reading(self) -> None:
         """No request comes after those that have been read. A half-read one is given up, and its memory with it."""
         self.open = False
+        self.last_size = -1
         self._reader.give_up()
 
     def _give_leave(self) -> None:

@@ -14,7 +14,7 @@ import httptools
 
 from headrace.core.buffers import uninitialised
 from headrace.wire.http.heads import Field, RequestHead
-from headrace.wire.http1.exchange import Http1Exchange
+from headrace.wire.http1.exchange import Http1Exchange, made_exchange
 from headrace.wire.http1.recognising import Recogniser
 
 if TYPE_CHECKING:
@@ -257,8 +257,8 @@ class RequestReader:
         elif version != "1.0":
             raise Refusal(505, f"HTTP/{version} is not spoken here: use HTTP/1.1")
         route, params = self._routes.find(head.method, head.path)
-        self.exchange = exchange = Http1Exchange(self._connection, head, route, keep_alive)
-        exchange.params = params
+        self.exchange = exchange = made_exchange(self._connection, head, route, params)
+        exchange.keep_alive = keep_alive
         return exchange
 
     def _prepare_body(self, exchange: Http1Exchange) -> None:

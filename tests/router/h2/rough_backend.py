@@ -116,4 +116,4 @@ def rough_backend(script: Callable[[Peer, Rough], None]) -> Iterator[Rough]:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
-        thread.join(5)
+        thread.join(30)

@@ -23,7 +23,7 @@ from headrace.router.settings import BackendAddress, RouterSettings
 from headrace.wire.site import Site
 from headrace.wire.tls import TlsFiles
 
-SECONDS = 10
+SECONDS = 30
 """How long anything may take before a test gives up. Nothing is decided by how much of it was used."""
 
 _OPTIONS = [

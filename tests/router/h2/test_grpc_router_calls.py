@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from typing import Any
 
 import grpc
@@ -146,10 +145,8 @@ def test_a_cancel_reaches_the_backend(
 
 
 def test_a_deadline_ends_the_call_on_both_sides(channel: grpc.Channel, echoes: list[EchoCalls]) -> None:
-    begun = time.monotonic()
     error = raised(lambda: unary(channel, "Hold")(b"", timeout=0.3))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert time.monotonic() - begun < SECONDS
     wait_until(lambda: any(calls.events == ["cancel"] for calls in echoes))
 
 

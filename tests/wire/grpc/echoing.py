@@ -17,7 +17,7 @@ import h2.events
 import h2.settings
 from serving import Serving
 
-SECONDS = 10
+SECONDS = 30
 """How long anything may take before a test gives up. Nothing is decided by how much of it was used."""
 
 _SIZES = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))

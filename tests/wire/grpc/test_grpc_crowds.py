@@ -101,7 +101,7 @@ async def _cancel_many(server: Serving, calls: EchoCalls, count: int) -> None:
         await unary(channel)(b"connect", timeout=SECONDS)
         connection = the_connection(server)
         held = [unary(channel, "Hold")(b"x", timeout=6 * SECONDS) for _ in range(count)]
-        for _ in range(1000):
+        for _ in range(6000):
             if len(calls.held) >= min(count, 1000):
                 break
             await asyncio.sleep(0.01)

@@ -124,6 +124,31 @@ class TestDirect:
             assert [answer.body for answer in wire.answers()] == [body] * 4, size
             wire.transport.written.clear()
 
+    def test_a_body_that_looks_like_the_last_request_is_a_body(self) -> None:
+        """What comes in place of a body is not taken for a request, however well it is known."""
+        wire = FakeWire()
+        known = post("/echo", b"0123")
+        around = post("/echo", known).removesuffix(known)
+        chunked = get("/echo", "Transfer-Encoding: chunked", method="POST") + b"%x\r\n" % len(known)
+        for _ in range(2):
+            # Three times, since the first makes it known, and the second makes it the last one.
+            wire.feed(known, known, known, around, known, known, known, chunked, known, b"\r\n0\r\n\r\n")
+            bodies = [b"0123", b"0123", b"0123", known, b"0123", b"0123", known]
+            assert [answer.body for answer in wire.answers()] == bodies
+            wire.transport.written.clear()
+
+    def test_the_same_again_waits_for_its_turn(self) -> None:
+        wire = FakeWire()
+        known = post("/hold", b"0123")
+        for count in range(1, 4):
+            wire.feed(known)
+            answer_plain(wire.handlers.held[-1])
+            assert (len(wire.handlers.held), len(wire.answers())) == (count, count)
+        wire.feed(known, known)
+        assert len(wire.handlers.held) == 4
+        answer_plain(wire.handlers.held[-1])
+        assert (len(wire.handlers.held), len(wire.answers())) == (5, 4)
+
     def test_the_kernel_writes_it_where_it_stays(self) -> None:
         """And nothing after it: what follows is read as requests again."""
         wire = FakeWire()

@@ -27,7 +27,7 @@ from judge import Answer, Judge, is_over
 
 from headrace.wire.http2.frames import ErrorCode
 
-SECONDS = 5.0
+SECONDS = 30.0
 """How long an answer may take. Nothing is decided by how much of it was used."""
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the load is: concurrency and requests per second, a sample of each for every second of the last minute.
+"""What the load is: a sample for every second of the last minute, of requests at once and per second, or of another number.
 
-Fed by `activator`, some times a second, from counts that the backends have anyway: requests pay nothing for it.
+Fed by `router.waking` and `local.scaling`, from counts that are there anyway: requests pay nothing for it.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from headrace.router.waking.deciding import STABLE_SECONDS, Sample
-from headrace.router.waking.settings import CONCURRENCY
+from headrace.fleet.autoscaling.deciding import KNATIVE, Sample, Windows
 
+CONCURRENCY, RPS = "concurrency", "rps"
 _BUCKET_SECONDS = 1.0
 
 
 class Meter:
     """See the module."""
 
-    def __init__(self) -> None:
-        most = int(STABLE_SECONDS / _BUCKET_SECONDS) + 1
+    def __init__(self, windows: Windows = KNATIVE) -> None:
+        self._bucket = min(_BUCKET_SECONDS, windows.panic_seconds / 3)
+        most = int(windows.stable_seconds / self._bucket) + 1
         self._concurrency: deque[Sample] = deque(maxlen=most)
         self._rps: deque[Sample] = deque(maxlen=most)
         self._began: float | None = None
@@ -34,10 +35,10 @@ class Meter:
         self._total += at_once
         self._looks += 1
         passed = now - self._began
-        if passed < _BUCKET_SECONDS:
+        if passed < self._bucket:
             return
-        self._concurrency.append(Sample(now, self._total / self._looks))
-        self._rps.append(Sample(now, max(0, arrived - self._count) / passed))
+        self._keep(self._concurrency, now, self._total / self._looks, passed)
+        self._keep(self._rps, now, max(0, arrived - self._count) / passed, passed)
         self._began, self._count = now, arrived
         self._total, self._looks = 0.0, 0
 
@@ -51,3 +52,8 @@ class Meter:
         self._rps.clear()
         self._began = None
         self._total, self._looks = 0.0, 0
+
+    def _keep(self, samples: deque[Sample], now: float, value: float, passed: float) -> None:
+        """One for each second that passed, so that seconds count alike however seldom somebody looked."""
+        buckets = min(int(passed / self._bucket), samples.maxlen or 1)
+        samples.extend(Sample(now - each * self._bucket, value) for each in range(buckets - 1, -1, -1))
