@@ -17,7 +17,6 @@ from headrace.fleet.words import Document, annotations_of, name_of, part, text, 
 
 _FAILURES = frozenset({"ReconcileError", "InternalError", "ProgressDeadlineExceeded"})
 _WHOSE = re.compile(r"^[A-Z][A-Za-z]*Ready: ")
-_TWICE = re.compile(r"\bpod (\S+): pod \1\b")
 
 NOT_SEEN = "the operator has not looked at it yet"
 NOT_SEEN_AGAIN = "the operator has not looked at the last change yet"
@@ -149,9 +148,9 @@ def age(created: str, now: datetime) -> str:
 
 
 def _words(reason: str, message: str) -> str:
-    """`ImagePullBackOff: container ome-container: no such image`, without saying anything twice."""
+    """`ImagePullBackOff: container ome-container: no such image`."""
     whole_of_it = " ".join(message.split())
-    said = _TWICE.sub(r"pod \1", _WHOSE.sub("", whole_of_it))
+    said = _WHOSE.sub("", whole_of_it)
     if said in ("", reason):
         # A bare word, such as Waiting: whose it is says more.
         return whole_of_it or reason

@@ -9,9 +9,8 @@ import signal
 from collections.abc import Awaitable, Callable
 
 from headrace.core.errors import HeadraceError
+from headrace.core.exit_codes import BAD_CONFIGURATION
 from headrace.fleet.cluster.api import Api, connect
-
-BAD_CONFIGURATION = 2
 
 Work = Callable[[Api, asyncio.Event], Awaitable[int]]
 """Works until the event is set; returns the exit code."""

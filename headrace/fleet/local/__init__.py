@@ -21,6 +21,8 @@ the objects of a plan, and shows what it sees as Kubernetes documents, so that `
     sight         pure: a pod's status as Kubernetes tells it
     routing       the routers in front of Services, and the file that says who is ready
     routes        which Services need one, and who stands behind each
+    asking        a page of a process of this machine
+    scaling       replicas by load: another number of them, and why
     objects       the live objects of a service
     controller    plan, bring about, tell
     events        what happened, the last of it

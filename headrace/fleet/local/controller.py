@@ -21,12 +21,15 @@ from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.objects import Objects
 from headrace.fleet.local.routes import activation_of, backends_of, component_urls, entry_of, needed
 from headrace.fleet.local.routing import Routers
+from headrace.fleet.local.scaling.autoscaling import Autoscaling, Note
+from headrace.fleet.local.scaling.telling import with_scaling
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import Store, utc_now
 from headrace.fleet.local.units import Units
 from headrace.fleet.local.workloads import scaler_of, wanted_of
 from headrace.fleet.names import COMPONENT_LABEL
 from headrace.fleet.planning import Plan, Rise, Urls, plan
+from headrace.fleet.planning.scaling import COUNTS_REQUESTS
 from headrace.fleet.status import Observed, status, status_of_problems
 from headrace.fleet.words import (
     ClusterFacts,
@@ -46,8 +49,8 @@ log = logging.getLogger("headrace.fleet")
 
 Service = tuple[str, str]
 SERVICE = "InferenceService"
-CAPABILITIES = frozenset({"lws"})
-"""What this machine can do beside Deployments: groups of processes stand for LeaderWorkerSets."""
+CAPABILITIES = frozenset({"lws", "keda", COUNTS_REQUESTS})
+"""What this machine can do beside Deployments: groups of processes stand for LeaderWorkerSets, `scaling` for KEDA."""
 _REST_SECONDS = 5.0
 _STARTING = frozenset(
     {
@@ -81,6 +84,7 @@ class Controller:
         self._objects = objects
         self._events = events
         self._units = Units(kubelet, objects)
+        self._autoscaling = Autoscaling(objects, kubelet, routers, self._scaled, self._noted)
         self._asked: set[Service] = set()
         self._any = asyncio.Event()
         self._facts: ClusterFacts | None = None
@@ -120,7 +124,7 @@ class Controller:
         known = {each.record.service for each in self._kubelet.replicas.values()}
         for service in known | self._routers.services() | self._objects.services():
             self.ask(service)
-        looking = asyncio.ensure_future(self._sometimes())
+        looking = asyncio.gather(self._sometimes(), self._autoscaling.run())
         try:
             while True:
                 await self._any.wait()
@@ -212,7 +216,19 @@ class Controller:
             told = status_of_problems(service, [problem], utc_now(), reason="ReconcileError")
         else:
             told = self._status(key, service, planned)
-        self._tell(service, told)
+        scaling = self._autoscaling
+        scaling.changed()
+        self._tell(service, with_scaling(told, scaling.components(key), scaling.notes(key), utc_now()))
+
+    def _scaled(self, key: Service, workload: Document, replicas: int) -> None:
+        self._objects.scale(key, workload, replicas)
+        self.ask(key)
+
+    def _noted(self, key: Service, note: Note) -> None:
+        service = self._store.get(SERVICE, *key)
+        if service is not None:
+            self._events.record(service, "Normal" if note.active else "Warning", note.reason, note.message)
+            self.ask(key)
 
     def _wake(self, key: Service, rise: Rise) -> None:
         for each in self._objects.workloads(key):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.fleet.local.store import read_json, utc_now, write_json
-from headrace.fleet.local.workloads import scaler_of, wanted_of
+from headrace.fleet.local.workloads import bounds_of, scaler_of, wanted_of
 from headrace.fleet.planning.site import live_key
 from headrace.fleet.status.conditions import time_text
 from headrace.fleet.words import Document, kind_of, name_of, part, text, whole
@@ -110,8 +110,8 @@ def _scaled(workload: Document, before: Sequence[Document], after: Sequence[Docu
     """With the number of replicas that its autoscaler would give it while nothing comes."""
     old, new = scaler_of(workload, before), scaler_of(workload, after)
     asked = whole(workload, "spec", "replicas")
-    if old is not None and new is not None and asked == whole(old, "spec", "minReplicas"):
-        asked = whole(new, "spec", "minReplicas")  # nobody asked for more than the least
+    if old is not None and new is not None and asked == bounds_of(old)[0]:
+        asked = bounds_of(new)[0]  # nobody asked for more than the least
     spec = {**part(workload, "spec"), **({"replicas": asked} if asked is not None else {})}
     return {**workload, "spec": {**spec, "replicas": wanted_of({"spec": spec}, new)}}
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, ResourceExhausted
+from headrace.fleet.local.asking import router_status
 from headrace.fleet.local.commands import ADDRESS
 from headrace.fleet.local.probes import tcp_look
 from headrace.fleet.local.processes import Command, Process, headrace_words, passed_on, spawn
@@ -150,7 +151,7 @@ class Router:
         """Until it sends requests to somebody it was told of."""
         try:
             while self._backends and not self.leads:
-                told = await _status(self.port) if self.up else None
+                told = await router_status(self.port) if self.up else None
                 self.leads = bool(told and told.get("backends"))
                 await asyncio.sleep(_HEAR_SECONDS)
         finally:
@@ -229,7 +230,7 @@ class Router:
         }
 
     async def _sends_to(self, port: int) -> bool:
-        told = await _status(self.port)
+        told = await router_status(self.port)
         if told is None:
             return False
         # Those that leave have requests to answer still.
@@ -284,6 +285,10 @@ class Routers:
         """The router of a Service."""
         return self._all.get((namespace, name))
 
+    def of(self, service: Service) -> list[Router]:
+        """Those of an InferenceService."""
+        return [each for each in self._all.values() if each.service == service]
+
     def hosts(self) -> dict[str, str]:
         """Where Services are, by their names in a cluster."""
         return {
@@ -293,8 +298,7 @@ class Routers:
 
     async def forgotten(self, service: Service, port: int) -> None:
         """Wait until no router of a service sends anything to a port."""
-        found = [each for each in self._all.values() if each.service == service]
-        await asyncio.gather(*(each.forgotten(port) for each in found))
+        await asyncio.gather(*(each.forgotten(port) for each in self.of(service)))
 
     def rotate(self) -> None:
         """Keep logs short."""
@@ -337,20 +341,3 @@ def _listed(path: Path) -> list[dict[str, Any]] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, list) else None
-
-
-async def _status(port: int) -> dict[str, Any] | None:
-    """What a router tells of itself; None if it does not answer."""
-    writer = None
-    try:
-        async with asyncio.timeout(1.0):
-            reader, writer = await asyncio.open_connection(ADDRESS, port)
-            writer.write(f"GET /router/status HTTP/1.1\r\nHost: {ADDRESS}\r\nConnection: close\r\n\r\n".encode())
-            answer = await reader.read()
-        found = json.loads(answer.partition(b"\r\n\r\n")[2])
-    except (OSError, TimeoutError, ValueError):
-        return None
-    finally:
-        if writer is not None:
-            writer.close()
-    return found if isinstance(found, dict) else None

@@ -18,7 +18,7 @@ from headrace.fleet.local.objects import Objects
 from headrace.fleet.local.replica import Replica
 from headrace.fleet.local.routes import is_front
 from headrace.fleet.local.store import utc_now
-from headrace.fleet.local.workloads import Unit, scaler_of, steps, templates_of, wanted_of, workload_status
+from headrace.fleet.local.workloads import Unit, bounds_of, scaler_of, steps, templates_of, wanted_of, workload_status
 from headrace.fleet.planning.site import digest_of
 from headrace.fleet.status.conditions import time_text
 from headrace.fleet.status.models import WORKER_INDEX
@@ -61,7 +61,10 @@ class Units:
                 units = [Unit(f"{number}", newest, True) for number in range(wanted)]
             else:
                 units, _ = _units(workload, pods)
-            status = workload_status(workload, wanted, newest, units, self._stuck(key, workload, wanted, newest, units))
+            stuck = self._stuck(key, workload, wanted, newest, units)
+            scaler = scaler_of(workload, list(self._objects.of(key).values()))
+            least = bounds_of(scaler)[0] if scaler is not None else None
+            status = workload_status(workload, wanted, newest, units, stuck, least)
             failure = self._failures.get((key, name_of(workload)))
             if failure:
                 failed = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": failure}

@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.fleet.words import Document, kind_of, name_of, part, text, whole
 
+HPA, KEDA = "HorizontalPodAutoscaler", "ScaledObject"
 _SURGE = 0.25
 
 
@@ -59,9 +60,12 @@ def _worth(unit: Unit) -> tuple[bool, str, str]:
 
 
 def workload_status(
-    workload: Document, wanted: int, newest: str, units: Sequence[Unit], stuck: str = ""
+    workload: Document, wanted: int, newest: str, units: Sequence[Unit], stuck: str = "", least: int | None = None
 ) -> dict[str, Any]:
-    """What Kubernetes would tell. `stuck`: why nothing has moved for too long."""
+    """What Kubernetes would tell. `stuck`: why nothing has moved for too long. `least`: replicas that must answer.
+
+    What a load asked for beyond the least is no reason to say that a service does not answer.
+    """
     ready = sum(each.ready for each in units)
     updated = sum(each.hash == newest for each in units)
     made: dict[str, Any] = {
@@ -73,7 +77,7 @@ def workload_status(
     kind = kind_of(workload)
     if kind == "Deployment":
         made |= {"availableReplicas": ready, "unavailableReplicas": max(0, wanted - ready)}
-    up = ready >= wanted
+    up = ready >= (wanted if least is None else min(wanted, least))
     word = "MinimumReplicasAvailable" if up else "MinimumReplicasUnavailable"
     said = f"{kind} has minimum availability." if up else f"{kind} does not have minimum availability."
     made["conditions"] = [{"type": "Available", "status": "True" if up else "False", "reason": word, "message": said}]
@@ -92,16 +96,26 @@ def wanted_of(workload: Document, scaler: Document | None) -> int:
     asked = whole(workload, "spec", "replicas")
     if scaler is None:
         return 1 if asked is None else asked
-    least, most = whole(scaler, "spec", "minReplicas") or 1, whole(scaler, "spec", "maxReplicas") or 1
-    return 0 if asked == 0 else max(least, min(asked if asked is not None else least, most))
+    least, most = bounds_of(scaler)
+    # A HorizontalPodAutoscaler rests at zero; KEDA does where zero is its least.
+    if asked == 0 and not whole(scaler, "spec", "minReplicaCount"):
+        return 0
+    return max(least, min(asked if asked is not None else least, most))
+
+
+def bounds_of(scaler: Document) -> tuple[int, int]:
+    """The fewest and the most replicas that an autoscaler makes of what runs."""
+    least, most = ("minReplicas", "maxReplicas") if kind_of(scaler) != KEDA else ("minReplicaCount", "maxReplicaCount")
+    few = whole(scaler, "spec", least) or 1
+    return few, max(few, whole(scaler, "spec", most) or 1)
 
 
 def scaler_of(workload: Document, objects: Sequence[Document]) -> Document | None:
-    """The HorizontalPodAutoscaler of a workload."""
+    """The autoscaler of a workload: a HorizontalPodAutoscaler, or KEDA's ScaledObject."""
     for each in objects:
         target = part(each, "spec", "scaleTargetRef")
         scales = (text(target, "kind"), text(target, "name")) == (kind_of(workload), name_of(workload))
-        if kind_of(each) == "HorizontalPodAutoscaler" and scales:
+        if kind_of(each) in (HPA, KEDA) and scales:
             return each
     return None
 

@@ -16,6 +16,8 @@ DEFAULT_UTILIZATION = 80
 REQUEST_METRICS = ("concurrency", "rps")
 """What only someone who sees the requests can count: Knative, or our router."""
 REQUEST_TARGETS = {"concurrency": 100, "rps": 200}
+COUNTS_REQUESTS = "requests"
+"""The capability of who gives autoscalers the numbers of `REQUEST_METRICS`: no cluster by itself."""
 
 Scaler = Literal["hpa", "keda", "front", "external", "none"]
 
@@ -48,7 +50,7 @@ def request_metric(component: Component) -> str:
 
 def scaling_problems(site: Site, component: Component, scaler: Scaler) -> Iterator[Problem]:
     """What nobody here can do."""
-    if scaler == "hpa" and request_metric(component):
+    if scaler == "hpa" and request_metric(component) and not site.has(COUNTS_REQUESTS):
         said = f"a HorizontalPodAutoscaler cannot count {component.extension.scale_metric}"
         fix = "write cpu or memory, kedaConfig.enableKeda: true, or minReplicas: 0, which has a router count"
         yield Problem(f"spec.{component.name}.scaleMetric", said, fix)
@@ -66,16 +68,18 @@ def autoscaler(
     said = component.annotations.get(TARGET_UTILIZATION, "")
     share = int(said) if said.isdecimal() and said.isascii() else extension.scale_target or DEFAULT_UTILIZATION
     least = max(1, least)
+    measured: Object = {
+        "type": "Resource",
+        "resource": {"name": metric, "target": {"type": "Utilization", "averageUtilization": share}},
+    }
+    if metric in REQUEST_METRICS:
+        held = {"type": "AverageValue", "averageValue": str(extension.scale_target or REQUEST_TARGETS[metric])}
+        measured = {"type": "Pods", "pods": {"metric": {"name": metric}, "target": held}}
     spec = {
         "scaleTargetRef": {"apiVersion": target[0], "kind": target[1], "name": target[2]},
         "minReplicas": least,
         "maxReplicas": max(least, most),
-        "metrics": [
-            {
-                "type": "Resource",
-                "resource": {"name": metric, "target": {"type": "Utilization", "averageUtilization": share}},
-            }
-        ],
+        "metrics": [measured],
     }
     return site.made(HPA, name, component.labels, component.annotations, spec=spec)
 

@@ -96,7 +96,7 @@ def _waiting(pod: Document) -> PodState:
         if "waiting" in part(container, "state"):
             said = text(waiting, "message") or f"container {text(container, 'name')} is waiting"
             return PodState(name, PENDING, text(waiting, "reason") or "ContainerCreating", said)
-    return PodState(name, PENDING, "Pending", f"pod {name} has not been started yet")
+    return PodState(name, PENDING, "Pending", "it has not been started yet")
 
 
 def _containers(pod: Document) -> Iterator[tuple[str, Document]]:

@@ -79,7 +79,7 @@ def play(tmp_path: Path, cluster: Cluster, scene: Callable[[Agent], Awaitable[No
     async def run() -> None:
         agent = Agent(cluster, settings(tmp_path, **more), AgentMetrics(cluster))
         working = asyncio.create_task(agent.run())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await scene(agent)
         assert not working.done() or working.exception() is None
         working.cancel()

@@ -163,7 +163,9 @@ NAMES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(config=st.dictionaries(NAMES, VALUES))
 def test_whatever_is_said_the_spec_stays_one_that_our_schema_takes(tmp_path: Path, config: dict[str, Any]) -> None:
     found = read_model(write(tmp_path, config, w=("F32", [3, 1000, 1000])))

@@ -202,10 +202,10 @@ def test_the_manifests_are_taken_and_one_of_two_leads(clean: Any) -> None:
         await asyncio.wait([waiting], timeout=0.5)
         assert not waiting.done()
         await first.release()
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 30)
         # The second dies without a word: the third leads when the Lease has run out, and the second is told.
-        await asyncio.wait_for(third.acquire(), 10)
-        await asyncio.wait_for(leader_kept(second), 10)
+        await asyncio.wait_for(third.acquire(), 30)
+        await asyncio.wait_for(leader_kept(second), 30)
         await api.close()
 
     async def leader_kept(leader: Leader) -> None:

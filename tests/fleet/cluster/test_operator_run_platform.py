@@ -49,7 +49,7 @@ async def _run(server: Any) -> None:
     assert held is not None and held["spec"]["holderIdentity"]
     assert not working.done(), "our kinds are not there, which is no reason to end"
     stop.set()
-    assert await asyncio.wait_for(working, 10) == 0
+    assert await asyncio.wait_for(working, 30) == 0
     freed = await api.get(LEASES, "headrace-system", name)
     assert freed is not None and not freed["spec"].get("holderIdentity")
     await api.close()

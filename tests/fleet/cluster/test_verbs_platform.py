@@ -47,19 +47,15 @@ class Verbs:
     """`headrace`, with the kubeconfig of the site."""
 
     def __init__(self, site: Any) -> None:
-        import typer
-
-        from headrace.cli.fleet_verbs import add_fleet_verbs
-
-        self.app = typer.Typer(pretty_exceptions_enable=False)
-        add_fleet_verbs(self.app)
         self.kubeconfig = site.server.kubeconfig
 
     def __call__(self, *words: str | Path, code: int = 0, input: str | None = None, kubeconfig: Any = None) -> str:
         from typer.testing import CliRunner
 
+        from headrace.cli.main import app
+
         where = ["--kube", "--kubeconfig", str(kubeconfig or self.kubeconfig)]
-        result = CliRunner().invoke(self.app, [*(str(each) for each in words), *where], input=input)
+        result = CliRunner().invoke(app, [*(str(each) for each in words), *where], input=input)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         assert result.exit_code == code, (words, result.output)

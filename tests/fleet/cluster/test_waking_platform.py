@@ -44,10 +44,10 @@ def _router(config: Path, kubeconfig: Path) -> Iterator[int]:
             text += piece
         yield int(found[1])
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(30) == 0
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(30)
         process.stdout.close()
 
 
@@ -132,7 +132,7 @@ def test_a_request_wakes_a_deployment_and_quiet_puts_it_to_sleep(clean: Any, tmp
                 asking.start()
                 until(lambda: replicas() == "1")
             # The router has ended, in time and well, and has told who was waiting.
-            asking.join(10)
+            asking.join(30)
             assert b"shutting down" in answers[-1]
             assert replicas() == "1", "the next router decides what sleeps"
         finally:

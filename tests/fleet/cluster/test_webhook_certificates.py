@@ -259,7 +259,6 @@ def test_an_authority_is_replaced_while_clients_go_on() -> None:
                 # After 100 days a new certificate; after 1000 a new authority, and then a certificate of it.
                 days[0] = 101 if len({leaf for leaf, _ in seen}) == 1 else 1001
                 await asyncio.sleep(0.05)
-        assert len(seen) > 5
         before = len(api.writes)
         await asyncio.sleep(1.0)
         assert len(api.writes) == before, "nothing to do, nothing written"

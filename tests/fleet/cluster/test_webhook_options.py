@@ -63,7 +63,7 @@ def test_webhooks_that_cannot_be_served_end_the_operator(monkeypatch: pytest.Mon
     settings = OperatorSettings(elect=False, webhooks=WebhookSettings("127.0.0.1:0", "x"))
 
     async def operated() -> int:
-        return await asyncio.wait_for(operate(Silent(), settings, asyncio.Event()), 10)  # type: ignore[arg-type]
+        return await asyncio.wait_for(operate(Silent(), settings, asyncio.Event()), 30)  # type: ignore[arg-type]
 
     if isinstance(fault, HeadraceError):
         with pytest.raises(FailedPrecondition, match="the port is taken"):
@@ -78,6 +78,6 @@ def test_a_signal_ends_it_whatever_it_waits_for() -> None:
     async def operated() -> int:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.1, stop.set)
-        return await asyncio.wait_for(operate(Silent(), settings, stop), 10)  # type: ignore[arg-type]
+        return await asyncio.wait_for(operate(Silent(), settings, stop), 30)  # type: ignore[arg-type]
 
     assert asyncio.run(operated()) == 0

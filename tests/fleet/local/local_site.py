@@ -108,7 +108,7 @@ class LocalSite:
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         if self.process is not None:
             self.process.send_signal(number)
-            self.process.wait(20)
+            self.process.wait(30)
             self.process = None
 
     def close(self) -> None:

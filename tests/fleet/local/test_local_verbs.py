@@ -46,7 +46,7 @@ class Machine:
     def close(self) -> None:
         self.run("delete", "isvc", "digits", "tiny", "llama-chat", "--yes", "--ignore-not-found")
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(20)
+        self.process.wait(30)
         self._log.close()
 
 

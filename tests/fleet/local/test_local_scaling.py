@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Services of this machine that are scaled by load, with real processes: up under load, down again after it, and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_site import LocalSite, runtime, said, service
+
+from headrace.fleet.local.scaling.aims import PANIC_WINDOW, WINDOW
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+_SERVER = Path(__file__).with_name("metered_server.py")
+
+
+@pytest.fixture(scope="module")
+def number(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file whose number the replicas tell."""
+    made = tmp_path_factory.mktemp("metered") / "number"
+    made.write_text("0")
+    return made
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, number: Path) -> Iterator[LocalSite]:
+    made = LocalSite(tmp_path_factory.mktemp("scaling"), 16_300)
+    made.up()
+    metered = {"command": ["python3", str(_SERVER)], "args": ["--port=8080", f"--file={number}"]}
+    made.apply(made.model, runtime("metered", **metered))
+    yield made
+    made.close()
+
+
+def scaled(name: str, **engine: Any) -> dict[str, Any]:
+    """From one to three, with windows of seconds where the usual ones are a minute."""
+    made = service(name, "metered", maxReplicas=3, **engine)
+    made["metadata"]["annotations"] = {WINDOW: "3s", PANIC_WINDOW: "50"}
+    return made
+
+
+def rescales(site: LocalSite, name: str) -> list[str]:
+    about = site.get(name)
+    events = site.ask(lambda fleet: fleet.events([about]))
+    return [each["message"] for each in events if each["reason"] == "SuccessfulRescale"]
+
+
+class Load:
+    """Threads that ask, one request after the other, until it is left."""
+
+    def __init__(self, url: str, threads: int) -> None:
+        self._over = threading.Event()
+        self.bad: list[str] = []
+        self._threads = [threading.Thread(target=self._run, args=(url,)) for _ in range(threads)]
+
+    def _run(self, url: str) -> None:
+        while not self._over.is_set():
+            answer = said(url, "/slow?0.2")
+            if not answer.strip().isdecimal():
+                self.bad.append(answer)
+
+    def __enter__(self) -> Load:
+        for each in self._threads:
+            each.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for each in self._threads:
+            each.join()
+
+
+def test_more_requests_at_once_mean_more_replicas_and_none_is_lost(site: LocalSite) -> None:
+    site.apply(scaled("busy", scaleMetric="concurrency", scaleTarget=2))
+    url = site.ready("busy")
+    with Load(url, 8) as load:
+        assert site.ready("busy", 3) == url
+        first = rescales(site, "busy")[0]
+        assert first.startswith("concurrency ") and "target 2 at 70%: 1 -> " in first
+        # Another daemon goes on with as many.
+        site.kill()
+        site.up()
+        assert site.ready("busy", 3) == url
+    assert not load.bad
+    assert site.ready("busy", 1) == url
+    told = rescales(site, "busy")
+    assert told[-1].endswith("-> 1 replicas") and "over 3 s" in told[-1]
+    condition = site.condition("busy", "EngineScalingActive")
+    assert (condition["status"], condition["message"]) == ("True", told[-1])
+    site.delete("busy")
+
+
+def test_a_query_over_the_replicas_own_metrics(site: LocalSite, number: Path) -> None:
+    number.write_text("0")
+    keda = {
+        "enableKeda": True,
+        "customPromQuery": 'max(waiting{queue="main",component="engine"}) * 2',
+        "scalingThreshold": "5",
+    }
+    site.apply(scaled("asked", kedaConfig=keda))
+    site.ready("asked")
+    number.write_text("5.5")
+    site.ready("asked", 3)
+    assert any(each.startswith("query ") and "target 5: 1 -> " in each for each in rescales(site, "asked"))
+    # Somebody who is gone, or says nothing, is no reason to take replicas away.
+    number.write_text("nothing")
+    site.says("asked", "no replica tells a metric", "EngineScalingActive")
+    assert len(site.pids("asked")) == 3
+    number.write_text("0")
+    site.ready("asked", 1)
+    keda["customPromQuery"] = "histogram_quantile(0.9, sum(rate(waiting_bucket[1m])))"
+    site.apply(scaled("asked", kedaConfig=keda))
+    told = site.says("asked", "histogram_quantile()", "EngineScalingActive")
+    assert (told["status"], told["reason"]) == ("False", "UnsupportedQuery")
+    assert site.ready("asked")
+    site.delete("asked")
+
+
+def test_cores_of_the_replicas_processes(site: LocalSite) -> None:
+    burning = "i=0; while :; do i=1; done & exec python3"
+    container = {
+        "name": "ome-container",
+        "command": ["sh", "-c"],
+        "args": [f"{burning} {_SERVER} --port=8080 --file=/dev/null"],
+        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}},
+    }
+    made = scaled("burning", scaleMetric="cpu", scaleTarget=50, runner=container)
+    made["spec"]["engine"]["maxReplicas"] = 2
+    site.apply(made)
+    site.ready("burning", 2)
+    assert any(each.startswith("cpu ") and "target 0.05 for each" in each for each in rescales(site, "burning"))
+    # All of a replica's processes are gone with it.
+    pids = site.pids("burning")
+    site.delete("burning")
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

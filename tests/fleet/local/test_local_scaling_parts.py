@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of scaling by load that run nothing: decisions, samples, what autoscalers ask for, what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from local_site import document, until
+
+from headrace.core.errors import InvalidArgument
+from headrace.fleet.autoscaling.deciding import KNATIVE, Aim, Panic, Sample, Windows, decide
+from headrace.fleet.autoscaling.meter import CONCURRENCY, RPS, Meter
+from headrace.fleet.local.controller import CAPABILITIES
+from headrace.fleet.local.events import Events
+from headrace.fleet.local.kubelet import Kubelet
+from headrace.fleet.local.machine import Machine
+from headrace.fleet.local.objects import Objects
+from headrace.fleet.local.routing import Routers
+from headrace.fleet.local.scaling.aims import CPU, MEMORY, QUERY, WINDOW, Aimed, Unaimed, aim_of, windows_of
+from headrace.fleet.local.scaling.autoscaling import Autoscaling, Note
+from headrace.fleet.local.scaling.keeping import Keeper
+from headrace.fleet.local.scaling.requests import Arrivals, Load
+from headrace.fleet.local.scaling.telling import with_scaling
+from headrace.fleet.local.scaling.usage import Usage, Used
+from headrace.fleet.local.settings import LocalSettings
+from headrace.fleet.local.store import Store
+from headrace.fleet.local.workloads import bounds_of, wanted_of
+from headrace.fleet.planning import plan
+from headrace.fleet.words import ClusterFacts, Document, FleetSettings, cluster_facts, kind_of
+from headrace.launch.identity import session_members
+from headrace.launch.ports import Ports
+
+_windows = st.builds(Windows, st.floats(1, 100), st.floats(0.1, 1), st.floats(1.1, 10))
+
+
+@given(
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=50),
+    st.floats(0.01, 1e4),
+    st.integers(1, 20),
+    st.integers(0, 50),
+    st.integers(0, 60),
+    st.sampled_from([0.0, 0.1]),
+    _windows,
+)
+def test_a_decision_is_never_outside_of_its_bounds(
+    values: list[float], target: float, least: int, more: int, ready: int, tolerance: float, windows: Windows
+) -> None:
+    aim = Aim(target, least + more, least, 1.0, tolerance, windows)
+    samples = [Sample(float(time), value) for time, value in enumerate(values)]
+    now = float(len(values) - 1)
+    found = decide(samples, now, aim, ready, Panic(), least)
+    assert found is not None and least <= found.replicas <= least + more
+    assert found.seconds in (windows.stable_seconds, windows.panic_seconds)
+    assert min(values) - 1e-6 <= found.average <= max(values) * (1 + 1e-9) + 1e-6
+
+
+@given(st.integers(1, 50), st.floats(-0.1, 0.1))
+def test_a_load_within_the_tolerance_changes_nothing(wanted: int, off: float) -> None:
+    aim = Aim(4.0, 100, 1, 1.0, 0.1)
+    load = 4.0 * wanted * (1 + off * 0.999)
+    found = decide([Sample(0.0, load)], 0.0, aim, wanted, wanted=wanted)
+    assert found is not None and found.replicas == wanted
+
+
+def test_fewer_come_only_when_the_stable_window_says_so() -> None:
+    """Twelve seconds of load, then none: the average of ten seconds takes replicas away step by step."""
+    aim = Aim(1.0, 8, 1, 1.0, 0.0, Windows(10.0, 1.0, 100.0))
+    samples = [Sample(float(second), 8.0 if second < 12 else 0.0) for second in range(30)]
+    there = 8
+    seen = []
+    for second in range(12, 30):
+        found = decide(samples[: second + 1], float(second), aim, there)
+        assert found is not None
+        there = found.replicas
+        seen.append(there)
+    assert seen[0] == 8 and seen[-1] == 1 and seen == sorted(seen, reverse=True) and len(set(seen)) > 3
+
+
+def test_seconds_count_alike_however_seldom_somebody_looked() -> None:
+    meter = Meter()
+    for second in (0, 2, 4, 6):
+        meter.add(float(second), 0, 0)
+    for quarter in range(25, 41):
+        meter.add(quarter / 4, 6, quarter)
+    values = [each.value for each in meter.samples(CONCURRENCY)]
+    assert values == [0.0] * 6 + [6.0] * 4
+    assert [each.time for each in meter.samples(RPS)] == [float(each) for each in range(1, 11)]
+
+
+def test_what_somebody_says_by_hand_holds_until_the_window_knows_better() -> None:
+    keeper = Keeper(Aimed("w", "engine", CONCURRENCY, Aim(10.0, 5)))
+    changes = []
+    wanted = 1
+    for second in range(200):
+        keeper.count(float(second), Load(0, 0, True))
+        if second == 20:
+            wanted = 4
+        change = keeper.decide(float(second), wanted, wanted)
+        if change is not None:
+            wanted = change.replicas
+            changes.append((second, change.message))
+    assert [when for when, _ in changes] == [80, 81]
+    assert changes[0][1] == "concurrency 0.0 over 60 s, target 10 at 70%: 4 -> 2 replicas"
+
+
+def test_a_burst_is_told_by_the_window_that_saw_it() -> None:
+    keeper = Keeper(Aimed("w", "engine", RPS, Aim(10.0, 9)))
+    for second in range(66):
+        keeper.count(float(second), Load(0, 35 * max(0, second - 59), True))
+    change = keeper.decide(65.0, 1, 1)
+    assert change is not None
+    assert change.message == "requests/s 35.0 over 6 s, target 10 at 70%: 1 -> 5 replicas"
+
+
+def test_a_ratio_is_of_what_there_is() -> None:
+    """KEDA's metricType Value: three replicas, twice too few, so six."""
+    keeper = Keeper(Aimed("w", "engine", QUERY, Aim(1.0, 9, 1, 1.0, 0.1), ratio=True))
+    assert keeper.computation is None and keeper.decide(0.0, 3, 3) is None
+    keeper.measure(1.0, 2.0 * 3)
+    change = keeper.decide(1.0, 3, 3)
+    assert change is not None and change.replicas == 6
+
+
+# What routers see
+
+
+def status(**counts: tuple[int, int]) -> dict[str, Any]:
+    """Of a router: requests and outstanding by port, `p1=(10, 2)`."""
+    backends = [
+        {"url": f"http://127.0.0.1:{port[1:]}", "requests": count, "retries": 0, "outstanding": now}
+        for port, (count, now) in counts.items()
+    ]
+    return {"backends": backends, "leaving": [], "queued": 0}
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["p1", "p2", "p3"]), st.integers(0, 50)), min_size=2, max_size=20))
+def test_arrivals_never_fall_whoever_comes_and_goes(looks: list[dict[str, int]]) -> None:
+    arrivals, before = Arrivals(), 0
+    for look in looks:
+        told = status(**{port: (count, 1) for port, count in look.items()})
+        found = arrivals.look({"a": told, "b": None}, {1, 2})
+        assert found.arrived >= before
+        assert found.at_once == len(look.keys() & {"p1", "p2"}) and found.routed == bool(found.at_once)
+        before = found.arrived
+
+
+def test_arrivals_count_new_pods_restarted_routers_and_those_that_wait() -> None:
+    arrivals = Arrivals()
+    assert arrivals.look({"r": status(p1=(100, 3))}, {1, 2}) == Load(3, 0, True)
+    assert arrivals.look({"r": status(p1=(110, 0), p2=(5, 0))}, {1, 2}).arrived == 15
+    assert arrivals.look({"r": None}, {1, 2}) == Load(0, 15, False)
+    assert arrivals.look({"r": status(p1=(112, 0), p2=(5, 0))}, {1, 2}).arrived == 17
+    assert arrivals.look({"r": status(p1=(2, 0), p2=(0, 0))}, {1, 2}).arrived == 19
+    waiting = {
+        **status(p1=(2, 1), p9=(0, 1)),
+        "queued": 10,
+        "leaving": [{"url": "http://127.0.0.1:2", "outstanding": 4}],
+    }
+    assert arrivals.look({"r": waiting}, {1, 2}).at_once == 1 + 5 + 4
+
+
+# What processes use
+
+
+@pytest.fixture
+def busy() -> Iterator[int]:
+    """A session whose second process computes."""
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    started = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    yield started.pid
+    for each in session_members(started.pid):
+        os.kill(each.pid, signal.SIGKILL)
+    started.wait()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_session_is_measured_with_all_its_processes(busy: int) -> None:
+    usage = Usage()
+    until(lambda: len(Usage().read(0.0, [busy])[busy].ticks) == 2)
+    before = usage.read(0.0, [busy])[busy]
+    until(lambda: usage.cores(before, usage.read(1.0, [busy])[busy], 1.0) > 0)
+    assert before.memory > 1 << 20
+    assert usage.read(2.0, [2**22 + 1]) == {2**22 + 1: Used()}
+
+
+def test_cores_are_of_processes_that_were_there_before() -> None:
+    usage = Usage()
+    tick = usage.cores(Used({(1, 1): 0}), Used({(1, 1): 100}), 1.0)
+    before, after = Used({(1, 1): 100, (2, 5): 50}), Used({(1, 1): 300, (2, 9): 1000, (3, 1): 77})
+    assert usage.cores(before, after, 2.0) == pytest.approx(tick)
+
+
+# What autoscalers of a plan ask for
+
+
+def facts() -> ClusterFacts:
+    runner: dict[str, Any] = {
+        "name": "ome-container",
+        "image": "i",
+        "command": ["c"],
+        "ports": [{"containerPort": 8080}],
+    }
+    runner["resources"] = {"requests": {"cpu": "2", "memory": "1Gi"}}
+    formats = [{"name": "stub", "modelFormat": {"name": "stub"}, "autoSelect": False}]
+    runtime = document(
+        "ClusterServingRuntime", "r", {"supportedModelFormats": formats, "engineConfig": {"runner": runner}}
+    )
+    model = document(
+        "ClusterBaseModel", "m", {"modelFormat": {"name": "stub"}, "storage": {"storageUri": "local:///m"}}
+    )
+    made = cluster_facts([runtime, model], FleetSettings(node_pinning="none"))
+    return ClusterFacts(made.runtimes, made.models, made.weights, made.accelerators, CAPABILITIES, made.settings)
+
+
+def objects(annotations: dict[str, str] | None = None, **engine: Any) -> list[Document]:
+    spec = {"model": {"name": "m"}, "runtime": {"name": "r"}, "engine": {"minReplicas": 1, "maxReplicas": 4, **engine}}
+    found = plan(document("InferenceService", "s", spec, annotations=annotations or {}), facts())
+    assert not found.problems
+    return list(found.objects)
+
+
+def aimed(annotations: dict[str, str] | None = None, **engine: Any) -> Aimed | Unaimed | None:
+    made = objects(annotations, **engine)
+    (workload,) = (each for each in made if kind_of(each) == "Deployment")
+    return aim_of(workload, made)
+
+
+@pytest.mark.parametrize(
+    ("engine", "metric", "target", "share", "words"),
+    [
+        ({"scaleMetric": "concurrency", "scaleTarget": 4}, CONCURRENCY, 4.0, 0.7, "concurrency 9.0 {}, target 4 at 70%"),
+        ({"scaleMetric": "rps"}, RPS, 200.0, 0.7, "requests/s 9.0 {}, target 200 at 70%"),
+        ({}, CPU, 1.6, 1.0, "cpu 9.00 cores {}, target 1.60 for each"),
+        ({"scaleMetric": "memory", "scaleTarget": 50}, MEMORY, 2.0**29, 1.0, "memory 0 MiB {}, target 512 MiB for each"),
+        ({"kedaConfig": {"enableKeda": True, "scalingThreshold": "0.5"}}, QUERY, 0.5, 1.0, "query 9 {}, target 0.5"),
+    ],
+)  # fmt: skip
+def test_an_autoscaler_becomes_an_aim(
+    engine: dict[str, Any], metric: str, target: float, share: float, words: str
+) -> None:
+    found = aimed(**engine)
+    assert isinstance(found, Aimed)
+    aim = found.aim
+    assert (found.metric, aim.target, aim.utilisation, aim.least, aim.most) == (metric, target, share, 1, 4)
+    assert found.says(9.0, 60.0) == words.format("over 60 s") and found.component == "engine" and not found.ratio
+
+
+def test_less_than_is_a_ratio() -> None:
+    query = {
+        "enableKeda": True,
+        "customPromQuery": "avg(free)",
+        "scalingOperator": "LessThan",
+        "scalingThreshold": "10",
+    }
+    found = aimed(kedaConfig=query)
+    assert isinstance(found, Aimed) and found.ratio and found.aim.target == 1.0
+    keeper = Keeper(found)
+    keeper.decide(0.0, 2, 2)
+    keeper.compute(1.0, {(("__name__", "free"),): 5.0})
+    change = keeper.decide(1.0, 2, 2)
+    assert change is not None and change.replicas == 4
+
+
+def test_where_the_number_is_always_the_same_nobody_looks() -> None:
+    assert aimed(maxReplicas=1) is None and aimed(minReplicas=3, maxReplicas=3) is None
+    # From zero on requests are counted by the router that wakes it.
+    assert (
+        aim_of(next(each for each in objects(minReplicas=0) if kind_of(each) == "Deployment"), objects(minReplicas=0))
+        is None
+    )
+
+
+def test_what_cannot_be_scaled_says_why() -> None:
+    found = aimed(kedaConfig={"enableKeda": True, "customPromQuery": "topk(3, waiting)"})
+    assert isinstance(found, Unaimed) and found.reason == "UnsupportedQuery" and "topk()" in found.message
+    found = aimed({WINDOW: "soon"}, scaleMetric="rps")
+    assert isinstance(found, Unaimed) and found.reason == "InvalidAnnotation" and WINDOW in found.message
+    workload: Document = {"kind": "Deployment", "metadata": {"name": "d"}, "spec": {"template": {}}}
+    scaler: Document = {
+        "kind": "HorizontalPodAutoscaler",
+        "spec": {"scaleTargetRef": {"kind": "Deployment", "name": "d"}, "minReplicas": 1, "maxReplicas": 2},
+    }
+    bare = aim_of(workload, [scaler])
+    assert isinstance(bare, Unaimed) and "resources.requests.cpu" in bare.message
+
+
+def test_knatives_annotations_say_how_long_the_windows_are() -> None:
+    assert windows_of({}) == KNATIVE
+    prefix = "autoscaling.knative.dev/"
+    said = {f"{prefix}window": "1m30s", f"{prefix}panic-window-percentage": "20.0"}
+    assert windows_of({**said, f"{prefix}panic-threshold-percentage": "150"}) == Windows(90.0, 18.0, 1.5)
+    for name, value in (("window", "0s"), ("window", "2h"), ("panic-window-percentage", "nan"), ("window", "60")):
+        with pytest.raises(InvalidArgument, match=name):
+            windows_of({f"{prefix}{name}": value})
+    found = aimed({f"{prefix}target-utilization-percentage": "100", WINDOW: "10s"}, scaleMetric="concurrency")
+    assert isinstance(found, Aimed) and found.aim.utilisation == 1.0 and found.aim.windows.stable_seconds == 10
+
+
+def test_kedas_bounds() -> None:
+    scaler: Document = {"kind": "ScaledObject", "spec": {"minReplicaCount": 2, "maxReplicaCount": 5}}
+    asked = [wanted_of({"spec": {"replicas": each}}, scaler) for each in (0, 1, 4, 9)]
+    assert asked == [2, 2, 4, 5] and bounds_of(scaler) == (2, 5)
+    sleepy: Document = {"kind": "ScaledObject", "spec": {"minReplicaCount": 0, "maxReplicaCount": 5}}
+    assert wanted_of({"spec": {"replicas": 0}}, sleepy) == 0 and bounds_of(sleepy) == (1, 5)
+
+
+def test_the_loop_rests_until_somebody_may_have_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room between least and most nothing is looked at, however long it runs; a change is seen at once."""
+    settings = LocalSettings(tmp_path)
+    live, routers, store = Objects(tmp_path / "objects"), Routers(settings), Store(tmp_path / "documents")
+    machine, events = Machine(Ports(tmp_path / "ports", "127.0.0.1", 22_000, 22_001)), Events(tmp_path / "events", 10)
+    told: list[Note] = []
+    scaling = Autoscaling(
+        live,
+        Kubelet(settings, store, machine, routers, events),
+        routers,
+        lambda *_: pytest.fail("nothing is to be scaled"),
+        lambda _, note: told.append(note),
+    )
+    looks: list[float] = []
+    monkeypatch.setattr(Autoscaling, "_aim", _counted(Autoscaling._aim, looks))
+
+    async def run() -> None:
+        task = asyncio.ensure_future(scaling.run())
+        live.bring(("default", "s"), objects(maxReplicas=1))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(looks) == 1 and not scaling.components(("default", "s"))
+        live.bring(("default", "s"), objects(kedaConfig={"enableKeda": True, "customPromQuery": "topk(1, a)"}))
+        scaling.changed()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(looks) == 2 and scaling.components(("default", "s")) == {"engine"}
+        assert [each.reason for each in told] == ["UnsupportedQuery"] and scaling.notes(("default", "s")) == told
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def _counted(work: Callable[[Autoscaling], None], looks: list[float]) -> Callable[[Autoscaling], None]:
+    def counted(scaling: Autoscaling) -> None:
+        looks.append(1.0)
+        work(scaling)
+
+    return counted
+
+
+# What is told
+
+
+def test_conditions_say_why_and_stay_over_another_daemon() -> None:
+    then, now = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)
+    ready: dict[str, Any] = {"conditions": [{"type": "Ready", "status": "True"}]}
+    assert with_scaling(ready, (), (), now) == ready
+    first = with_scaling(ready, {"engine"}, [Note("engine", True, "SuccessfulRescale", "1 -> 2")], then)
+    (_, told) = first["conditions"]
+    assert (told["type"], told["status"], told["severity"]) == ("EngineScalingActive", "True", "Info")
+    assert with_scaling(first, {"engine"}, (), now) == first
+    again = with_scaling(first, {"engine"}, [Note("engine", True, "SuccessfulRescale", "2 -> 3")], now)
+    assert again["conditions"][1]["lastTransitionTime"] == told["lastTransitionTime"]
+    notes = [Note("engine", True, "SuccessfulRescale", "2 -> 3"), Note("engine", False, "NoMetric", "none")]
+    bad = with_scaling(again, {"engine"}, notes, now)["conditions"][1]
+    assert (bad["status"], bad["message"], bad["lastTransitionTime"]) == ("False", "none", "2026-01-02T00:00:00Z")
+    assert with_scaling(first, (), (), now) == ready
