@@ -15,8 +15,8 @@ from functools import partial
 import uvloop
 
 from headrace.apps.router_reloading import Reloading
-from headrace.apps.supervisor import BAD_CONFIGURATION
 from headrace.core.errors import HeadraceError
+from headrace.core.exit_codes import BAD_CONFIGURATION
 from headrace.core.limits import Limits
 from headrace.router.h2.proxy import GrpcProxy
 from headrace.router.proxy import RouterProxy

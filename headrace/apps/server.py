@@ -19,9 +19,10 @@ from headrace.apps.protocols import Protocols, build_protocols, build_site
 from headrace.apps.settings import ListenSettings, ServerSettings
 from headrace.apps.siblings import worker_folder
 from headrace.apps.splits_file import SplitsFile
-from headrace.apps.supervisor import BAD_CONFIGURATION, run_processes
+from headrace.apps.supervisor import run_processes
 from headrace.apps.worker import Worker
 from headrace.core.errors import HeadraceError
+from headrace.core.exit_codes import BAD_CONFIGURATION
 from headrace.engine.engine import Engine, open_engine
 from headrace.telemetry.progress import silent
 from headrace.telemetry.tracing import NO_TRACING, open_tracing

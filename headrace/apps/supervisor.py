@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-log = logging.getLogger("headrace.apps")
+from headrace.core.exit_codes import BAD_CONFIGURATION
 
-BAD_CONFIGURATION = 2
-"""A worker that exits with this code in its first second, when no other is older, would do so again: all are stopped."""
+log = logging.getLogger("headrace.apps")
 
 _FIRST_DELAY_SECONDS = 0.5
 _LONGEST_DELAY_SECONDS = 30.0
 _LONG_LIFE_SECONDS = 60.0
 _EARLY_SECONDS = 1.0
+"""A worker that finds its configuration bad in this time, when no other is older, would do so again: all are stopped."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

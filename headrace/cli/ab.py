@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.checks import told
+from headrace.cli.results import Json, print_json, print_result
 
 if TYPE_CHECKING:
     from headrace.cli.ab_client import AdminClient
@@ -20,7 +20,6 @@ ab = typer.Typer(
 )
 
 Url = Annotated[str, typer.Option(metavar="URL", help="Address of the server's HTTP port.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
 
 _URL = "http://127.0.0.1:8000"
@@ -39,7 +38,7 @@ def list_splits(url: Url = _URL, as_json: Json = False) -> None:
     with _server(url) as server:
         splits = server.get("/admin/traffic")["splits"]
     if as_json:
-        _print_json(splits)
+        print_json(splits)
     else:
         show_splits(splits)
 
@@ -118,7 +117,7 @@ def set_split(
             _path(model), {key: value for key, value in document.items() if value not in ({}, "", None)}
         )
     if as_json:
-        _print_json(state)
+        print_json(state)
     else:
         show_state(state)
 
@@ -133,10 +132,7 @@ def clear(model: Model, url: Url = _URL, as_json: Json = False) -> None:
     """
     with _server(url) as server:
         done = server.delete(_path(model))
-    if as_json:
-        _print_json(done)
-    else:
-        typer.echo(f"{model}: all traffic goes to the newest version")
+    print_result(done, f"{model}: all traffic goes to the newest version", as_json)
 
 
 @ab.command()
@@ -158,7 +154,7 @@ def rollback(
     with _server(url) as server:
         state = server.post(f"{_path(model)}/rollback", {"version": version, "reason": reason})
     if as_json:
-        _print_json(state)
+        print_json(state)
     else:
         show_state(state)
 
@@ -186,7 +182,7 @@ def report(
         if plot:
             draw(seen, plot)
     if as_json:
-        _print_json(seen)
+        print_json(seen)
     else:
         show_report(seen)
         if plot:
@@ -222,7 +218,3 @@ def _server(url: str) -> Iterator[AdminClient]:
 
     with told():
         yield AdminClient(url)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.log_options import LogLevel, LogStyle
-from headrace.cli.models import Json
+from headrace.cli.results import Json, print_json_line
 
 if TYPE_CHECKING:
     from headrace.batch.settings import BatchSettings
@@ -202,12 +202,10 @@ def _exit_code(summary: BatchSummary) -> int:
 
 
 def _show(summary: BatchSummary, settings: BatchSettings, *, as_json: bool) -> None:
-    import json
-
     from headrace.telemetry.logs import one_line
 
     if as_json:
-        typer.echo(json.dumps(summary.as_json()))
+        print_json_line(summary.as_json())
         return
     counts = f"{summary.total} items: {summary.succeeded} done, {summary.failed} failed, {summary.left} left"
     before = f" ({summary.resumed} of them before)" if summary.resumed else ""

@@ -16,6 +16,7 @@ import uvloop
 from headrace.cli.bench_run import access_of, bars, check_writable, numbers, write_json
 from headrace.cli.checks import FAILED
 from headrace.cli.infer_view import show_note
+from headrace.cli.results import print_json
 from headrace.cli.tables import heading, line, open_console, table
 from headrace.client.addresses import Address
 from headrace.core.errors import InvalidArgument
@@ -104,7 +105,7 @@ def _tell(wish: ChatWish, model: str, about: dict[str, str], runs: Sequence[Chat
     document: dict[str, Any] = {"model": model, "url": wish.url, "task": wish.task, "headrace": __version__}
     document |= {"about": about, "runs": [run.document() for run in runs]}
     if wish.json_file == "-":
-        typer.echo(json.dumps(document, indent=2))
+        print_json(document)
     else:
         _show(title, runs)
     if wish.json_file not in ("", "-"):

@@ -19,6 +19,7 @@ from headrace.cli.bench_view import show_run, show_sweep
 from headrace.cli.checks import FAILED
 from headrace.cli.infer_view import show_note
 from headrace.cli.progress import LoadingBars
+from headrace.cli.results import print_json
 from headrace.client import Client
 from headrace.client.addresses import Address
 from headrace.core.errors import InvalidArgument
@@ -98,7 +99,7 @@ def _tell(wish: BenchWish, runs: Sequence[Measured]) -> None:
     document: dict[str, Any] = {"model": wish.model, "version": wish.version, "url": wish.url}
     document["runs"] = [run.document() for run in runs]
     if wish.json_file == "-":
-        typer.echo(json.dumps(document, indent=2))
+        print_json(document)
     elif len(runs) == 1:
         show_run(title, runs[0])
     else:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from headrace.core.errors import HeadraceError, InvalidArgument
+from headrace.core.exit_codes import BAD_CONFIGURATION
 
 if TYPE_CHECKING:
     from headrace.wire.sockets import Address
     from headrace.wire.tls import TlsFiles
 
 FAILED = 1
-BAD_USE = 2
+BAD_USE = BAD_CONFIGURATION
 
 
 @contextmanager

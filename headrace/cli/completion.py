@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`headrace completion`: a script for a shell, and the values that it completes.
 
-The script runs `headrace` with a variable set, and Typer answers with what could follow. `add_values` is called by `main`
-only then, so that values cost nothing otherwise: the names of models come from a server, and whoever presses Tab does not
-wait long for one, nor sees an error.
+The script runs `headrace` with a variable set, and Typer answers with what could follow. `add_values` is called by `root`
+only then, for the verb on the line, so that values cost nothing otherwise: the names of models come from a server, and
+whoever presses Tab does not wait long for one, nor sees an error.
 """
 
 from __future__ import annotations

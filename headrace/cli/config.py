@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`headrace config`: what a server would be told, and by whom; and whether a configuration file is right.
 
-`main` adds `config` to the program. Options of `headrace serve` may follow those of `show`, and count as they would there.
+Options of `headrace serve` may follow those of `show`, and count as they would there.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.checks import FAILED
+from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
     from headrace.cli.serve_configuration import Configured
@@ -30,7 +30,7 @@ def show(
     file: Annotated[str, typer.Option("--config", metavar="FILE", help="The YAML file; or INFERENCE_CONFIG.")] = "",
     origin: Annotated[bool, typer.Option("--origin", help="Also where each value came from.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Also options that nobody has set.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show every value that a server would be started with. Options of `headrace serve` may follow.
 
@@ -49,7 +49,7 @@ def show(
     wanted = [path for path in settings if everything or _is_shown(configured, path)]
     if as_json:
         told = json_of(configured.configuration)
-        typer.echo(json.dumps({path: told[path] for path in wanted}, indent=2, ensure_ascii=False))
+        print_json({path: told[path] for path in wanted})
     else:
         _show_table(configured, wanted, origin=origin)
     for warning in configured.configuration.warnings:
@@ -59,7 +59,7 @@ def show(
 @config.command()
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The YAML file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Look for mistakes in a configuration file, all of them at once. The environment is not looked at.
 
@@ -76,7 +76,7 @@ def check(
     except SettingsError as error:
         problems = tuple(str(problem) for problem in error.problems)
     if as_json:
-        typer.echo(json.dumps({"file": file, "problems": list(problems)}, indent=2, ensure_ascii=False))
+        print_json({"file": file, "problems": list(problems)})
     elif problems:
         for problem in problems:
             typer.echo(problem)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.core.clock import SystemClock
 from headrace.core.dtypes import FP32, dtype_named
@@ -36,6 +36,10 @@ class Converted:
     outputs: tuple[str, ...]
     nodes: int
     size_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {**asdict(self), "source": str(self.source), "target": str(self.target)}
 
 
 def convert_netdef(

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
+
+from headrace.cli.results import Json, print_json
 
 _ELSEWHERE = "Elsewhere"
 
@@ -38,7 +39,7 @@ def doctor(
             rich_help_panel=_ELSEWHERE,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Leave out what is well.")] = False,
 ) -> None:
     """Look for what is missing or wrong: ports, GPUs, folders, disk, memory, limits, packages, servers, platforms.
@@ -84,7 +85,7 @@ def doctor(
         )
     findings = diagnose(checks_of(wanted), wanted.seconds)
     if as_json:
-        typer.echo(json.dumps(as_document(findings), indent=2))
+        print_json(as_document(findings))
     else:
         show_findings(findings, quiet=quiet)
     if any(each.state == "problem" for each in findings):

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headrace.cli.checks import FAILED, or_exit
+from headrace.cli.fleet_options import read_files
+from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
-    from headrace.fleet.documents import Read
     from headrace.fleet.explaining import Explanation, Question
     from headrace.fleet.words import Document, FleetSettings
 
@@ -55,6 +54,7 @@ def explain(
     output: Annotated[
         str, typer.Option("-o", "--output", metavar="FORMAT", help="text; json; or yaml: the objects alone.")
     ] = "text",
+    as_json: Json = False,
 ) -> None:
     """Explain a service before it is applied: the runtime and why no other, modes, pods, objects, and what is wrong.
 
@@ -74,14 +74,15 @@ def explain(
     from headrace.fleet.explaining import question
 
     with or_exit():
-        lacking = _checked(output, without or [])
+        shape = "json" if as_json else output
+        lacking = _checked(shape, without or [])
         settings = _settings(config)
     around = read([Path(each) for each in beside or []])
-    asked = question(_read(files), around, settings=settings, lacking=lacking)
+    asked = question(read_files(files), around, settings=settings, lacking=lacking)
     found = [explained(each, asked) for each in asked.services]
-    if output == "json":
-        typer.echo(json.dumps(_as_json(found, asked), indent=2))
-    elif output == "yaml":
+    if shape == "json":
+        print_json(_as_json(found, asked))
+    elif shape == "yaml":
         typer.echo(write(_unowned(each) for one in found for each in one.objects), nl=False)
         for each in [*asked.errors, *(error for one in found for error in one.errors)]:
             typer.secho(f"headrace: {each}", fg="red", err=True)
@@ -116,16 +117,6 @@ def _unowned(made: Document) -> Document:
     owners = [each for each in items(metadata, "ownerReferences") if text(each, "uid")]
     rest = {name: each for name, each in metadata.items() if name != "ownerReferences"}
     return {**made, "metadata": {**rest, **({"ownerReferences": owners} if owners else {})}}
-
-
-def _read(files: list[str]) -> Read:
-    from headrace.fleet.documents import Read, parse, read
-
-    found = Read([], [])
-    for each in files:
-        one = parse(sys.stdin.read(), "<stdin>") if each == "-" else read([Path(each)])
-        found = Read([*found.sources, *one.sources], [*found.problems, *one.problems])
-    return found
 
 
 def _settings(config: str) -> FleetSettings | None:

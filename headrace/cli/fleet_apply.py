@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,11 +11,11 @@ from headrace.cli.checks import BAD_USE, FAILED
 from headrace.cli.fleet_options import (
     Context,
     Files,
-    Json,
     Kube,
     Kubeconfig,
     Namespace,
     Progress,
+    Timeout,
     object_name,
     or_sentence,
     read_files,
@@ -24,6 +23,7 @@ from headrace.cli.fleet_options import (
     where_of,
     with_fleet,
 )
+from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
     from headrace.fleet.client.checking import Checked
@@ -38,9 +38,7 @@ def apply(
     wait: Annotated[
         bool, typer.Option("--wait", help="Until all services are ready; 1 if one is not, with the reason.")
     ] = False,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=0, metavar="SECONDS", help="With --wait: the longest.")
-    ] = 600.0,
+    timeout: Timeout = 600.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, and ask the server what it would do. Nothing is changed.")
     ] = False,
@@ -96,7 +94,7 @@ def apply(
 
     found, sent, outcomes = with_fleet(where_of(kube, kubeconfig, context), work)
     if as_json:
-        typer.echo(json.dumps(_as_json(found, sent, outcomes), indent=2))
+        print_json(_as_json(found, sent, outcomes))
     else:
         _show(outcomes)
     if found.errors:

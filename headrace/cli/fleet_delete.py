@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,6 @@ from headrace.cli.checks import FAILED
 from headrace.cli.fleet_options import (
     Context,
     Files,
-    Json,
     Kube,
     Kubeconfig,
     Namespace,
@@ -25,6 +23,7 @@ from headrace.cli.fleet_options import (
     where_of,
     with_fleet,
 )
+from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
     from headrace.fleet.client.contract import Fleet
@@ -89,7 +88,7 @@ def delete(
     found, missing, left = with_fleet(where_of(kube, kubeconfig, context), work)
     if as_json:
         gone = [object_name(each) for each in found]
-        typer.echo(json.dumps({"deleted": gone, "missing": missing, "left": left}, indent=2))
+        print_json({"deleted": gone, "missing": missing, "left": left})
     for each in missing if not ignore else ():
         typer.secho(f"headrace: there is no {each}", fg="red", err=True)
     if left:

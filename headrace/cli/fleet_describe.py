@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.fleet_options import Context, Json, Kube, Kubeconfig, Namespace, or_sentence, where_of, with_fleet
+from headrace.cli.fleet_options import Context, Kube, Kubeconfig, Namespace, or_sentence, where_of, with_fleet
+from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
     from headrace.fleet.client.contract import Fleet
@@ -56,6 +56,6 @@ def describe(
     found = with_fleet(where_of(kube, kubeconfig, context), work)
     if as_json:
         shown = [each.as_json() for each in found]
-        typer.echo(json.dumps(shown[0] if len(shown) == 1 else shown, indent=2))
+        print_json(shown[0] if len(shown) == 1 else shown)
     else:
         show(found)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.fleet_options import Context, Json, Kube, Kubeconfig, Namespace, or_sentence, where_of, with_fleet
+from headrace.cli.fleet_options import Context, Kube, Kubeconfig, Namespace, or_sentence, where_of, with_fleet
+from headrace.cli.results import Json
 
 if TYPE_CHECKING:
     from headrace.fleet.client.contract import Fleet

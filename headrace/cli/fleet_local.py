@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from headrace.cli.fleet_options import Component, Json, Namespace, or_sentence
+from headrace.cli.fleet_options import Component, Namespace, or_sentence
 from headrace.cli.fleet_up import StateDir
+from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -28,6 +28,7 @@ def logs(
     previous: Annotated[bool, typer.Option("--previous", "-p", help="Of the process before the last restart.")] = False,
     namespace: Namespace = "",
     folder: StateDir = "",
+    as_json: Json = False,
 ) -> None:
     """Show what the pods of a service on this machine said last.
 
@@ -41,6 +42,9 @@ def logs(
         folder,
         lambda fleet: fleet.logs(namespace or fleet.namespace, _bare(name), pod=pod, tail=tail, previous=previous),
     )
+    if as_json:
+        print_json([{"pod": each, "log": text} for each, text in found])
+        return
     for number, (each, text) in enumerate(found):
         if len(found) > 1:
             typer.echo(f"{'' if not number else chr(10)}==> {each} <==")
@@ -66,7 +70,7 @@ def scale(
     """
     told = _with(folder, lambda fleet: fleet.scale(namespace or fleet.namespace, _bare(name), component, replicas))
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        print_json(told)
         return
     typer.echo(f"{told['name']} is scaled to {told['replicas']}")
     if told["replicas"] != replicas:

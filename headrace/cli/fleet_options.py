@@ -44,7 +44,6 @@ Namespace = Annotated[
     str,
     typer.Option("--namespace", "-n", metavar="NAME", help="The context's own unless told.", rich_help_panel=_FLEET),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of lines and tables.")]
 Files = Annotated[
     list[str] | None,
     typer.Option(
@@ -55,6 +54,7 @@ Files = Annotated[
         show_default=False,
     ),
 ]
+Timeout = Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help="With --wait: the longest.")]
 Component = Annotated[
     str, typer.Option("--component", metavar="NAME", help="engine, decoder or router; all unless told.")
 ]

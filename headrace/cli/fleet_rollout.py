@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,19 +12,19 @@ from headrace.cli.checks import FAILED
 from headrace.cli.fleet_options import (
     Component,
     Context,
-    Json,
     Kube,
     Kubeconfig,
     Namespace,
     Progress,
+    Timeout,
     object_name,
     where_of,
     with_fleet,
 )
+from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
     from headrace.fleet.client.contract import Fleet
-    from headrace.fleet.client.opening import Where
     from headrace.fleet.client.waiting import Outcome
     from headrace.fleet.words import Document
 
@@ -36,55 +35,57 @@ rollout = typer.Typer(
 _TRIES = 5
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The InferenceService.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Until it has arrived; 1 if it does not.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help="With --wait: the longest.")]
+
+_PROMOTE = """Give the newest revision all requests: canaryTrafficPercent becomes 100.
+
+Example:
+
+    headrace rollout promote llama-chat --kube --wait
+"""
+_UNDO = """Give all requests to what ran before: canaryTrafficPercent becomes 0. The new pods stay until a file is applied.
+
+Example:
+
+    headrace rollout undo llama-chat --kube
+"""
 
 
-@rollout.command()
-def promote(
-    name: Name,
-    component: Component = "",
-    wait: Wait = False,
-    timeout: Timeout = 600.0,
-    kube: Kube = False,
-    kubeconfig: Kubeconfig = "",
-    context: Context = "",
-    namespace: Namespace = "",
-    as_json: Json = False,
-) -> None:
-    """Give the newest revision all requests: canaryTrafficPercent becomes 100.
+def _moving(done: str) -> Callable[..., None]:
+    """A verb that changes the share of the newest revision."""
 
-    Example:
+    def move(
+        name: Name,
+        component: Component = "",
+        wait: Wait = False,
+        timeout: Timeout = 600.0,
+        kube: Kube = False,
+        kubeconfig: Kubeconfig = "",
+        context: Context = "",
+        namespace: Namespace = "",
+        as_json: Json = False,
+    ) -> None:
+        from headrace.fleet.client.rollouts import promotion, rollback
 
-        headrace rollout promote llama-chat --kube --wait
-    """
-    from headrace.fleet.client.rollouts import promotion
+        change = {"promoted": promotion, "undone": rollback}[done]
+        progress = Progress(silent=as_json)
 
-    where = where_of(kube, kubeconfig, context)
-    _move(where, namespace, name, lambda service: promotion(service, component), "promoted", wait, timeout, as_json)
+        async def work(fleet: Fleet) -> list[Outcome]:
+            made = await _changed(fleet, namespace, name, lambda service: change(service, component))
+            if not as_json:
+                typer.echo(f"{object_name(made)} {done}")
+            return await _awaited(fleet, made, progress, timeout) if wait else []
+
+        outcomes = with_fleet(where_of(kube, kubeconfig, context), work)
+        if as_json:
+            ready = {"ready": outcomes[0].ready, "reason": outcomes[0].reason} if outcomes else {}
+            print_json({"name": name, "rollout": done, **ready})
+        _end(outcomes)
+
+    return move
 
 
-@rollout.command()
-def undo(
-    name: Name,
-    component: Component = "",
-    wait: Wait = False,
-    timeout: Timeout = 600.0,
-    kube: Kube = False,
-    kubeconfig: Kubeconfig = "",
-    context: Context = "",
-    namespace: Namespace = "",
-    as_json: Json = False,
-) -> None:
-    """Give all requests to what ran before: canaryTrafficPercent becomes 0. The new pods stay until a file is applied.
-
-    Example:
-
-        headrace rollout undo llama-chat --kube
-    """
-    from headrace.fleet.client.rollouts import rollback
-
-    where = where_of(kube, kubeconfig, context)
-    _move(where, namespace, name, lambda service: rollback(service, component), "undone", wait, timeout, as_json)
+rollout.command("promote", help=_PROMOTE)(_moving("promoted"))
+rollout.command("undo", help=_UNDO)(_moving("undone"))
 
 
 @rollout.command()
@@ -113,31 +114,6 @@ def status(
 
     service, outcomes = with_fleet(where_of(kube, kubeconfig, context), work)
     _show(service, as_json)
-    _end(outcomes)
-
-
-def _move(
-    where: Where,
-    namespace: str,
-    name: str,
-    change: Callable[[Document], Document],
-    done: str,
-    wait: bool,
-    timeout: float,
-    as_json: bool,
-) -> None:
-    progress = Progress(silent=as_json)
-
-    async def work(fleet: Fleet) -> list[Outcome]:
-        made = await _changed(fleet, namespace, name, change)
-        if not as_json:
-            typer.echo(f"{object_name(made)} {done}")
-        return await _awaited(fleet, made, progress, timeout) if wait else []
-
-    outcomes = with_fleet(where, work)
-    if as_json:
-        ready = {"ready": outcomes[0].ready, "reason": outcomes[0].reason} if outcomes else {}
-        typer.echo(json.dumps({"name": name, "rollout": done, **ready}, indent=2))
     _end(outcomes)
 
 
@@ -203,7 +179,7 @@ def _show(service: Document, as_json: bool) -> None:
             }
             for each in found
         ]
-        typer.echo(json.dumps({"components": rows, "reason": reason_of(service)}, indent=2))
+        print_json({"components": rows, "reason": reason_of(service)})
         return
     console = open_console()
     cells = [

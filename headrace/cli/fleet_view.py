@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ import typer
 from rich.text import Text
 
 from headrace.cli.fleet_options import object_name
+from headrace.cli.results import print_json, print_json_line
 from headrace.cli.tables import open_console, table
 from headrace.fleet.client.describing import without_notes
 from headrace.fleet.client.rows import Column, cells, columns_of
@@ -57,9 +57,10 @@ class Printer:
         if self._output in ("json", "yaml"):
             shown = [ordered(each if self._notes else without_notes(each)) for each in found]
             made = shown[0] if self._one and len(shown) == 1 else _list(shown)
-            typer.echo(
-                json.dumps(made, indent=2) if self._output == "json" else write([made]), nl=self._output == "json"
-            )
+            if self._output == "json":
+                print_json(made)
+            else:
+                typer.echo(write([made]), nl=False)
         elif self._output == "name":
             for each in found:
                 typer.echo(object_name(each))
@@ -74,7 +75,7 @@ class Printer:
         """One that came, changed or went, on a line of its own."""
         shown = ordered(document if self._notes else without_notes(document))
         if self._output == "json":
-            typer.echo(json.dumps({"type": change, "object": shown}))
+            print_json_line({"type": change, "object": shown})
         elif self._output == "yaml":
             typer.echo(f"---\n# {change}\n{write([shown])}", nl=False)
         elif self._output == "name":

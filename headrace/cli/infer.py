@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.checks import told
+from headrace.cli.results import Json
 
 if TYPE_CHECKING:
     from headrace.cli.infer_run import Wish
@@ -48,7 +49,7 @@ def infer(
     ca: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the authority of the server.")] = "",
     cert: Annotated[str, typer.Option(metavar="FILE", help="PEM file with a certificate of our own.")] = "",
     key: Annotated[str, typer.Option(metavar="FILE", help="PEM file with its key.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Send a request to a model and show what it answers.
 

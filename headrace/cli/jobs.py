@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -13,7 +11,7 @@ import typer
 
 from headrace.cli.checks import FAILED, told
 from headrace.cli.gateway import DATA_DIR, DatabaseUrl, DataDir
-from headrace.cli.models import Json
+from headrace.cli.results import Json, print_json, print_result
 
 if TYPE_CHECKING:
     from headrace.jobs.records import Job
@@ -63,7 +61,7 @@ def register(
 
     job = _with_jobs(data_dir, database_url, work)
     if as_json:
-        typer.echo(json.dumps({"experiment_id": job.experiment_id, "job_id": job.id}, indent=2))
+        print_json({"experiment_id": job.experiment_id, "job_id": job.id})
         return
     typer.echo(f"experiment {job.experiment_id}")
     typer.echo(f"job        {job.id}")
@@ -99,7 +97,7 @@ def list_jobs(
     found = _with_jobs(data_dir, database_url, work)
     rows = [_row(job) for job in found]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     cells = [
         (row["id"], row["org"], row["action"], _coloured(row["status"]), row["network_arch"], row["name"],
@@ -131,7 +129,7 @@ def show(
 
     found = _with_jobs(data_dir, database_url, work)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
         return
     console = open_console()
     plain = [(key, value) for key, value in found.items() if isinstance(value, str | int) and value != ""]
@@ -162,7 +160,7 @@ def logs(
         return await service.job_logs(job.org, job.id, tail=tail)
 
     text = _with_jobs(data_dir, database_url, work)
-    typer.echo(json.dumps({"job_id": job_id, "log": text}) if as_json else text, nl=not text.endswith("\n"))
+    print_result({"job_id": job_id, "log": text}, text.removesuffix("\n"), as_json)
 
 
 @jobs.command()
@@ -199,10 +197,12 @@ def delete(
         return await service.delete_job(job.org, job.id)
 
     job = _with_jobs(data_dir, database_url, work)
-    typer.echo(json.dumps(_row(job), indent=2) if as_json else f"{job.id}: deleted")
+    print_result(_row(job), f"{job.id}: deleted", as_json)
 
 
 def _with_jobs(data_dir: Path, database_url: str, work: Callable[[JobService], Awaitable[_T]]) -> _T:
+    import asyncio
+
     from headrace.gateway.opening import opened
     from headrace.jobs.settings import JobSettings
 
@@ -251,7 +251,7 @@ def _row(job: Job) -> dict[str, Any]:
 
 
 def _show_job(job: Job, as_json: bool) -> None:
-    typer.echo(json.dumps(_row(job), indent=2) if as_json else f"{job.id}: {job.status} ({job.reason})")
+    print_result(_row(job), f"{job.id}: {job.status} ({job.reason})", as_json)
 
 
 def _coloured(status: str) -> Any:

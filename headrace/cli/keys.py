@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.checks import FAILED, told
-from headrace.cli.models import Json
+from headrace.cli.results import Json, print_json, print_result
 
 if TYPE_CHECKING:
     from headrace.access.keys import ApiKey
@@ -61,9 +60,7 @@ def create(
         ends = _when(expires, now) if expires else None
         key = create_key(file, name, _checked(scopes or ["infer"]), created=now, expires=ends)
     if as_json:
-        typer.echo(
-            json.dumps({"name": name, "key": key, "expires": None if ends is None else time_text(ends)}, indent=2)
-        )
+        print_json({"name": name, "key": key, "expires": None if ends is None else time_text(ends)})
         return
     typer.echo(key)
     until = "" if ends is None else f", until {time_text(ends)}"
@@ -85,7 +82,7 @@ def list_keys(file: File = _FILE, as_json: Json = False) -> None:
         found = read_keys(file)
     rows = [_row(key, time.time()) for key in found]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     columns = ["NAME", "SCOPES", "CREATED", "EXPIRES", "STATE"]
     cells = [
@@ -95,7 +92,7 @@ def list_keys(file: File = _FILE, as_json: Json = False) -> None:
 
 
 @keys.command()
-def revoke(name: Name, file: File = _FILE) -> None:
+def revoke(name: Name, file: File = _FILE, as_json: Json = False) -> None:
     """Take a key out of the file. Servers refuse it within a second or so.
 
     Example:
@@ -106,7 +103,7 @@ def revoke(name: Name, file: File = _FILE) -> None:
 
     with told(FAILED):
         revoke_key(file, name)
-    typer.echo(f"{name}: revoked")
+    print_result({"name": name, "revoked": True}, f"{name}: revoked", as_json)
 
 
 def _row(key: ApiKey, now: float) -> dict[str, Any]:

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 
 from headrace.cli.checks import FAILED, told
+from headrace.cli.results import Json, print_json, print_result
 
 models = typer.Typer(
     name="models", help="Look at models, load and unload them, make and check their folders.", no_args_is_help=True
 )
 
 Url = Annotated[str, typer.Option(metavar="URL", help="Address of the server's HTTP port.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
 
 _URL = "http://127.0.0.1:8000"
@@ -38,7 +37,7 @@ def list_models(url: Url = _URL, as_json: Json = False) -> None:
         server = ServerClient(url)
         rows = list_rows(server.post("/v2/repository/index", {}), server.get("/v2/models/stats"))
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     else:
         show_list(rows)
 
@@ -64,7 +63,7 @@ def show(
     with told():
         seen = ask_model(ServerClient(url), model, version)
     if as_json:
-        _print_json(seen)
+        print_json(seen)
     else:
         show_model(seen)
     if "metadata" not in seen:
@@ -120,7 +119,7 @@ def check(
     with told():
         report = check_repository(*paths, gpus=gpus)
     if as_json:
-        _print_json(report_json(report))
+        print_json(report_json(report))
     else:
         show_report(report)
     if report.problems:
@@ -157,7 +156,7 @@ def init(
     with told():
         made = init_model(Path(path), Path(repository), name, version, move=move)
     if as_json:
-        _print_json(made_json(made))
+        print_json(made_json(made))
     else:
         show_made(made)
 
@@ -174,6 +173,7 @@ def convert(
         list[str] | None, typer.Option("--output", metavar="NAME", help="Keep this output only. Repeatable.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it is there.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Convert a Caffe2 model (NetDef) to ONNX.
 
@@ -194,7 +194,8 @@ def convert(
             Path(source), Path(target), inputs=inputs or (), outputs=outputs or (), overwrite=overwrite
         )
     ends = f"{', '.join(made.inputs)} -> {', '.join(made.outputs)}"
-    typer.echo(f"wrote {made.target}: {made.nodes} nodes, {ends}, {made.size_bytes} bytes")
+    said = f"wrote {made.target}: {made.nodes} nodes, {ends}, {made.size_bytes} bytes"
+    print_result(made.as_json(), said, as_json)
 
 
 def _control(model: str, verb: str, document: dict[str, Any], url: str, as_json: bool) -> None:
@@ -205,11 +206,4 @@ def _control(model: str, verb: str, document: dict[str, Any], url: str, as_json:
     with told():
         server = ServerClient(url)
         server.post(f"/v2/repository/models/{quote(model, safe='')}/{verb}", document, seconds=LOAD_SECONDS)
-    if as_json:
-        _print_json({"name": model, "done": verb})
-    else:
-        typer.echo(f"{model}: {verb}ed")
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2))
+    print_result({"name": model, "done": verb}, f"{model}: {verb}ed", as_json)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.results import print_json
 from headrace.cli.router import router
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def explain(
         }
         told = _ask(url, question)
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        print_json(told)
     else:
         _show(told, open_console())
     if told["backend"] is None:

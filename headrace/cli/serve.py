@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`headrace serve`: a command line of ours or of Triton's to settings, and the bars on the terminal while models load.
 
-`main` adds `serve` to the program with `cls=ServeCommand`. Its options are the table in `options`.
+The table in `verbs` names `serve` and its `ServeCommand`. Its options are the table in `options`.
 """
 
 from __future__ import annotations

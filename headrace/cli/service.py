@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.checks import FAILED
+from headrace.cli.results import Json, print_json, print_json_line, print_result
 from headrace.cli.service_options import (
-    FAILED,
     REGISTRY,
-    Json,
     OptionalJob,
     RegistryFile,
     Settings,
@@ -104,10 +103,13 @@ def logs(
         if not follow:
             text = await launcher.logs(job_id, tail)
             if as_json or text:
-                typer.echo(json.dumps({"job_id": job_id, "log": text}) if as_json else text)
+                print_result({"job_id": job_id, "log": text}, text, as_json)
             return
         async for line in launcher.follow(job_id, tail):
-            typer.echo(json.dumps({"job_id": job_id, "line": line}) if as_json else line)
+            if as_json:
+                print_json_line({"job_id": job_id, "line": line})
+            else:
+                typer.echo(line)
 
     with_launcher(registry, state_dir, work)
 
@@ -142,7 +144,7 @@ def stop(
         await launcher.stop(job_id, grace_seconds, forget=forget)
 
     with_launcher(registry, state_dir, work)
-    typer.echo(json.dumps({"job_id": job_id, "status": "stopped"}) if as_json else f"{job_id}: stopped")
+    print_result({"job_id": job_id, "status": "stopped"}, f"{job_id}: stopped", as_json)
 
 
 @service.command()
@@ -159,7 +161,7 @@ def prune(registry: RegistryFile = REGISTRY, state_dir: StateDir = None, as_json
 
     removed = with_launcher(registry, state_dir, work)
     if as_json:
-        typer.echo(json.dumps([each.as_json() for each in removed], indent=2))
+        print_json([each.as_json() for each in removed])
         return
     for each in removed:
         typer.echo(f"{each.entry.job_id}: removed ({each.state})")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from headrace.cli.checks import BAD_USE, FAILED
+
 if TYPE_CHECKING:
     from headrace.core.errors import HeadraceError
     from headrace.launch.launcher import Launcher
 
-FAILED, BAD_USE, NOT_READY, BROKEN = 1, 2, 3, 4
-"""Exit codes: it failed or could not be reached; the request is wrong; not ready yet; the service has failed for good."""
+NOT_READY, BROKEN = 3, 4
+"""Exit codes beside those of every verb: not ready yet; the service has failed for good."""
 REGISTRY = Path("/tmp/tao-inf-ms-state.json")  # noqa: S108  # TAO's; whoever reads it checks its owner
 T = TypeVar("T")
 
@@ -32,7 +33,6 @@ StateDir = Annotated[
         help="Files of services of this machine. Default: ~/.local/state/headrace/services, or beside your --registry.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Architectures = Annotated[
     Path | None,
     typer.Option("--architectures", metavar="FOLDER", help="More architectures: a YAML or JSON file for each."),
@@ -60,6 +60,8 @@ def with_launcher(
     **more: Any,
 ) -> T:
     """Do something with a launcher; progress is shown on a terminal, and an error becomes a sentence and an exit code."""
+    import asyncio
+
     from headrace.cli.progress import logging_beside_bars
     from headrace.launch.launcher import Launcher
 

@@ -38,7 +38,8 @@ def main() -> None:
         service()
         return
     from headrace.core.errors import HeadraceError
-    from headrace.microservice.app import BAD_CONFIGURATION, end_process, run_microservice
+    from headrace.core.exit_codes import BAD_CONFIGURATION
+    from headrace.microservice.app import end_process, run_microservice
     from headrace.microservice.launching import Given, launch_settings
     from headrace.telemetry.logs import configure_logging
 

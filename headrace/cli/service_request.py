@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.results import Json, print_json
 from headrace.cli.service_options import (
     REGISTRY,
     Architectures,
-    Json,
     RegistryFile,
     StateDir,
     or_sentence,
@@ -260,7 +260,7 @@ def _show(answer: Answer, output: Path | None, as_json: bool) -> None:
             raise refuse(f"--output {output}: {error.strerror}") from None
         typer.echo(f"{len(content)} bytes are in {output}", err=True)
     if as_json:
-        typer.echo(json.dumps({**answer.body, **({"text": answer.text} if answer.streamed else {})}, indent=2))
+        print_json({**answer.body, **({"text": answer.text} if answer.streamed else {})})
     elif answer.streamed:
         typer.echo("")
     elif output is None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.results import Json, print_json
 from headrace.cli.service_options import (
     REGISTRY,
     Architectures,
-    Json,
     RegistryFile,
     Settings,
     StateDir,
@@ -194,7 +193,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "str
 
 def _show(entry: Entry, ready: bool, seconds: float, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({**entry.as_json(), "ready": ready}, indent=2))
+        print_json({**entry.as_json(), "ready": ready})
         return
     typer.echo(f"the service is {'ready' if ready else 'started'} after {seconds:.1f} s")
     typer.echo(f"  Job ID : {entry.job_id}")

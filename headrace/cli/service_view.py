@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from headrace.cli.results import print_json
 from headrace.cli.tables import heading, line, open_console, table
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def show_services(found: Sequence[Service], latest: str | None, as_json: bool) -
     """A table, the latest marked."""
     if as_json:
         rows = [{**each.as_json(), "latest": each.entry.job_id == latest} for each in found]
-        typer.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     cells = [
         (
@@ -51,7 +51,7 @@ def show_services(found: Sequence[Service], latest: str | None, as_json: bool) -
 def show_service(found: Service, told: Mapping[str, Any] | None, as_json: bool) -> None:
     """All that is known of one."""
     if as_json:
-        typer.echo(json.dumps({**found.as_json(), "service": told}, indent=2))
+        print_json({**found.as_json(), "service": told})
         return
     console = open_console()
     plain = [
@@ -86,7 +86,7 @@ def show_preflight(found: Preflight, as_json: bool) -> None:
             "checks": checks,
             "variables": dict(found.variables),
         }
-        typer.echo(json.dumps(told, indent=2))
+        print_json(told)
         return
     console = open_console()
     cells = [(each.name, _passed(each.passed), each.message) for each in found.checks]

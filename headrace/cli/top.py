@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.checks import told
+from headrace.cli.results import print_json_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,7 @@ def top(
         with told():
             for view in _views(poller, interval):
                 if as_json:
-                    typer.echo(json.dumps(view.document()))
+                    print_json_line(view.document())
                 else:
                     console.print(painted(view, console.width))
                 if once:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from headrace.cli.bench_inputs import Prepared, prepare
 from headrace.cli.bench_run import access_of, bars, check_writable, write_json
 from headrace.cli.checks import FAILED
 from headrace.cli.infer_view import show_note
+from headrace.cli.results import print_json
 from headrace.cli.tune_config import Change, change_of, write_change
 from headrace.cli.tune_view import found_document, show_found, trial_line
 from headrace.client import AsyncClient, Client
@@ -73,7 +73,7 @@ def run_tune(wish: TuneWish) -> None:
     if found.winner is not None:
         change = change_of(start, found.winner.setting, was_auto=auto)
     if wish.json_file == "-":
-        typer.echo(json.dumps(found_document(wish.model, start, found, change), indent=2))
+        print_json(found_document(wish.model, start, found, change))
     else:
         show_found(wish.model, start, found, change, wish.percentile)
     if wish.json_file not in ("", "-"):

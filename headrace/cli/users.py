@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +12,7 @@ import typer
 
 from headrace.cli.checks import FAILED, told
 from headrace.cli.gateway import DATA_DIR, DatabaseUrl, DataDir
-from headrace.cli.models import Json
+from headrace.cli.results import Json, print_json, print_result
 
 if TYPE_CHECKING:
     from headrace.access.users import User, Users
@@ -71,7 +69,7 @@ def list_users(
     found = _with_users(data_dir, database_url, "", "", lambda every: every.list(org))
     rows = [_row(user) for user in found]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     cells = [
         (row["name"], " ".join(f"{org}:{role}" for org, role in row["roles"].items()), row["created"], row["keys"])
@@ -96,7 +94,7 @@ def grant(
         headrace users grant alice --org other --role viewer
     """
     user = _with_users(data_dir, database_url, "users.grant", name, lambda every: every.grant(name, org, role))
-    typer.echo(json.dumps(_row(user), indent=2) if as_json else f"{name}: {role} of {org}")
+    print_result(_row(user), f"{name}: {role} of {org}", as_json)
 
 
 @users.command()
@@ -110,7 +108,7 @@ def withdraw(
         headrace users withdraw alice --org other
     """
     user = _with_users(data_dir, database_url, "users.withdraw", name, lambda every: every.withdraw(name, org))
-    typer.echo(json.dumps(_row(user), indent=2) if as_json else f"{name}: no role in {org} any more")
+    print_result(_row(user), f"{name}: no role in {org} any more", as_json)
 
 
 @users.command("revoke-tokens")
@@ -124,7 +122,7 @@ def revoke_tokens(
         headrace users revoke-tokens alice
     """
     user = _with_users(data_dir, database_url, "users.revoke-tokens", name, lambda every: every.revoke_tokens(name))
-    typer.echo(json.dumps(_row(user), indent=2) if as_json else f"{name}: all tokens are revoked")
+    print_result(_row(user), f"{name}: all tokens are revoked", as_json)
 
 
 @users.command("rotate-signing-key")
@@ -163,9 +161,7 @@ def rotate_signing_key(
         finally:
             audit.close()
     old = "dropped: everybody logs in again" if drop_old else "good for the tokens that it has signed"
-    typer.echo(
-        json.dumps({"kid": key_id, "dropped_old": drop_old}) if as_json else f"{key_id} signs; the old key is {old}"
-    )
+    print_result({"kid": key_id, "dropped_old": drop_old}, f"{key_id} signs; the old key is {old}", as_json)
 
 
 @users.command()
@@ -197,13 +193,15 @@ def remove(name: Name, data_dir: DataDir = DATA_DIR, database_url: DatabaseUrl =
         headrace users remove alice
     """
     user = _with_users(data_dir, database_url, "users.remove", name, lambda every: every.remove(name))
-    typer.echo(json.dumps(_row(user), indent=2) if as_json else f"{name}: removed")
+    print_result(_row(user), f"{name}: removed", as_json)
 
 
 def _with_users(
     data_dir: Path, database_url: str, operation: str, target: str, work: Callable[[Users], Awaitable[_T]]
 ) -> _T:
     """Do something with the users; a change is written into the audit log."""
+    import asyncio
+
     from headrace.gateway.opening import opened
     from headrace.jobs.settings import JobSettings
 
@@ -228,7 +226,7 @@ def _row(user: User) -> dict[str, Any]:
 
 def _show_key(user: User, key: str, as_json: bool, said: str) -> None:
     if as_json:
-        typer.echo(json.dumps({**_row(user), "key": key}, indent=2))
+        print_json({**_row(user), "key": key})
         return
     typer.echo(key)
     typer.echo(f"{said}; the key is not shown again", err=True)

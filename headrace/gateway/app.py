@@ -17,6 +17,7 @@ import uvloop
 from headrace.api.jobs.http import JobsHttp
 from headrace.core.clock import SystemClock
 from headrace.core.errors import HeadraceError
+from headrace.core.exit_codes import BAD_CONFIGURATION
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.opening import Opened, make_data_dir, opened
 from headrace.gateway.platforms import driver_for, on_platform, warn
@@ -32,7 +33,6 @@ from headrace.wire.sockets import Address
 
 log = logging.getLogger("headrace.gateway")
 
-BAD_CONFIGURATION = 2
 _SERVICE = "headrace.cli.gateway:service"
 
 OnReady = Callable[[Address, str | None], None]

@@ -17,6 +17,7 @@ import uvloop
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import HeadraceError
+from headrace.core.exit_codes import BAD_CONFIGURATION
 from headrace.microservice.routes import MicroserviceHttp
 from headrace.microservice.secrets import HidingFilter
 from headrace.microservice.service import Microservice
@@ -29,7 +30,6 @@ from headrace.wire.site import Site
 
 log = logging.getLogger("headrace.microservice")
 
-BAD_CONFIGURATION = 2
 _LAST_SECONDS = 2.0
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from typer.testing import CliRunner
 
 from headrace.backends.netdef.schema import caffe2_message
 from headrace.cli.convert import convert_netdef, find_net
+from headrace.cli.models import models
 from headrace.core.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 from headrace.telemetry.progress import ProgressEvent
 
@@ -70,6 +73,25 @@ def test_a_folder_with_its_configuration(tmp_path: Path) -> None:
     assert events[-1].state == "finished"
     assert [event.message for event in events if event.message][0] == "reading"
     assert "writing" in {event.message for event in events}
+
+
+def test_json_for_programs(tmp_path: Path) -> None:
+    write_net(tmp_path / "model")
+    (tmp_path / "model" / "config.pbtxt").write_text(CONFIG)
+    words = ("convert", str(tmp_path / "model"), str(tmp_path / "net.onnx"))
+    result = CliRunner().invoke(models, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told == {
+        "source": str(tmp_path / "model" / "model.netdef"),
+        "target": str(tmp_path / "net.onnx"),
+        "inputs": ["data"],
+        "outputs": ["y"],
+        "nodes": told["nodes"],
+        "size_bytes": (tmp_path / "net.onnx").stat().st_size,
+    }
+    said = CliRunner().invoke(models, [*words, "--overwrite"]).output
+    assert said == f"wrote {told['target']}: {told['nodes']} nodes, data -> y, {told['size_bytes']} bytes\n"
 
 
 def test_the_files_of_the_model_zoo(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_text_for_people(files: Path) -> None:
 def test_json_for_programs(files: Path) -> None:
     result = run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "json")
     assert result.exit_code == 0
+    assert run("-f", files / "isvc.yaml", "--with", files / "with", "--json").stdout == result.stdout
     shown = json.loads(result.stdout)
     assert list(shown) == ["runtime", "components", "objects", "errors"] and shown["errors"] == []
     assert shown["runtime"]["name"] == "mine" and set(shown["components"]) == {"engine", "router"}

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from fleet_in_memory import MemoryFleet, canary, model, service
 from typer.testing import CliRunner, Result
 
-from headrace.cli.fleet_verbs import add_fleet_verbs
+from headrace.cli.main import app
 from headrace.core.errors import PermissionDenied
 from headrace.fleet.client import opening
 from headrace.fleet.client.contract import Fleet, NodeProgress
@@ -24,8 +21,6 @@ from headrace.fleet.documents import parse
 
 
 def headrace(*words: str | Path, input: str | None = None) -> Result:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    add_fleet_verbs(app)
     return CliRunner().invoke(app, [str(each) for each in words], input=input)
 
 
@@ -212,7 +207,7 @@ def test_who_may_not_see_models_is_warned_and_goes_on(fleet: MemoryFleet, tmp_pa
 def test_waiting_tells_how_it_goes_and_ends_with_its_outcome(fleet: MemoryFleet, file: Path) -> None:
     steps = [
         {},
-        service("new", ready="False", reason="Pending", message="pod a: pod a has not been started yet")["status"],
+        service("new", ready="False", reason="Pending", message="pod a: it has not been started yet")["status"],
         service("new")["status"],
     ]
 
@@ -223,7 +218,7 @@ def test_waiting_tells_how_it_goes_and_ends_with_its_outcome(fleet: MemoryFleet,
     result = headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "20")
     assert result.exit_code == 0, result.output
     assert "new: 0/0 ready: the operator has not looked at it yet" in result.stderr
-    assert "Pending: pod a has not been started yet" in result.stderr
+    assert "Pending: pod a: it has not been started yet" in result.stderr
     assert "new is ready: http://new.default.svc.cluster.local:8080" in result.stdout
 
 
@@ -298,16 +293,6 @@ def test_what_is_printed_cannot_act_on_a_terminal(fleet: MemoryFleet) -> None:
     for words in (["get"], ["describe", "isvc", "bad"], ["get", "-w"]):
         output = headrace(*words, "--kube").output
         assert "\x1b" not in output and "\u202e" not in output and "gone" in output
-
-
-def test_help_loads_nothing_of_the_fleet() -> None:
-    script = (
-        "import sys; import headrace.cli.fleet_verbs;"
-        "heavy = ('headrace.fleet', 'rich.table', 'yaml', 'httpx', 'lightkube');"
-        "print([each for each in sys.modules if each.startswith(heavy)])"
-    )
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert told.stdout == "[]\n"
 
 
 def test_the_file_of_the_test_is_one() -> None:

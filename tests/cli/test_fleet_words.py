@@ -280,7 +280,7 @@ def test_what_comes_along_counts_and_what_only_the_cluster_lacks_is_a_warning() 
     assert with_documents(cluster_facts([model()]), [newer]).models == (newer,)
 
 
-QUICK = Patience(seconds=5, invalid_seconds=0.05, failing_seconds=0.1, look_seconds=0.01)
+QUICK = Patience(seconds=30, invalid_seconds=0.05, failing_seconds=0.1, look_seconds=0.01)
 
 
 def test_waiting_ends_when_it_must_be_edited_or_keeps_failing() -> None:

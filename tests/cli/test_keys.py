@@ -58,6 +58,7 @@ def test_list_and_revoke(tmp_path: Path) -> None:
     assert [(row["name"], row["state"]) for row in rows] == [("alice", "valid"), ("bob", "valid")]
     assert run("revoke", "alice", "--file", str(file))[0] == "alice: revoked\n"
     assert [each.name for each in read_keys(file)] == ["bob"]
+    assert json.loads(run("revoke", "bob", "--file", str(file), "--json")[0]) == {"name": "bob", "revoked": True}
 
 
 def test_an_expired_key_is_listed_as_such(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace` above its verbs: its help, what is imported for it, and what every verb has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cli_programs import PLAIN, run
+from typer.testing import CliRunner
+
+from headrace.cli.main import app
+from headrace.cli.root import opened
+from headrace.cli.verbs import SECTIONS, Verb
+
+VERBS = [verb for verbs in SECTIONS.values() for verb in verbs]
+OWN = {"headrace.cli.main", "headrace.cli.root", "headrace.cli.verbs", "headrace.cli.checks"}
+SLOW = {"rich", "markdown_it", "pygments", "asyncio", "ssl", "numpy", "orjson", "yaml", "uvloop", "http"}
+MOST_MODULES = 150
+"""Beside those of Python's own start: Typer's, and some of the standard library. 90 when this was written."""
+PROGRAM = """
+import json, sys
+before = set(sys.modules)
+from headrace.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+print(json.dumps([code, sorted(set(sys.modules) - before)]), file=sys.stderr)
+"""
+PROGRAMS = {
+    ("serve",), ("microservice",), ("gateway",), ("router",), ("up",), ("model-agent",), ("operator", "run"),
+}  # fmt: skip
+"""They run until they are ended, and log."""
+FOR_OTHERS = {("completion",), ("operator", "manifests")}
+"""What they print is a script for a shell, or documents for kubectl."""
+
+
+def imported(*words: str) -> tuple[str, set[str]]:
+    """What is printed, and the modules that are imported for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words], env=PLAIN, capture_output=True, text=True, timeout=60, check=True
+    )
+    code, modules = json.loads(done.stderr)
+    assert not code, done.stderr
+    return done.stdout, set(modules)
+
+
+def ours(modules: set[str]) -> set[str]:
+    return {name for name in modules if name.startswith("headrace.cli.")}
+
+
+def rooms(modules: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in modules if name.startswith("headrace.")}
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_help_imports_no_verb_and_nothing_slow(option: str) -> None:
+    said, modules = imported(option)
+    assert "headrace" in said
+    assert ours(modules) == OWN
+    assert rooms(modules) == {"cli", "core", "version"}
+    assert not SLOW & {name.split(".")[0] for name in modules}
+    assert len(modules) <= MOST_MODULES
+
+
+@pytest.mark.parametrize("name", ["infer", "models", "apply", "rollout"])
+def test_the_help_of_a_verb_imports_that_verb_alone_and_no_room(name: str) -> None:
+    target = next(verb.target for verb in VERBS if verb.name == name).partition(":")[0]
+    modules = imported(name, "--help")[1]
+    assert ours(modules) & {verb.target.partition(":")[0] for verb in VERBS} == {target}
+    assert rooms(modules) == {"cli", "core", "version"}
+    assert not {"numpy", "orjson", "yaml", "httpx", "lightkube"} & {each.split(".")[0] for each in modules}
+
+
+def test_the_help_names_every_verb_under_its_heading() -> None:
+    said = run("--help").stdout
+    parts = said.split("\n\n")
+    for heading, verbs in SECTIONS.items():
+        (part,) = (each for each in parts if each.startswith(f"{heading}:\n"))
+        for verb in verbs:
+            assert f"\n  {verb.name} " in part
+            assert verb.help in " ".join(part.split())
+    assert "--version" in said and "--install-completion" in said
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+def test_the_table_says_what_the_verb_says(verb: Verb) -> None:
+    command = opened(verb)
+    assert command.name == verb.name
+    assert " ".join(command.help.split("\n\n")[0].split()) == verb.help
+
+
+def test_no_word_at_all_is_answered_with_the_help() -> None:
+    done = run()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == run("--help").stdout
+
+
+def test_a_verb_that_is_not_there() -> None:
+    done = run("serv")
+    assert done.returncode == 2 and "Did you mean 'serve'" in done.stderr
+
+
+def commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A verb, and those below it."""
+    below = getattr(command, "commands", {})
+    if not below or command.invoke_without_command:
+        yield path, command
+    for name, each in below.items():
+        yield from commands(each, (*path, name))
+
+
+def test_every_verb_with_a_result_has_json() -> None:
+    every = {path: command for verb in VERBS for path, command in commands(opened(verb), (verb.name,))}
+    without = {
+        path for path, command in every.items() if not any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert without == PROGRAMS | FOR_OTHERS
+
+
+def test_an_error_is_a_line_also_with_json() -> None:
+    done = run("models", "list", "--url", "http://127.0.0.1:1", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("headrace: no server answers at http://127.0.0.1:1 ")
+
+
+def test_logs_of_pods_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fleet:
+        namespace = "default"
+
+        async def logs(self, *told: object, **more: object) -> list[tuple[str, str]]:
+            return [("digits-0", "one\ntwo"), ("digits-1", "")]
+
+    monkeypatch.setattr("headrace.fleet.local.client.open_local", lambda folder: Fleet())
+    told = json.loads(CliRunner().invoke(app, ["logs", "digits", "--json"]).stdout)
+    assert told == [{"pod": "digits-0", "log": "one\ntwo"}, {"pod": "digits-1", "log": ""}]
+    assert "==> digits-0 <==\none\ntwo" in CliRunner().invoke(app, ["logs", "digits"]).stdout
