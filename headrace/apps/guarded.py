@@ -21,6 +21,7 @@ from headrace.access.redis_rates import RedisRates
 from headrace.access.settings import AccessSettings, Scope
 from headrace.access.subjects import Subjects
 from headrace.access.table import BucketTable
+from headrace.apps.from_pages import OwnPagesRoutes
 from headrace.apps.gathering import Gathering
 from headrace.apps.guarded_scopes import grpc_scope, http_scope, mount_scope
 from headrace.apps.repeating import Repeating
@@ -93,6 +94,11 @@ class Guard:
             await self._redis.close()
         if self._rates is not None:
             self._rates.close()
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether requests need an API key."""
+        return self._keys is not None
 
     @property
     def in_flight(self) -> int:
@@ -299,10 +305,14 @@ def open_guard(
     return Guard(settings, registry, Path(folder) if folder else None, clock)
 
 
-class GuardedRoutes(Routes):
+class GuardedRoutes(OwnPagesRoutes):
     """Routes whose handlers are guarded. `guard` is set before the first is added."""
 
     guard: Guard
+
+    def needs_keys(self) -> bool:
+        """See `OwnPagesRoutes.needs_keys`."""
+        return self.guard.needs_keys
 
     def add(self, method: str, path: str, handler: Handler, *, streams_body: bool = False) -> None:
         """See `Routes.add`."""

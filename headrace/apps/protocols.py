@@ -27,6 +27,7 @@ from headrace.api.v2.grpc import V2Grpc
 from headrace.api.v2.http import V2Http
 from headrace.api.v2.schema import inference_schema
 from headrace.api.v2.shared import V2Shared
+from headrace.apps.from_pages import OwnPagesRoutes
 from headrace.apps.guarded import Guard, guarded_routes, guarded_services, open_guard
 from headrace.apps.settings import ServerSettings
 from headrace.apps.worker import Worker
@@ -179,7 +180,7 @@ def _tables(worker: Worker | None, guard: Guard | None) -> tuple[Routes, Service
         return guarded_routes(guard, worker), guarded_services(guard, worker)
     if worker is not None:
         return WorkersRoutes(worker.gathering, worker.repeating), WorkersServices(worker.gathering, worker.repeating)
-    return Routes(), Services()
+    return OwnPagesRoutes(), Services()
 
 
 def _admin(traffic: Traffic, worker: Worker | None, routes: Routes) -> Admin:

@@ -15,13 +15,13 @@ from functools import partial
 
 import orjson
 
+from headrace.apps.from_pages import OwnPagesRoutes
 from headrace.apps.gathering import Gathering
 from headrace.apps.repeating import Repeating
 from headrace.wire.grpc.call import GrpcCall
 from headrace.wire.grpc.services import Services, UnaryHandler
 from headrace.wire.http.exchange import Buffer, Exchange, Handler
 from headrace.wire.http.heads import RequestHead
-from headrace.wire.http.routes import Routes
 
 log = logging.getLogger("headrace.apps")
 
@@ -44,7 +44,7 @@ Tell = Callable[[], None]
 Fail = Callable[[BaseException], None]
 
 
-class WorkersRoutes(Routes):
+class WorkersRoutes(OwnPagesRoutes):
     """See the module."""
 
     def __init__(self, gathering: Gathering, repeating: Repeating) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from headrace.core.errors import INTERNAL_TEXT, Code, HeadraceError, InvalidArgument
+from headrace.core.ids import REQUEST_ID_FIELD, request_id
 from headrace.microservice.service import Microservice
 from headrace.microservice.states import NotReady
 from headrace.microservice.streaming import ChatStream, wants_stream, wants_usage
@@ -153,8 +154,10 @@ class MicroserviceHttp:
         if isinstance(error, HeadraceError):
             text = self._service.settings.secrets.hide(error.message)
             return _STATUS[error.code], text, _retry(error.retry_after_seconds)
-        log.error("a request failed", exc_info=error, extra={"path": exchange.head.path.decode("latin-1")})
-        return 500, INTERNAL_TEXT, ()
+        found_by = request_id(exchange.head.get(REQUEST_ID_FIELD.encode()))
+        details = {"request_id": found_by, "path": exchange.head.path.decode("latin-1"), "peer": exchange.peer}
+        log.error("a request failed", exc_info=error, extra=details)
+        return 500, INTERNAL_TEXT, ((REQUEST_ID_FIELD.encode(), found_by.encode()),)
 
     def _inference_failed(self, exchange: Exchange, status: int, text: str, extra: Fields) -> None:
         service = self._service

@@ -46,6 +46,10 @@ _REFUSED: tuple[Network, ...] = tuple(
         "ff00::/8",
     )
 )
+_METADATA: tuple[Network, ...] = tuple(
+    ipaddress.ip_network(text)
+    for text in ("169.254.0.0/16", "fe80::/10", "fd00:ec2::254/128", "168.63.129.16/32", "100.100.100.200/32")
+)
 _MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
@@ -64,6 +68,12 @@ def is_public(address: Address) -> bool:
     """Whether everyone can reach this address, so that our reaching it gives nothing away."""
     address = meant(address)
     return address.is_global and not any(address in network for network in _REFUSED)
+
+
+def tells_secrets(address: Address) -> bool:
+    """Whether a cloud gives its machines their credentials at this address: no store is there, whatever a user says."""
+    address = meant(address)
+    return any(address in network for network in _METADATA)
 
 
 def is_listed(host: str, names: Sequence[str]) -> bool:

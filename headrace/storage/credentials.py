@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from headrace.core.errors import InvalidArgument, PermissionDenied
 from headrace.storage.locations import Cloud
+from headrace.storage.urls import parse_web_url
 
 _CLOUDS: dict[str, Cloud] = {
     "aws": "aws",
@@ -116,11 +116,9 @@ def _keys(cloud: Cloud, bucket: str, details: object) -> BucketKeys:
 
 def _is_web(url: str) -> bool:
     try:
-        parts = urlsplit(url)
-        parts.port  # noqa: B018 - reading it is the check
-    except ValueError:
+        return "?" not in parse_web_url(url).target
+    except InvalidArgument:
         return False
-    return parts.scheme in {"http", "https"} and bool(parts.hostname) and "@" not in parts.netloc and not parts.query
 
 
 def _hub_token(details: Mapping[str, Any]) -> str:

@@ -10,8 +10,12 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from headrace.core.errors import InvalidArgument
+from headrace.storage.addresses import tells_secrets
 from headrace.storage.credentials import BucketKeys
+from headrace.storage.fetching import addresses_of
 from headrace.storage.locations import ObjectPlace
+from headrace.storage.urls import parse_web_url
 
 # In the order in which obstore looks at them.
 _ENDPOINTS = {
@@ -26,6 +30,8 @@ def open_store(place: ObjectPlace, keys: BucketKeys | None, idle_seconds: float,
     from obstore import store
 
     endpoint = environment_endpoint(place) if keys is None else keys.endpoint_url
+    if keys is not None and endpoint:
+        _check_endpoint(endpoint)
     plain = endpoint.lower().startswith("http://")
     options: Any = {
         "allow_http": plain,
@@ -43,6 +49,20 @@ def open_store(place: ObjectPlace, keys: BucketKeys | None, idle_seconds: float,
     if place.cloud == "gcp":
         return store.GCSStore(place.bucket, config=_google(keys), **common)
     return store.S3Store(place.bucket, **_amazon(keys), **common)
+
+
+def _check_endpoint(url: str) -> None:
+    """Refuse a store at an address where the cloud keeps the machine's own credentials: a user has named it.
+
+    Stores at private addresses are usual, so those pass. The store's client looks the name up again.
+    """
+    at = parse_web_url(url)
+    try:
+        found = addresses_of(at.host, at.port)
+    except (OSError, UnicodeError):
+        return  # the client will tell
+    if any(map(tells_secrets, found)):
+        raise InvalidArgument("endpoint_url is at an address where no object store can be")
 
 
 def environment_endpoint(place: ObjectPlace) -> str:

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every program's real table of routes, made by the code that its verb runs; the server on a port; verbs as processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+from job_api import EXPERIMENT, JOB, ORG
+from serving import Serving, serving
+
+from headrace.access.keys_file import create_key
+from headrace.access.settings import AccessSettings
+from headrace.api.metrics.settings import MetricsSettings
+from headrace.api.openai.settings import OpenAiSettings
+from headrace.api.predict.settings import PredictSettings
+from headrace.api.v2.settings import V2Settings
+from headrace.apps.protocols import Protocols, build_protocols
+from headrace.apps.router import RouterAppSettings, build_router_site
+from headrace.apps.settings import ServerSettings
+from headrace.core.clock import SystemClock
+from headrace.engine.engine import Engine, EngineSettings, open_engine
+from headrace.engine.repository.settings import RepositorySettings
+from headrace.fleet.agent.serving import AgentMetrics
+from headrace.fleet.agent.serving import server_of as agent_server
+from headrace.fleet.cluster.serving import OperatorMetrics
+from headrace.fleet.cluster.serving import server_of as operator_server
+from headrace.fleet.cluster.webhooks.serving import WebhookMetrics
+from headrace.fleet.cluster.webhooks.serving import server_of as webhook_server
+from headrace.fleet.local.control import Control
+from headrace.fleet.local.settings import LocalSettings
+from headrace.microservice.app import build_site as microservice_site
+from headrace.microservice.profiles import profile_named
+from headrace.microservice.service import Microservice
+from headrace.microservice.settings import MicroserviceSettings
+from headrace.router.proxy import RouterProxy
+from headrace.router.settings import BackendAddress, RouterSettings
+from headrace.telemetry.registry import Registry
+from headrace.telemetry.tracing import NO_TRACING
+from headrace.wire.http.routes import Routes
+from headrace.wire.server import WireServer
+from headrace.wire.site import Site
+from headrace.wire.sockets import Address
+
+SCOPES = ("infer", "read", "admin")
+_HERE = Address("127.0.0.1", 0)
+_NOTHING: Any = SimpleNamespace(calls=0, writes=0)
+
+
+def server_settings(**more: Any) -> ServerSettings:
+    """A server with everything on that can be turned on."""
+    settings = ServerSettings(
+        http=_HERE,
+        grpc=_HERE,
+        measuring=MetricsSettings(),
+        v2=V2Settings(allow_client_shm=True),
+        predict=PredictSettings(),
+        openai=OpenAiSettings(),
+    )
+    return replace(settings, **more)
+
+
+def write_echo(models: Path) -> Path:
+    """A folder with one model, which gives back what it gets."""
+    (models / "echo/1").mkdir(parents=True)
+    (models / "echo/config.pbtxt").write_text(
+        """name: "echo" backend: "identity" max_batch_size: 8
+        input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 4 ] } ]
+        output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] } ]"""
+    )
+    return models
+
+
+class Served:
+    """A server of the inference protocols that runs, and its keys by scope."""
+
+    def __init__(self, server: Serving, protocols: Protocols, engine: Engine, keys: dict[str, str]) -> None:
+        self.server, self.protocols, self.engine, self.keys = server, protocols, engine, keys
+        self.port = server.port
+
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = self.protocols.site.routes.listed()
+        return found
+
+    @property
+    def calls(self) -> list[str]:
+        services = self.protocols.site.services
+        return sorted(services.methods()) if services is not None else []
+
+
+@contextmanager
+def inference_server(folder: Path, *, keys: bool, models: Path | None = None, **more: Any) -> Iterator[Served]:
+    """With `keys`, one of each scope; in explicit mode, with the models of a folder."""
+    made: list[Any] = []
+    found: dict[str, str] = {}
+    if keys:
+        file = folder / "keys.yaml"
+        found = {scope: create_key(file, scope, [scope], created=0) for scope in SCOPES}
+        more["access"] = AccessSettings(keys_file=file)
+    repository = RepositorySettings(mode="explicit", load_models=("*",))
+    repositories = () if models is None else (str(models),)
+    more.setdefault("engine", EngineSettings(repositories=repositories, repository=repository, gpus=0))
+
+    async def build() -> Site:
+        settings = server_settings(**more)
+        engine = open_engine(settings.engine)
+        protocols = build_protocols(engine, settings, NO_TRACING, None)
+        protocols.start()
+        await engine.start()
+        made.extend((protocols, engine))
+        return protocols.site
+
+    with serving(build) as server:
+        try:
+            yield Served(server, made[0], made[1], found)
+        finally:
+            server.call(made[1].close, 1.0)
+            server.call(made[0].close)
+
+
+def gateway_path(path: str, org: str = ORG) -> str:
+    """A path of the gateway, with an organisation, an experiment and a job."""
+    return path.replace("{}", org, 1).replace("{}", EXPERIMENT, 1).replace("{}", JOB, 1)
+
+
+def microservice_routes(folder: Path) -> Routes:
+    """Those of a service whose model is never brought."""
+    settings = MicroserviceSettings("job", str(folder), Address("127.0.0.1"), folder=folder, profile=profile_named(""))
+    return microservice_site(Microservice(settings, SystemClock())).routes
+
+
+def router_routes() -> Routes:
+    """Those of a router before one backend."""
+    settings = RouterSettings((BackendAddress.parse("http://127.0.0.1:1"),))
+    return build_router_site(RouterProxy(settings), None, RouterAppSettings(settings, _HERE)).routes
+
+
+def fleet_servers(folder: Path) -> dict[str, WireServer]:
+    """Those of the operator, its webhooks, the model agent and the fleet of one machine, not started."""
+    identity: Any = SimpleNamespace(files=None)
+    reviews = WebhookMetrics(Registry(SystemClock()), lambda: 0.0)
+    return {
+        "operator": operator_server(OperatorMetrics(_NOTHING), _HERE),
+        "agent": agent_server(AgentMetrics(_NOTHING), _HERE),
+        "webhooks": webhook_server(_HERE, identity, lambda: _NOTHING, reviews),
+        "local fleet": Control(LocalSettings(folder), _NOTHING, _NOTHING, _NOTHING, _NOTHING).server(),
+    }
+
+
+class Program:
+    """A verb in a process of its own."""
+
+    def __init__(self, process: psutil.Popen, log: Path) -> None:
+        self.process, self._log = process, log
+        self.port = 0
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def command_lines(self) -> str:
+        """What `ps` shows of it and of all that it has started."""
+        return "\n".join(" ".join(each.cmdline()) for each in (self.process, *self.process.children(recursive=True)))
+
+
+@contextmanager
+def program(
+    log: Path, *words: str | Path, ready: str, python: tuple[str, ...] = (), environment: dict[str, str] | None = None
+) -> Iterator[Program]:
+    """Start a verb and wait for a line of its log whose first group is its port; it has to live to the end."""
+    quiet = {"NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    script = str(Path(sys.executable).parent / "headrace")
+    with log.open("wb") as output:
+        process = psutil.Popen(
+            [sys.executable, *python, script, *map(str, words)],
+            env=os.environ | quiet | (environment or {}),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    running = Program(process, log)
+    try:
+        while (found := re.search(ready, running.log)) is None:
+            _still_runs(running)
+            time.sleep(0.02)
+        running.port = int(found[1])
+        yield running
+        _still_runs(running)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except psutil.TimeoutExpired:
+            process.kill()
+            process.wait(30)
+            raise
+
+
+def _still_runs(running: Program) -> None:
+    # No `assert`: these files are run under `python -O`, too, where only those of tests are left.
+    if running.process.poll() is not None:
+        raise RuntimeError(f"it has ended:\n{running.log}")

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program that was told nothing lets others do (test 13): it listens on loopback, and control is off."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+from ports import free_port
+from raw_asking import ask
+from surfaces import Program, fleet_servers, program, write_echo
+
+
+def listens_on(running: Program) -> set[str]:
+    found = psutil.Process(running.process.pid).net_connections(kind="inet")
+    return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def serving(folder: Path, *more: str) -> tuple[tuple[str | Path, ...], str]:
+    """The words of a server of one model, and how its log says that it is ready."""
+    port = free_port()
+    words = (
+        "serve",
+        write_echo(folder / "models"),
+        "--http-port",
+        str(port),
+        "--grpc-port",
+        "0",
+        "--metrics-port",
+        "0",
+    )
+    return (*words, *more), rf"listening on [^ ]*:({port})\b(?s:.)*model\(s\)"
+
+
+def test_a_server_is_for_this_machine_and_is_not_controlled(tmp_path: Path) -> None:
+    words, ready = serving(tmp_path)
+    with program(tmp_path / "log", *words, ready=ready) as running:
+        assert listens_on(running) == {"127.0.0.1"}
+        files = {
+            "file:1/model.py": base64.b64encode(b"import os").decode(),
+            "config": json.dumps({"backend": "python"}),
+        }
+        load = json.dumps({"parameters": files}).encode()
+        region = json.dumps({"key": "/x", "offset": 0, "byte_size": 1}).encode()
+        for path, body in (
+            ("/v2/repository/models/echo/load", load),
+            ("/v2/repository/models/echo/unload", b"{}"),
+            ("/v2/systemsharedmemory/region/r/register", region),
+            ("/api/modelcontrol/unload/echo", b""),
+            ("/api/sharedmemorycontrol/register/r/x/0/1", b""),
+        ):
+            answer = ask(running.port, "POST", path, body)
+            assert 400 <= answer.status < 500 or answer.status == 501, (path, answer)
+        assert ask(running.port, "GET", "/v2/models/echo/ready").status == 200
+        # Where a log or a trace is written is for who starts the server (Triton: CVE-2024-0087, CVE-2024-0100).
+        for path, name in (("/v2/logging", "log_file"), ("/v2/trace/setting", "trace_file")):
+            canary = tmp_path / name
+            ask(running.port, "POST", path, json.dumps({name: str(canary)}).encode())
+            ask(running.port, "GET", "/v2")
+            assert not canary.exists()
+
+
+def test_a_public_server_without_keys_has_no_administration_and_no_console(tmp_path: Path) -> None:
+    words, ready = serving(tmp_path, "--host", "0.0.0.0")  # noqa: S104
+    with program(tmp_path / "log", *words, ready=ready) as running:
+        assert listens_on(running) == {"0.0.0.0"}  # noqa: S104
+        for path in ("/admin/traffic", "/admin/traffic/echo", "/console", "/console/api/live"):
+            assert ask(running.port, "GET", path).status == 404, path
+
+
+def test_a_router_and_a_gateway_are_for_this_machine(tmp_path: Path) -> None:
+    port = free_port()
+    words = ("router", "--backend", "http://127.0.0.1:1", "--port", str(port))
+    with program(tmp_path / "router", *words, ready=rf"routing http://[^ ]+:({port})\b") as running:
+        assert listens_on(running) == {"127.0.0.1"}
+    words = ("gateway", "--data-dir", str(tmp_path / "data"), "--port", "0")
+    with program(tmp_path / "gateway", *words, ready=r"gateway: http://[^/]+:(\d+)/api/v1") as running:
+        assert listens_on(running) == {"127.0.0.1"}
+        modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "data").rglob("*") if path.is_file()}
+        assert len(modes) > 3 and not [path for path, mode in modes.items() if mode & 0o077], modes
+
+
+def test_the_fleet_of_this_machine_is_its_owners_alone(tmp_path: Path) -> None:
+    async def mode() -> int:
+        server = fleet_servers(tmp_path)["local fleet"]
+        await server.start()
+        try:
+            (socket,) = (path for path in tmp_path.iterdir() if path.is_socket())
+            return stat.S_IMODE(socket.stat().st_mode)
+        finally:
+            await server.drain(0.0)
+
+    assert asyncio.run(mode()) == 0o600
+
+
+@pytest.mark.parametrize("name", ["operator", "agent"])
+def test_programs_of_a_cluster_take_nothing_from_who_connects(tmp_path: Path, name: str) -> None:
+    assert {method for method, _ in fleet_servers(tmp_path)[name].site.routes.listed()} == {"GET"}
