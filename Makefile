@@ -8,11 +8,12 @@ PYTHON ?= $(firstword $(shell for p in /usr/bin/python3 python3 python3.13 pytho
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install serve test check test-platforms bench protos clean
+.PHONY: help install serve docs test check test-platforms bench protos clean
 
 help:
 	@echo "make install         .venv with the headrace command, ONNX Runtime and tracing"
 	@echo "make serve           serve the example models on localhost:8000 (HTTP) and :8001 (gRPC)"
+	@echo "make docs            the documents as a site: build/site/index.html"
 	@echo "make test            lint, types, import rules, and every test that needs no system package"
 	@echo "make check           lint, types, import rules, forbidden calls, generated files"
 	@echo "make test-platforms  tests that need Debian packages (installs them)"
@@ -36,6 +37,9 @@ install: $(VENV)/.installed
 serve: $(VENV)/.installed
 	$(BIN)/python examples/make_models.py build/models
 	$(BIN)/headrace serve build/models
+
+docs: $(VENV)/.installed
+	$(BIN)/python scripts/build_docs.py build/site
 
 test: check
 	$(BIN)/python -m pytest -m "not platform"
