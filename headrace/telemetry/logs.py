@@ -23,6 +23,8 @@ from headrace.telemetry import context
 LogFormat = Literal["auto", "json", "text"]
 
 _OURS = "headrace"
+_CHATTY = ("httpx", "httpx2")
+"""Loggers of others that tell every request at the level info: heard from warnings on."""
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _JSON_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 # JSON may carry these as they are, but some readers of lines take them for the end of one.
@@ -56,6 +58,8 @@ def configure_logging(level: str | int = "info", format: LogFormat = "auto", str
         root.removeHandler(old)
     root.addHandler(handler)
     _set_level(number)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
 
 

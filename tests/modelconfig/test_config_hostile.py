@@ -81,13 +81,17 @@ def refusal(folder, text, file):
 
 @pytest.mark.parametrize("file", FILES)
 @given(pieces=st.lists(WORDS, max_size=30))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_salad_is_read_or_refused_in_one_line(folder, file, pieces):
     assert refusal(folder, "".join(pieces), file).isprintable()
 
 
 @pytest.mark.parametrize("file", FILES)
 @given(junk=st.binary(max_size=60))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_junk_is_read_or_refused_in_one_line(folder, file, junk):
     assert refusal(folder, junk, file).isprintable()

@@ -260,6 +260,15 @@ def test_debug_is_ours_alone():
     assert [json.loads(line)["message"] for line in lines_of(stream)] == ["ours", "theirs"]
 
 
+@pytest.mark.parametrize("library", ["httpx", "httpx2"])
+def test_every_request_of_an_http_client_is_not_news(library):
+    stream = io.StringIO()
+    configure_logging("debug", "json", stream)
+    logging.getLogger(library).info("HTTP Request: GET https://...")
+    logging.getLogger(library).warning("a warning")
+    assert [json.loads(line)["message"] for line in lines_of(stream)] == ["a warning"]
+
+
 def test_a_higher_level_is_everyones():
     stream = io.StringIO()
     configure_logging(logging.ERROR, "json", stream)

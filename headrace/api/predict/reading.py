@@ -34,6 +34,8 @@ Guide = tuple[str, bool]
 
 MISSING = "Missing inputs"
 FIELDS = frozenset(("inputs", "batch", "model_version"))
+_NOT_NOTES = frozenset(("inputs", "batch", "id"))
+"""Fields that no note is mistaken for: they have lists, or a name that is like too many."""
 _CACHE_CONTROL = b"cache-control"
 _FRESH = (b"no-cache", b"no-store")
 
@@ -108,7 +110,7 @@ class Reader:
     def question(self, name: str, head: RequestHead, fields: Mapping[str, Any]) -> Question:
         """What is asked; raises for what cannot be asked like that."""
         if not fields.keys() <= self._fields and not (fields.keys() - self._fields).issubset(self._more_fields):
-            raise self._unknown_field(fields)
+            self._check_unknown(fields)
         known, version = self._models.find(name, fields.get("model_version"))
         guide = None
         if self._key_of is not None or self._cache_control in head.by_name:
@@ -190,11 +192,14 @@ class Reader:
         pieces = [whole.array[start : start + most] for start in range(0, len(rows), most)]
         return [Part((Tensor(whole.name, whole.dtype, piece),), len(piece), added) for piece in pieces]
 
-    def _unknown_field(self, fields: Mapping[str, Any]) -> InvalidArgument:
+    def _check_unknown(self, fields: Mapping[str, Any]) -> None:
+        """Let a caller's own notes pass, such as the user by whom a split of yesterday chose; tell what is spelt wrong."""
         known = self._fields.union(self._more_fields)
-        name = next(name for name in fields if name not in known)
-        near = _nearest(name, known) or f": the fields are {', '.join(sorted(known))}"
-        return InvalidArgument(f"the request has no field {_quoted(name)}{near}")
+        for name in fields.keys() - known:
+            if isinstance(fields[name], (str, int)) and not _nearest(name, known - _NOT_NOTES):
+                continue
+            near = _nearest(name, known) or f": the fields are {', '.join(sorted(known))}"
+            raise InvalidArgument(f"the request has no field {_quoted(name)}{near}")
 
 
 def _joined(parts: Sequence[Part], most: int) -> Sequence[Part]:
@@ -213,7 +218,7 @@ def _joined(parts: Sequence[Part], most: int) -> Sequence[Part]:
 
 
 def _nearest(name: str, names: Collection[str]) -> str:
-    near = get_close_matches(name[:64], names, 1, 0.5)
+    near = get_close_matches(name[:64], names, 1, 0.55)
     return f": did you mean '{near[0]}'?" if near else ""
 
 

@@ -67,7 +67,7 @@ class Party:
             route.handler(exchange)
         except HeadraceError as error:
             exchange.fail(error)
-        return await asyncio.wait_for(exchange.answer, 10)
+        return await asyncio.wait_for(exchange.answer, 30)
 
     async def close(self) -> None:
         await self.siblings.close()
@@ -144,7 +144,7 @@ async def test_what_one_finds_bad_all_roll_back(tmp_path: Path) -> None:
         except HeadraceError:
             failed += 1
     assert failed == 5
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while first.world.of("2")["state"] != "rolled_back":
             await asyncio.sleep(0.001)
     assert first.world.of("2")["reason"] == second.world.of("2")["reason"]

@@ -198,7 +198,7 @@ def test_the_sampler_looks_in_a_thread_of_its_own_and_a_scrape_waits_for_its_fir
 
         def open_slowly() -> Gpus | None:
             looking.set()
-            assert may_look.wait(10)
+            assert may_look.wait(30)
             return opened(library)
 
         settings = MetricsSettings(interval_ms=1)
@@ -206,7 +206,7 @@ def test_the_sampler_looks_in_a_thread_of_its_own_and_a_scrape_waits_for_its_fir
         metrics = metrics_of(await builtin_plane(), settings, sampler=sampler)
         metrics.start()
         try:
-            assert await asyncio.to_thread(looking.wait, 10)
+            assert await asyncio.to_thread(looking.wait, 30)
             told = asyncio.create_task(scrape(metrics))
             await asyncio.sleep(0.02)
             assert not told.done()

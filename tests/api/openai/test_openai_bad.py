@@ -260,7 +260,9 @@ GOOD: dict[str, Any] = {
 }
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.sampled_from(sorted(GOOD)), st.dictionaries(st.sampled_from(MEMBERS), VALUES, min_size=1, max_size=3))
 def test_no_body_is_our_fault(wordy: Wordy, path: str, more: dict[str, Any]) -> None:
     status, body, _ = wordy.ask(path, {**GOOD[path], **more})

@@ -242,10 +242,11 @@ class Colours:
     """A reader of media: `data:WxH` is an image of that size, `wait` never comes."""
 
     def __init__(self) -> None:
-        self.cancelled = 0
+        self.waiting = self.cancelled = 0
 
     async def picture(self, url: str) -> Picture:
         if url == "data:wait":
+            self.waiting += 1
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:

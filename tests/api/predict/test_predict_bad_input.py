@@ -72,9 +72,10 @@ CORPUS: list[tuple[str, Any, int, str]] = [
     ("", {"model_version": "1"}, 400, "Missing inputs"),
     ("", {"input": ROW}, 400, "no field 'input': did you mean 'inputs'?"),
     ("", {"inputs": ROW, "version": "1"}, 400, "did you mean 'model_version'?"),
-    ("", {"inputs": ROW, "zzz": 1}, 400, "the fields are batch, inputs, model_version"),
+    ("", {"inputs": ROW, "zzz": [1]}, 400, "the fields are batch, inputs, model_version"),
     ("", {"inputs": ROW, "batch": [ROW]}, 400, "not both"),
-    ("", {"inputs": ROW, "id": 1}, 400, "no field 'id'"),
+    ("", {"inputs": ROW, "id": [1]}, 400, "no field 'id'"),
+    ("", {"inputs": ROW, "model": "other"}, 400, "did you mean 'model_version'?"),
     # Versions and models.
     ("", {"inputs": ROW, "model_version": "v7"}, 404, "has no version 'v7': it has 1"),
     ("", {"inputs": ROW, "model_version": -1}, 404, "has no version '-1'"),

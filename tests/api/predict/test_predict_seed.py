@@ -164,7 +164,7 @@ def test_example_4_streaming_inference_missing_inputs(production: Serving) -> No
 
 
 def test_example_4_streaming_inference_timeout(tmp_path: Path) -> None:
-    settings = PredictSettings(stream=StreamSettings(idle_seconds=0.2))
+    settings = PredictSettings(stream=StreamSettings(idle_seconds=1.0))
     with (
         torch_served(tmp_path, {1: 1.0}, settings) as server,
         connect(f"ws://127.0.0.1:{server.port}/predict/stream") as socket,

@@ -183,8 +183,8 @@ def test_a_decoupled_model_answers_several_times(empty_last: bool) -> None:
 def test_a_timeout_is_a_message() -> None:
     gate = Gate()
     slow = config(instance_groups=(InstanceGroup("m", runs="thread"),), max_batch_size=1, scheduling=None)
-    with predict_served([(slow, gate)], PredictSettings(timeout_seconds=0.2)) as server, opened(server) as socket:
-        assert "no prediction within 0.2 seconds" in tell(socket, {"inputs": [1, 2]})["error"]
+    with predict_served([(slow, gate)], PredictSettings(timeout_seconds=1)) as server, opened(server) as socket:
+        assert "no prediction within 1 seconds" in tell(socket, {"inputs": [1, 2]})["error"]
         gate.let(2)
         assert tell(socket, {"inputs": [1, 2]})["predictions"] == [1, 2]
 
@@ -303,11 +303,11 @@ def test_a_draining_server_says_1001() -> None:
 def test_a_client_that_waits_for_us_is_not_idle() -> None:
     gate = Gate()
     slow = config(instance_groups=(InstanceGroup("m", runs="thread"),), max_batch_size=1, scheduling=None)
-    settings = PredictSettings(stream=StreamSettings(idle_seconds=0.1))
+    settings = PredictSettings(stream=StreamSettings(idle_seconds=1.0))
     with predict_served([(slow, gate)], settings) as server, opened(server) as socket:
         socket.send(json.dumps({"inputs": [1, 2]}))
         with pytest.raises(TimeoutError):
-            socket.recv(timeout=0.4)
+            socket.recv(timeout=1.5)
         gate.let()
         assert json.loads(socket.recv(timeout=WAIT))["predictions"] == [1, 2]
         assert close_of(socket) == (1000, "Timeout")

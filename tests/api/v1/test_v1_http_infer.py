@@ -404,7 +404,9 @@ def test_no_header_is_so_odd_that_it_raises(data: bytes) -> None:
     header_from_bytes(data)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     st.sampled_from(["single", "pair", "words", "variable", "stateful", "nobody"]),
     st.lists(

@@ -174,7 +174,9 @@ MEMBERS = st.dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(MEMBERS, st.sampled_from(["generate", "generate_stream"]))
 def test_any_document_is_answered_or_refused(server: Serving, document: dict[str, Any], kind: str) -> None:
     status, answer = generate(server, "echo", document, kind)
@@ -226,7 +228,7 @@ def settled(server: Serving, model: str) -> int:
 
 
 def until_settled(server: Serving, model: str, count: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while settled(server, model) != count:
         assert time.monotonic() < deadline
         time.sleep(0.01)

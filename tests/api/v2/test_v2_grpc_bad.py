@@ -27,7 +27,7 @@ def infer(server: Serving) -> Iterator[Callable[[bytes], Any]]:
         method = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
 
         def call(message: bytes) -> Any:
-            return service_pb2.ModelInferResponse.FromString(method(message, timeout=10))
+            return service_pb2.ModelInferResponse.FromString(method(message, timeout=30))
 
         yield call
 
@@ -210,14 +210,14 @@ def test_readiness_of_a_name_that_no_model_has(server: Serving, name: str) -> No
         method = channel.unary_unary("/inference.GRPCInferenceService/ModelReady")
         request = service_pb2.ModelReadyRequest(name=name)
         try:
-            answer = service_pb2.ModelReadyResponse.FromString(method(request.SerializeToString(), timeout=10))
+            answer = service_pb2.ModelReadyResponse.FromString(method(request.SerializeToString(), timeout=30))
         except grpc.RpcError as error:
             code = error.code()
         else:
             code = None if answer.ready else CODE.NOT_FOUND
         assert code in (CODE.NOT_FOUND, CODE.INVALID_ARGUMENT)
         with pytest.raises(grpc.RpcError) as failure:
-            method(b"\xff", timeout=10)
+            method(b"\xff", timeout=30)
         assert failure.value.code() is CODE.INVALID_ARGUMENT
 
 
@@ -232,7 +232,9 @@ def test_a_model_says_what_it_takes(infer: Callable[[bytes], Any]) -> None:
     )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.binary(max_size=100), st.integers(0, 60), st.booleans())
 def test_anything_is_answered_or_refused(infer: Callable[[bytes], Any], noise: bytes, at: int, large: bool) -> None:
     right = one().SerializeToString()

@@ -22,7 +22,7 @@ def request(
 ) -> tuple[int, Any]:
     """One request as bytes: nothing in between corrects what is wrong in it."""
     lines = [b"%b %b HTTP/1.1" % (method, path), b"host: test", b"connection: close", b"content-length: %d" % len(body)]
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(b"\r\n".join([*lines, *fields, b"", b""]) + body)
         received = b""
         while piece := sock.recv(65536):
@@ -447,7 +447,9 @@ DOCUMENT = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(DOCUMENT | JSON, st.binary(max_size=20), st.booleans())
 def test_any_document_is_answered_or_refused(server: Serving, document: Any, binary: bytes, with_length: bool) -> None:
     try:
@@ -461,7 +463,9 @@ def test_any_document_is_answered_or_refused(server: Serving, document: Any, bin
     assert status in (200, 400), (status, answer)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.binary(max_size=100))
 def test_any_bytes_are_refused(server: Serving, body: bytes) -> None:
     assert request(server, INFER, body)[0] == 400

@@ -249,7 +249,7 @@ def settled(server: Serving, model: str) -> int:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
