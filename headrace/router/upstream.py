@@ -2,7 +2,7 @@
 """One connection to a backend: sends a request, reads its answer, and goes back to its pool.
 
 Made by `pools`, given to one `Customer` at a time (`flows.Flow`), which it tells what comes. Whole answers that
-arrive in one piece, with the head of the one before, take the short way through `data_received`.
+arrive in one piece, with a head that is known, take the short way through `data_received`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Upstream(asyncio.Protocol):
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self._known = pool.answers.known
         self._clock = pool.clock
         self.transport: asyncio.Transport | None = None
         """None before and after; closing when no request may be sent any more."""
@@ -69,11 +70,17 @@ class Upstream(asyncio.Protocol):
             # Nobody asked. It must not be taken for the answer to the next request.
             self.abort()
             return
-        if len(data) == self._last_size and customer.plain:
-            head = self._last
-            body = data.removeprefix(head.text)
-            if body is not data:
-                # The same again, but for its body: for a second at least, nearly all are.
+        if self._last_size >= 0 and customer.plain:
+            head: AnswerHead | None = self._last
+            body = data.removeprefix(self._last.text) if len(data) == self._last_size else data
+            if body is data:
+                # Not the last head again, but for a second at least one of few.
+                end = data.find(b"\r\n\r\n") + 4
+                head = self._known.get(data[:end])
+                if head is not None and head.size == len(data):
+                    self._last, self._last_size = head, head.size
+                    body = data[end:]
+            if head is not None and body is not data:
                 self.customer = None
                 self.since = self._clock.now
                 self._pool.idle.append(self)

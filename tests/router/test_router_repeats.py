@@ -97,6 +97,14 @@ def test_another_answer_of_the_same_length(line: _Line) -> None:
     assert line.ask(KNOWN) == [b"ok"]
 
 
+def test_answers_of_changing_lengths(line: _Line) -> None:
+    for length in (1, 3, 2, 3, 1, 0, 2, 0, 5000, 1):
+        body = b"x" * length
+        assert line.ask(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % length + body) == [body]
+    assert line.ask(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n", b"xxx") == [b"xxx"]
+    assert line.ask(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx") == [b"x"]
+
+
 def test_an_answer_to_head_ends_with_its_head(line: _Line) -> None:
     assert line.ask(HEAD, silent=True) == [b""]
     assert line.ask(KNOWN) == [b"ok"]

@@ -65,6 +65,7 @@ class Inference:
     def __init__(self, gate: Gate, reach: Reach) -> None:
         self._gate = gate
         self._reach = reach
+        reach.on_failure = self._failed
         self._clock = reach.clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._routes: Routes | None = None
@@ -79,7 +80,7 @@ class Inference:
 
     def whole(self, exchange: Exchange) -> None:
         """A request whose body is there. Nearly always, everything about it is known: that way is all here."""
-        plan = cast("InferencePlan | None", exchange.head.memo)
+        plan: Any = exchange.head.memo
         if plan is None:
             plan = self._plan(exchange)
             if plan is None:
@@ -137,16 +138,15 @@ class Inference:
             fail(exchange, service.full())
             return
         service.used = self._clock.now
-        kind = FacadeFlow if plan.facade else WholeFlow
-        kind(service, self._failed).forward(service.forwarder, exchange, plan.request)
+        flow = FacadeFlow() if plan.facade else WholeFlow()
+        flow.forward(service, exchange, plan.request)
 
     def _send_long(self, early: _Early, exchange: Exchange, plan: InferencePlan, service: Service) -> None:
         if service.in_flight >= service.limit:
             raise service.full()
         service.used = self._clock.now
-        kind = LongFacadeFlow if plan.facade else LongFlow
-        flow = kind(service, self._failed)
-        flow.take(service.forwarder, exchange, plan.request)
+        flow = LongFacadeFlow() if plan.facade else LongFlow()
+        flow.take(service, exchange, plan.request)
         flow.start()
         for piece in early.pieces:
             if exchange.on_body is not None:

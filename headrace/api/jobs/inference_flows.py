@@ -8,7 +8,6 @@ nothing finer) a service that loads answers 200, and one that failed 500.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -26,20 +25,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace.api")
 
-OnFailure = Callable[["Exchange", "Service", str, bool], None]
-"""Told that a service gave no answer: why, and whether it took a connection at all."""
-
 LOADING = (202, 503)
 
 
 class _ToService(Flow):
     """What all kinds of flows have."""
 
+    _router: Service
     _reached = True
-
-    def __init__(self, service: Service, on_failure: OnFailure) -> None:
-        self._service = service
-        self._on_failure = on_failure
 
     def unreachable(self, why: str) -> None:
         """See `router.customers.Applicant`."""
@@ -52,11 +45,12 @@ class _ToService(Flow):
             return
         self._settle(Outcome.FAILED)
         self._let_go()
-        log.warning("service %s at %s %s", self._service.job_id, backend.name, why)
+        service = self._router
+        log.warning("service %s at %s %s", service.job_id, backend.name, why)
         if exchange.started:
             exchange.abort()
         else:
-            self._on_failure(exchange, self._service, why, self._reached)
+            service.on_failure(exchange, service, why, self._reached)
 
 
 class WholeFlow(_ToService):

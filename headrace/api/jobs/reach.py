@@ -8,7 +8,9 @@ know, which is asked again after a second, and at once when a connection fails.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from headrace.api.jobs.settings import JobsApiSettings
 from headrace.core.errors import NotFound, ResourceExhausted
@@ -29,24 +31,32 @@ from headrace.router.settings import (
 )
 from headrace.telemetry.metrics import Histogram
 
+if TYPE_CHECKING:
+    from headrace.wire.http.exchange import Exchange
+
 Target = tuple[str, str | None, str]
 """Organisation, experiment (None on v2, which has none) and job."""
 
 _TICK_SECONDS = 1.0
 
 
-class Service:
-    """A service that runs, as requests reach it."""
+OnFailure = Callable[["Exchange", "Service", str, bool], None]
+"""Told that a service gave no answer: why, and whether it took a connection at all."""
 
-    __slots__ = ("backend", "forwarder", "fresh_until", "job_id", "limit", "pool", "url", "used")
 
-    def __init__(self, job_id: str, url: str, forwarder: Forwarder, pool: Pool, limit: int) -> None:
+class Service(Forwarder):
+    """A service that runs, as requests reach it: for them, the router before a backend that is alone."""
+
+    def __init__(self, job_id: str, url: str, settings: RouterSettings, answers: Answers, clock: CoarseClock) -> None:
+        backends = Backends(settings)
+        self.backend = backends.all[0]
+        self.pool = Pool(self.backend, settings, answers, clock)
+        super().__init__(settings, backends, {self.backend: self.pool}, RetryBudget(settings.retries), clock)
         self.job_id = job_id
         self.url = url
-        self.forwarder = forwarder
-        self.pool = pool
-        self.limit = limit
-        self.backend = pool.backend
+        self.limit = 0
+        """Requests that it may have at once."""
+        self.on_failure: OnFailure
         self.fresh_until = 0.0
         self.used = 0.0
 
@@ -90,6 +100,8 @@ class Reach:
         self._parting: set[Service] = set()
         """Stopped, replaced or forgotten, with requests still in flight."""
         self._timer: asyncio.TimerHandle | None = None
+        self.on_failure: OnFailure
+        """Set by `inference`, for all services."""
 
     @property
     def plans(self) -> RouterSettings:
@@ -161,9 +173,8 @@ class Reach:
 
     def _made(self, job_id: str, url: str) -> Service:
         settings = replace(self._router, backends=(BackendAddress.parse(url),))
-        backends = Backends(settings)
-        backend = backends.all[0]
-        pool = Pool(backend, settings, self._answers, self.clock)
-        backend.seconds = self._seconds
-        forwarder = Forwarder(settings, backends, {backend: pool}, RetryBudget(settings.retries), self.clock)
-        return Service(job_id, url, forwarder, pool, self._settings.concurrency)
+        made = Service(job_id, url, settings, self._answers, self.clock)
+        made.backend.seconds = self._seconds
+        made.limit = self._settings.concurrency
+        made.on_failure = self.on_failure
+        return made
