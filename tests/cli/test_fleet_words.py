@@ -88,14 +88,14 @@ def test_ages(created: str, said: str) -> None:
 
 
 def edited(**changes: Any) -> Any:
-    made = service(ready="False", reason="Pending", message="EngineReady: pod a: pod a waits")
+    made = service(ready="False", reason="Pending", message="EngineReady: pod a: it waits")
     made["status"] |= changes
     return made
 
 
 def test_how_far_a_service_is() -> None:
     assert verdict(service()) == "ready" and reason_of(service()) == ""
-    assert verdict(edited()) == "waiting" and reason_of(edited()) == "Pending: pod a waits"
+    assert verdict(edited()) == "waiting" and reason_of(edited()) == "Pending: pod a: it waits"
     assert verdict(edited(observedGeneration=0)) == "waiting" and "last change" in reason_of(
         edited(observedGeneration=0)
     )
@@ -287,7 +287,7 @@ def test_waiting_ends_when_it_must_be_edited_or_keeps_failing() -> None:
     for transition in ("InvalidSpec", "BlockedByFailedLoad"):
         fleet = MemoryFleet(edited(modelStatus={"transitionStatus": transition}))
         (found,) = asyncio.run(until_ready(fleet, [service()], [].append, QUICK))
-        assert not found.ready and found.reason == "Pending: pod a waits"
+        assert not found.ready and found.reason == "Pending: pod a: it waits"
 
 
 def test_waiting_outlives_a_server_that_is_away_and_sees_a_deletion() -> None:

@@ -61,7 +61,7 @@ def test_one_that_never_gets_healthy_is_ended_and_told(served: Proxied) -> None:
     write_fake(served.repository, "m", "--never-healthy", start_seconds="5")
     with pytest.raises(FailedPrecondition) as caught:
         served.load("m")
-    assert "within 1 seconds: it answers /health with status 503" in caught.value.message
+    assert "within 5 seconds: it answers /health with status 503" in caught.value.message
     assert "start_seconds" in caught.value.message and "fake engine: listening" in caught.value.message
     assert stats_of(served.port("m")) is None
 
