@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -111,12 +112,11 @@ def test_the_same_file_is_applied_to_a_cluster(reader: Reader, tmp_path: Path) -
     from fleet.cluster.test_verbs_platform import pods_marked
     from kubernetes_server import KubernetesServer
 
-    with KubernetesServer(tmp_path / "cluster") as server, pods_marked(site := Site(server)):
+    with KubernetesServer(tmp_path / "cluster") as server, closing(Site(server)) as site, pods_marked(site):
         reader.set("KUBECONFIG", server.kubeconfig)
         reader.set("PATH", f"{os.environ['PATH']}{os.pathsep}{server.folder / 'bin'}")
         reader.follow("10-kubernetes", page("10-kubernetes").partition(CLUSTER)[2])
         reader.close()
-        site.close()
 
 
 def test_there_are_ten_and_each_is_in_the_list() -> None:
