@@ -12,7 +12,7 @@
 - `idle`: services that are processes of the driver and sleep, taken up by a real gateway: its CPU time while nobody asks.
   The services' own is told beside it. One real service is started too, and what it takes when idle is told.
 
-Ends with 1 if a number is over what is wanted: 80 us of CPU at 16 connections, 50 ms, 2 % of a core.
+Ends with 1 if a number is over what is wanted: 80 us of CPU at 8 connections or more, 50 ms, 2 % of a core.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _proxy(given: argparse.Namespace) -> bool:
                 f"proxied inference, {connections} connections: {found:.1f} us of CPU more than the service itself "
                 f"({' '.join(f'{x:.0f}' for x in more)}); the gateway's own {statistics.median(own):.1f} us"
             )
-            good = good and (connections < 16 or found <= MOST_PROXY_US)
+            good = good and (connections == 1 or found <= MOST_PROXY_US)
     return good
 
 
