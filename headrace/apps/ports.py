@@ -102,11 +102,16 @@ def _go_without(address: Address, error: HeadraceError, *, optional: bool) -> No
     )
 
 
-def tell_who_can_connect(addresses: Sequence[Address | None]) -> None:
+def tell_who_can_connect(addresses: Sequence[Address | None], *, needs_keys: bool) -> None:
     """Triton listens on every interface; who comes from there should not have to guess."""
     hosts = [address.host for address in addresses if address is not None and address.host]
     if hosts and all(_is_loopback(host) for host in hosts):
         log.info("only this machine can connect: --http-address 0.0.0.0 and --grpc-address 0.0.0.0 let others in")
+    elif hosts and not needs_keys:
+        log.warning(
+            "others can connect, and no key is asked of them: everybody who reaches this machine can use its models; "
+            "--api-keys-file FILE asks for keys (headrace keys create), --host 127.0.0.1 keeps others out"
+        )
 
 
 def only_this_machine(addresses: Iterable[Address | None]) -> bool:

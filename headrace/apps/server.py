@@ -103,7 +103,8 @@ class _Serving:
     async def _open(self, ports: Ports) -> None:
         await ports.open()
         if self._index == 0:
-            tell_who_can_connect([server.address for server in ports.servers])
+            needs_keys = self._settings.access.keys_file is not None
+            tell_who_can_connect([server.address for server in ports.servers], needs_keys=needs_keys)
 
     async def _load(self, engine: Engine, protocols: Protocols, worker: Worker | None, ports: Ports | None) -> None:
         await engine.start()
