@@ -33,6 +33,8 @@ _MOST_FIELDS = 256
 _NOT_PASSED_ON = HOP_BY_HOP | {b"content-length", b"date"}
 """The date is written by the wire, which must write one."""
 _BODILESS = (204, 304)
+_SIZES = {form % size + b"\r\n": size + 4 + len(form % size) for size in range(1, 4096) for form in (b"%x", b"%X")}
+"""Bytes of a whole chunk by its first line, for those that events of a stream are as long as."""
 
 
 class BadAnswer(Exception):
@@ -160,6 +162,8 @@ class ChunkedBody:
         """The last chunk has come."""
         self.excess = False
         """Something came after it."""
+        self._whole = True
+        """No chunk has begun that has not ended."""
         self._parser: Any = httptools.HttpResponseParser(self)
         self._parser.feed_data(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
 
@@ -171,6 +175,11 @@ class ChunkedBody:
             if not self.done:
                 raise BadAnswer("its chunks are malformed") from None
             self.excess = True
+
+    def between(self, last: Buffer) -> bool:
+        """Whether the next byte begins a chunk; `last` is what was fed last."""
+        # After a chunk, only another one's first line, or a part of it, can have come; a whole one would have been heard of.
+        return self._whole and (not last or last[-2:] == b"\r\n")
 
     def close(self) -> None:
         """Let go of the parser, which refers back to this."""
@@ -187,9 +196,23 @@ class ChunkedBody:
         if not self.done:
             self._take(data)
 
+    def on_chunk_header(self) -> None:
+        """A chunk begins, or the last line."""
+        self._whole = False
+
+    def on_chunk_complete(self) -> None:
+        """A chunk has ended."""
+        self._whole = True
+
     def on_message_complete(self) -> None:
         """The end."""
         self.done = True
+
+
+def chunk_begins(data: bytes) -> int:
+    """Where the text of a chunk begins, if it is all of the data; else 0."""
+    begin = data.find(b"\n", 0, 6) + 1
+    return begin if _SIZES.get(data[:begin]) == len(data) and data.endswith(b"\r\n") else 0
 
 
 def read_status(text: bytes) -> int:

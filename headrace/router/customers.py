@@ -46,6 +46,9 @@ class Customer(Protocol):
     def answer_piece(self, data: Buffer) -> bool:
         """A piece of it. False asks the connection to read no more until `resume`."""
 
+    def answer_chunk(self, data: bytes, begin: int) -> bool:
+        """The same, as the backend framed it: one chunk, whose text begins there."""
+
     def answer_ended(self) -> None:
         """The end of it."""
 

@@ -158,6 +158,10 @@ class Flow:
         """See `customers.Customer`."""
         return self._exchange.send(data)
 
+    def answer_chunk(self, data: bytes, begin: int) -> bool:
+        """See `customers.Customer`."""
+        return self._exchange.send_chunk(data, begin)
+
     def answer_ended(self) -> None:
         """See `customers.Customer`."""
         self._settle(self._outcome)

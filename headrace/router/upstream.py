@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, cast
 
-from headrace.router.answers import CHUNKED, UNTIL_CLOSE, AnswerHead, BadAnswer, ChunkedBody
+from headrace.router.answers import CHUNKED, UNTIL_CLOSE, AnswerHead, BadAnswer, ChunkedBody, chunk_begins
 
 if TYPE_CHECKING:
     from headrace.router.customers import Customer
@@ -54,6 +54,8 @@ class Upstream(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._left = 0
         self._chunks: ChunkedBody | None = None
+        self._between_chunks = False
+        """The next byte begins a chunk of an answer that is passed on as it comes."""
 
     # Called by the event loop.
 
@@ -85,6 +87,13 @@ class Upstream(asyncio.Protocol):
                 self.since = self._clock.now
                 self._pool.idle.append(self)
                 customer.answered(head, body)
+                return
+        if self._between_chunks:
+            begin = chunk_begins(data)
+            if begin:
+                self.since = self._clock.now
+                if not customer.answer_chunk(data, begin):
+                    self._pause(customer)
                 return
         self._last_size = -1
         if self._mode != Mode.HEAD:
@@ -298,6 +307,7 @@ class Upstream(asyncio.Protocol):
             customer.answer_begun(head, -1)
         if self._pieces:
             self._pass(self._taken(), customer)
+        self._between_chunks = chunks.between(data)
         if chunks.done:
             self._release(reuse=not chunks.excess)
             customer.answer_ended()
@@ -309,7 +319,11 @@ class Upstream(asyncio.Protocol):
         return body
 
     def _pass(self, data: bytes, customer: Customer) -> None:
-        if data and not customer.answer_piece(data) and self.customer is customer and not self._read_paused:
+        if data and not customer.answer_piece(data):
+            self._pause(customer)
+
+    def _pause(self, customer: Customer) -> None:
+        if self.customer is customer and not self._read_paused:
             self._read_paused = True
             if self.transport is not None:
                 self.transport.pause_reading()
@@ -322,6 +336,7 @@ class Upstream(asyncio.Protocol):
         if chunks is not None:
             chunks.close()
         self._mode = Mode.HEAD
+        self._between_chunks = False
         self._left = 0
         if customer is None or head is None:
             return

@@ -92,6 +92,10 @@ class Exchange:
         """Send a piece of a streamed body. False asks the caller to wait for `on_writable`."""
         raise NotImplementedError
 
+    def send_chunk(self, data: bytes, begin: int) -> bool:
+        """The same, for a piece that comes as one chunk of HTTP/1.1: its text is `data[begin:-2]`."""
+        return self.send(data[begin:-2])
+
     def finish(self) -> None:
         """End a streamed body."""
         raise NotImplementedError

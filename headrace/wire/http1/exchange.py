@@ -31,7 +31,7 @@ class Stage:
     DONE = 2
 
 
-_WAITING, _DONE = Stage.WAITING, Stage.DONE
+_WAITING, _STREAMING, _DONE = Stage.WAITING, Stage.STREAMING, Stage.DONE
 """For the path of every request: a name of the module is quicker to look up than one of a class."""
 
 
@@ -176,6 +176,14 @@ class Http1Exchange(Exchange):
                 connection.write(b"%x\r\n%b\r\n" % (len(data), bytes(data)))
             else:
                 connection.write_many([b"%x\r\n" % len(data), data, b"\r\n"])
+        return not connection.write_paused
+
+    def send_chunk(self, data: bytes, begin: int) -> bool:
+        """See `Exchange.send_chunk`."""
+        if self.stage != _STREAMING or not self._chunked or self._silent:
+            return self.send(data[begin:-2])
+        connection = self._connection
+        connection.write(data)
         return not connection.write_paused
 
     def finish(self) -> None:
