@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, ResourceExhausted
+from headrace.fleet.local.container import Container
 from headrace.fleet.local.contract import Record
+from headrace.fleet.local.driving import Driver
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.machine import Machine, Placement
 from headrace.fleet.local.models import READY, Models
@@ -32,7 +34,13 @@ class Kubelet:
     """See the module; the `Around` of its pods."""
 
     def __init__(
-        self, settings: LocalSettings, store: Store, machine: Machine, routers: Routers, events: Events
+        self,
+        settings: LocalSettings,
+        store: Store,
+        machine: Machine,
+        routers: Routers,
+        events: Events,
+        driver: Driver,
     ) -> None:
         self._settings = settings
         self._folder = settings.root / "pods"
@@ -40,6 +48,7 @@ class Kubelet:
         self._machine = machine
         self._routers = routers
         self._events = events
+        self._driver = driver
         self._models = Models(settings, self._secret, self._told_model)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing = False
@@ -52,19 +61,20 @@ class Kubelet:
         """Find the pods of the daemon before, and go on with them."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for folder in each_folder(self._folder):
-            replica = found_replica(folder, self._settings, self)
+            replica = found_replica(folder, self._settings, self, self._driver)
             if replica is None:
                 if not (folder / "pod.json").exists():
                     shutil.rmtree(folder, ignore_errors=True)  # its making was cut short
                 continue
-            if replica.pid is not None:
-                log.info("%s runs already, as process %d", replica.name, replica.pid)
+            for each in replica.containers:
+                if each.runs is not None:
+                    log.info("%s runs already: %s, %s", replica.name, each.name, each.runs.label)
             self._follow(replica)
 
     def create(self, record: Record) -> None:
         """Make a pod. Raises FailedPrecondition where it cannot be written down."""
         try:
-            self._follow(make_replica(self._folder / record.uid, record, self._settings, self))
+            self._follow(make_replica(self._folder / record.uid, record, self._settings, self, self._driver))
         except FailedPrecondition:
             shutil.rmtree(self._folder / record.uid, ignore_errors=True)
             raise
@@ -190,11 +200,14 @@ class Kubelet:
         """See `Around.changed`."""
         self.on_change(replica.record.service)
 
-    def ended(self, replica: Replica) -> None:
+    def ended(self, replica: Replica, container: Container) -> None:
         """See `Around.ended`."""
         record = replica.record
         if record.owner[0] != "LeaderWorkerSet":
             return
+        for beside in replica.containers:
+            if beside is not container:
+                beside.restart()
         for each in self.replicas.values():
             other = each.record
             if each is not replica and (other.service, other.owner, other.unit) == (

@@ -121,7 +121,7 @@ class LocalSite:
             self.kill(signal.SIGTERM)
         finally:
             self.kill()
-            for path in (*self.root.glob("pods/*/process.json"), *self.root.glob("routers/*/*/process.json")):
+            for path in (*self.root.glob("pods/*/containers/*/process.json"), *self.root.glob("routers/*/*/process.json")):
                 found = read_json(path) or {}
                 stat = stat_of(int(found.get("pid", 0)))
                 if stat is not None and stat.started == found.get("started"):
@@ -175,7 +175,8 @@ class LocalSite:
         found = set()
         for path in self.root.glob("pods/*/pod.json"):
             if (read_json(path) or {}).get("service") == ["default", name]:
-                found.add(int((read_json(path.parent / "process.json") or {}).get("pid", 0)))
+                for each in path.parent.glob("containers/*/process.json"):
+                    found.add(int((read_json(each) or {}).get("pid", 0)))
         return found - {0}
 
     def router(self, name: str) -> int:
