@@ -215,6 +215,7 @@ class DockerRun:
         done = await self._engine.run("rm", "--force", "--volumes", self._name)
         if done.code != 0 and not is_missing(done) and "is already in progress" not in done.err:
             raise engine_error(done, f"{self._name} cannot be removed")
+        (self._folder / RECORD).unlink(missing_ok=True)
         self._driver.forget(self._name)
 
     async def run(self, words: Sequence[str], variables: Mapping[str, str], seconds: float) -> bool:

@@ -27,7 +27,7 @@ _OF_THE_PROGRAM = ("PATH", "HOME", "LD_", "DOCKER_", "GO", "SSL_", "HTTP_", "HTT
 def create_words(
     box: Box, name: str, fleet: str, settings: DockerSettings, log_bytes: int
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The words after `docker`, and variables for that program: the container's own, so that no list of processes shows them.
+    """The words after `docker`, and variables for that program: the container's own, which no list of processes shows.
 
     Raises InvalidArgument, ResourceExhausted.
     """
