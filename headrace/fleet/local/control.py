@@ -164,7 +164,11 @@ class Control:
         if live is None or (uid and uid != text(live, "metadata", "uid")):
             return {}
         if kind_of(live) == SERVICE:
-            self._store.marked(live)
+            try:
+                self._store.marked(live)
+            except FailedPrecondition:
+                self._kubelet.rotate()  # who fills the disk with its log can be deleted
+                self._store.marked(live)
         else:
             self._store.remove(live)
         return {}

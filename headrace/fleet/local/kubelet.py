@@ -28,6 +28,7 @@ from headrace.fleet.words import Document, kind_of, part, text
 log = logging.getLogger("headrace.fleet")
 
 Service = tuple[str, str]
+_ROTATE_SECONDS = 1.0
 
 
 class Kubelet:
@@ -51,6 +52,7 @@ class Kubelet:
         self._driver = driver
         self._models = Models(settings, self._secret, self._told_model)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._rotating: asyncio.Task[None] | None = None
         self._closing = False
         self.replicas: dict[str, Replica] = {}
         self.on_change: Callable[[Service], None] = lambda _: None
@@ -70,6 +72,7 @@ class Kubelet:
                 if each.runs is not None:
                     log.info("%s runs already: %s, %s", replica.name, each.name, each.runs.label)
             self._follow(replica)
+        self._rotating = asyncio.ensure_future(self._rotate())
 
     def create(self, record: Record) -> None:
         """Make a pod. Raises FailedPrecondition where it cannot be written down."""
@@ -107,12 +110,21 @@ class Kubelet:
     async def close(self) -> None:
         """Stop following; what runs goes on."""
         self._closing = True
+        if self._rotating is not None:
+            self._rotating.cancel()
+            await asyncio.gather(self._rotating, return_exceptions=True)
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for each in self.replicas.values():
             each.let_go()
         await self._models.close()
+
+    async def _rotate(self) -> None:
+        """Often: one that floods its log has a second to fill the disk."""
+        while True:
+            await asyncio.sleep(_ROTATE_SECONDS)
+            self.rotate()
 
     def _follow(self, replica: Replica) -> None:
         uid = replica.record.uid
