@@ -19,7 +19,7 @@ from headrace.fleet.words import Document, items
 if TYPE_CHECKING:
     from docker_platform import DockerEngine
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(600)]
 
 MOUNT = {"name": "stub", "mountPath": "/stub", "readOnly": True}
 
