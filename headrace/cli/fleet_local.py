@@ -24,6 +24,12 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="An InferenceService, 
 def logs(
     name: Name,
     pod: Annotated[str, typer.Option("--pod", metavar="NAME", help="One of its pods; all unless told.")] = "",
+    container: Annotated[
+        str, typer.Option("--container", "-c", metavar="NAME", help="Of its pods; the main one unless told.")
+    ] = "",
+    every: Annotated[
+        bool, typer.Option("--all-containers", help="Those that come first and those beside, too.")
+    ] = False,
     tail: Annotated[int, typer.Option("--tail", min=1, max=100_000, help="Lines of each.")] = 100,
     previous: Annotated[bool, typer.Option("--previous", "-p", help="Of the process before the last restart.")] = False,
     namespace: Namespace = "",
@@ -37,10 +43,20 @@ def logs(
         headrace logs digits
 
         headrace logs digits --previous --tail 20
+
+        headrace logs digits -c fetch-tokenizer
     """
     found: Sequence[tuple[str, str]] = _with(
         folder,
-        lambda fleet: fleet.logs(namespace or fleet.namespace, _bare(name), pod=pod, tail=tail, previous=previous),
+        lambda fleet: fleet.logs(
+            namespace or fleet.namespace,
+            _bare(name),
+            pod=pod,
+            container=container,
+            every=every,
+            tail=tail,
+            previous=previous,
+        ),
     )
     if as_json:
         print_json([{"pod": each, "log": text} for each, text in found])

@@ -151,10 +151,22 @@ class LocalFleet:
         """See `Fleet.close`: each call has a connection of its own."""
 
     async def logs(
-        self, namespace: str, name: str, *, pod: str = "", tail: int = 100, previous: bool = False
+        self,
+        namespace: str,
+        name: str,
+        *,
+        pod: str = "",
+        container: str = "",
+        every: bool = False,
+        tail: int = 100,
+        previous: bool = False,
     ) -> Sequence[tuple[str, str]]:
-        """The last lines of the pods of a service, or of a pod by its name: (pod, text)."""
-        told = await self._ask("logs", namespace=namespace, name=name, pod=pod, tail=tail, previous=previous)
+        """The last lines of the pods of a service, or of a pod by its name: (pod, text).
+
+        container: not of the main one, but of this. every: of all of them; then they are called pod/container.
+        """
+        asked = {"pod": pod, "container": container, "every": every, "tail": tail, "previous": previous}
+        told = await self._ask("logs", namespace=namespace, name=name, **asked)
         return [(each["pod"], each["text"]) for each in told]
 
     async def scale(self, namespace: str, name: str, component: str, replicas: int) -> Document:

@@ -6,9 +6,11 @@ Asked by `client`. What a verb means is here; what it brings about, the controll
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,6 +53,7 @@ class Control:
         self._kubelet = kubelet
         self._controller = controller
         self._events = events
+        self._tasks: set[asyncio.Task[None]] = set()
         self._verbs: dict[str, Callable[[Asked], Any]] = {
             "info": self._info,
             "list": self._list,
@@ -77,23 +80,28 @@ class Control:
 
     def _answer(self, exchange: Exchange) -> None:
         try:
-            verb = self._verbs.get(exchange.params[0])
-            if verb is None:
-                raise NotFound(f"there is no verb {exchange.params[0][:32]!a} here: is the other side another version?")
-            try:
-                asked = json.loads(bytes(exchange.body) or b"{}")
-            except ValueError:
-                raise InvalidArgument("what was sent is not JSON") from None
-            if not isinstance(asked, dict):
-                raise InvalidArgument("what was sent is no mapping")
-            told = json.dumps(verb(asked), default=str).encode()
-        except HeadraceError as error:
-            said = json.dumps({"error": error.message, "code": error.code.name}).encode()
-            exchange.respond(ResponseHead(HTTP_STATUS[error.code], [(CONTENT_TYPE, JSON)]), said)
+            found = self._called(exchange)
+            if not inspect.isawaitable(found):
+                _tell(exchange, found)
+                return
         except Exception as error:
-            exchange.fail(error)
-        else:
-            exchange.respond(ResponseHead(200, [(CONTENT_TYPE, JSON)]), told)
+            _fail(exchange, error)
+            return
+        task = asyncio.ensure_future(_tell_later(exchange, found))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _called(self, exchange: Exchange) -> Any:
+        verb = self._verbs.get(exchange.params[0])
+        if verb is None:
+            raise NotFound(f"there is no verb {exchange.params[0][:32]!a} here: is the other side another version?")
+        try:
+            asked = json.loads(bytes(exchange.body) or b"{}")
+        except ValueError:
+            raise InvalidArgument("what was sent is not JSON") from None
+        if not isinstance(asked, dict):
+            raise InvalidArgument("what was sent is no mapping")
+        return verb(asked)
 
     # Documents
 
@@ -156,7 +164,11 @@ class Control:
         if live is None or (uid and uid != text(live, "metadata", "uid")):
             return {}
         if kind_of(live) == SERVICE:
-            self._store.marked(live)
+            try:
+                self._store.marked(live)
+            except FailedPrecondition:
+                self._kubelet.rotate()  # who fills the disk with its log can be deleted
+                self._store.marked(live)
         else:
             self._store.remove(live)
         return {}
@@ -186,8 +198,8 @@ class Control:
             "settings": asdict(facts.settings),
         }
 
-    def _logs(self, asked: Asked) -> list[Asked]:
-        """The last lines of the pods of a service, or of one pod."""
+    async def _logs(self, asked: Asked) -> list[Asked]:
+        """The last lines of the pods of a service, or of one pod: of the main container, one by its name, or all."""
         service = (text(asked, "namespace"), text(asked, "name"))
         pod, tail = text(asked, "pod"), asked.get("tail")
         lines = min(tail, _MOST_LINES) if isinstance(tail, int) else 100
@@ -199,8 +211,13 @@ class Control:
             raise NotFound(
                 f"{service[1]} has no pods{f' named {pod}' if pod else ''} on this machine: look at `headrace get isvc`"
             )
-        previous = asked.get("previous") is True
-        return [{"pod": each.name, "text": each.logs(lines, previous)} for each in found]
+        previous, every = asked.get("previous") is True, asked.get("every") is True
+        told: list[Asked] = []
+        for each in found:
+            for container in each.containers if every else [each.named(text(asked, "container"))]:
+                name = f"{each.name}/{container.name}" if every else each.name
+                told.append({"pod": name, "text": await container.logs(lines, previous)})
+        return told
 
     def _scale(self, asked: Asked) -> Document:
         replicas = asked.get("replicas")
@@ -212,6 +229,25 @@ class Control:
     def _replicas(self, asked: Asked) -> Document:
         service = (text(asked, "namespace"), text(asked, "name"))
         return self._controller.replicas(service, text(asked, "component") or "engine")
+
+
+def _tell(exchange: Exchange, found: Any) -> None:
+    exchange.respond(ResponseHead(200, [(CONTENT_TYPE, JSON)]), json.dumps(found, default=str).encode())
+
+
+def _fail(exchange: Exchange, error: Exception) -> None:
+    if not isinstance(error, HeadraceError):
+        exchange.fail(error)
+        return
+    said = json.dumps({"error": error.message, "code": error.code.name}).encode()
+    exchange.respond(ResponseHead(HTTP_STATUS[error.code], [(CONTENT_TYPE, JSON)]), said)
+
+
+async def _tell_later(exchange: Exchange, found: Awaitable[Any]) -> None:
+    try:
+        _tell(exchange, await found)
+    except Exception as error:
+        _fail(exchange, error)
 
 
 def selected(selector: str) -> dict[str, str]:

@@ -140,7 +140,6 @@ class Controller:
     async def _sometimes(self) -> None:
         while True:
             await asyncio.sleep(_REST_SECONDS)
-            self._kubelet.rotate()
             self._routers.rotate()
             self._events.flush()
             for each in self._store.all(SERVICE):
