@@ -11,6 +11,8 @@ the objects of a plan, and shows what it sees as Kubernetes documents, so that `
     starting      the two together: what to run for a pod
     machine       what a pod needs of this machine: cores, memory, GPUs, ports
     models        models on this machine, brought once
+    jobs          one Job: a process that runs once; `once` waits for its end
+    benchmarking  BenchmarkJobs: their Jobs, and how they are
     processes     a process that outlives the daemon and is found again; `child` are its first lines
     probes        whether a container has started, is ready, lives
     contract      what a pod is, and what it needs of the rest

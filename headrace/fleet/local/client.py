@@ -122,7 +122,9 @@ class LocalFleet:
 
     async def pods(self, service: Document) -> Sequence[Document]:
         """See `Fleet.pods`."""
-        found: Sequence[Document] = await self._ask("pods", namespace=namespace_of(service), name=name_of(service))
+        found: Sequence[Document] = await self._ask(
+            "pods", kind=kind_of(service), namespace=namespace_of(service), name=name_of(service)
+        )
         return found
 
     async def events(self, objects: Sequence[Document]) -> Sequence[Document]:
@@ -151,10 +153,11 @@ class LocalFleet:
         """See `Fleet.close`: each call has a connection of its own."""
 
     async def logs(
-        self, namespace: str, name: str, *, pod: str = "", tail: int = 100, previous: bool = False
+        self, namespace: str, name: str, *, kind: str = "", pod: str = "", tail: int = 100, previous: bool = False
     ) -> Sequence[tuple[str, str]]:
-        """The last lines of the pods of a service, or of a pod by its name: (pod, text)."""
-        told = await self._ask("logs", namespace=namespace, name=name, pod=pod, tail=tail, previous=previous)
+        """The last lines of the pods of a service, of a benchmark, or of a pod by its name: (pod, text)."""
+        asked: dict[str, Any] = {"namespace": namespace, "name": name, "kind": kind, "pod": pod}
+        told = await self._ask("logs", **asked, tail=tail, previous=previous)
         return [(each["pod"], each["text"]) for each in told]
 
     async def scale(self, namespace: str, name: str, component: str, replicas: int) -> Document:

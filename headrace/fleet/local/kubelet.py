@@ -146,6 +146,11 @@ class Kubelet:
         record = replica.record
         return self._machine.place(record.uid, record.document, taken, [*self.replicas, record.uid], record.serves)
 
+    def room_for(self, uid: str, pod: Document) -> None:
+        """See `jobs.Site.room_for`: a job shares what pods leave, and takes nothing from them for good."""
+        taken = [each.record.placement for each in self.replicas.values()]
+        self._machine.place(uid, pod, [each for each in taken if each is not None], [*self.replicas, uid], False)
+
     def release(self, replica: Replica) -> None:
         """See `Around.release`."""
         try:

@@ -16,6 +16,7 @@ from typing import IO
 import uvloop
 
 from headrace.core.errors import FailedPrecondition, HeadraceError
+from headrace.fleet.local.benchmarking import BENCHMARK, Benchmarks
 from headrace.fleet.local.control import Control
 from headrace.fleet.local.controller import Controller
 from headrace.fleet.local.events import Events
@@ -25,6 +26,7 @@ from headrace.fleet.local.objects import Objects
 from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import Store
+from headrace.fleet.words import Document, kind_of
 from headrace.launch.ports import Ports
 from headrace.wire.server import run_until_signal
 
@@ -47,31 +49,40 @@ class Daemon:
         ports = Ports(root / "ports" / "pods", settings.host, *settings.pod_ports)
         self.kubelet = Kubelet(settings, self.store, machine or Machine(ports), self.routers, self.events)
         self.controller = Controller(settings, self.store, self.kubelet, self.routers, self.objects, self.events)
-        self.store.on_change = self.controller.changed
-        self.server = Control(settings, self.store, self.kubelet, self.controller, self.events).server()
-        self._task: asyncio.Task[None] | None = None
+        self.benchmarks = Benchmarks(settings, self.store, self.kubelet, self.events, lambda: self.controller.facts)
+        self.store.on_change = self._changed
+        parts = (self.store, self.kubelet, self.controller, self.benchmarks, self.events)
+        self.server = Control(settings, *parts).server()
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Find what is there, and begin. Raises FailedPrecondition."""
         self._take()
-        for each in (self.events, self.store, self.objects, self.routers, self.kubelet):
+        for each in (self.events, self.store, self.objects, self.routers, self.kubelet, self.benchmarks):
             each.load()
-        self._task = asyncio.ensure_future(self.controller.run())
+        self._tasks = [asyncio.ensure_future(each.run()) for each in (self.controller, self.benchmarks)]
         await self.server.start()
 
     async def close(self) -> None:
         """Let go of everything; what runs goes on, unless it was meant to end with the daemon."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.settings.ephemeral:
+            await self.benchmarks.end_all()
             await self.kubelet.end_all()
             await self.routers.end_all()
+        await self.benchmarks.close()
         await self.kubelet.close()
         await self.routers.close()
         self.events.flush()
         if self._lock is not None:
             self._lock.close()
+
+    def _changed(self, document: Document) -> None:
+        self.benchmarks.changed(document)
+        if kind_of(document) != BENCHMARK:  # no service depends on one
+            self.controller.changed(document)
 
     def _take(self) -> None:
         root = self.settings.root
