@@ -23,6 +23,7 @@ from headrace.router.proxy import RouterProxy
 from headrace.router.settings import RouterSettings
 from headrace.router.waking.scaler import Scaler
 from headrace.telemetry.access import log_access
+from headrace.telemetry.tracing import NO_TRACING, open_tracing
 from headrace.wire.http.routes import Routes
 from headrace.wire.negotiation import NegotiatingProtocol
 from headrace.wire.server import WireServer, run_until_signal
@@ -44,6 +45,8 @@ class RouterAppSettings:
     grace_seconds: float = 30.0
     """How long a request in flight may take after SIGTERM."""
     access_log: bool = False
+    trace_endpoint: str = ""
+    """An OTLP/HTTP collector for the cold starts of what sleeps; "": none."""
     config: str = ""
     """The file that they come from, if any: they are read anew when it changes, and on SIGHUP."""
 
@@ -67,7 +70,10 @@ def run_router(settings: RouterAppSettings, on_ready: OnReady | None = None, rer
 
 
 async def _run(settings: RouterAppSettings, on_ready: OnReady | None, reread: Reread | None) -> int:
-    proxy = RouterProxy(settings.router, _scaler(settings.router))
+    tracer = open_tracing(settings.trace_endpoint, "headrace-router") if settings.trace_endpoint else NO_TRACING
+    scaler = _scaler(settings.router)
+    proxy = RouterProxy(settings.router, scaler, tracer)
+    _tell_of_wakes(proxy, settings.router, scaler)
     grpc = GrpcProxy(proxy.backends, settings.router, budget=proxy.budget)
     grpc.waking = proxy.waking
     grpc.line = proxy.line
@@ -94,6 +100,7 @@ async def _run(settings: RouterAppSettings, on_ready: OnReady | None, reread: Re
             await reloading.close()
         await grpc.close()
         await proxy.close()
+        tracer.close()
 
 
 def _scaler(settings: RouterSettings) -> Scaler | None:
@@ -106,6 +113,17 @@ def _scaler(settings: RouterSettings) -> Scaler | None:
     from headrace.router.waking.kubernetes import connect
 
     return connect()
+
+
+def _tell_of_wakes(proxy: RouterProxy, settings: RouterSettings, scaler: Scaler | None) -> None:
+    """The daemon of this machine has a place for them: `headrace describe` shows the last one."""
+    if proxy.waking is None or settings.activation is None or settings.activation.local is None:
+        return
+    from headrace.router.waking.local import LocalScaler
+
+    if isinstance(scaler, LocalScaler):
+        first = settings.activation.targets[0]
+        proxy.waking.on_woken = lambda wake: scaler.tell(first, wake.seconds())
 
 
 def build_router_site(proxy: RouterProxy, grpc: GrpcProxy | None, settings: RouterAppSettings) -> Site:

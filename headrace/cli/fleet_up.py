@@ -42,6 +42,14 @@ def up(
     ephemeral: Annotated[
         bool, typer.Option("--ephemeral", help="End all services on the way out; their documents stay.")
     ] = False,
+    trace_endpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Send the cold starts of services that sleep, in parts, to this OTLP/HTTP collector.",
+            show_default=False,
+        ),
+    ] = "",
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
@@ -59,7 +67,7 @@ def up(
     from pathlib import Path
     from typing import cast
 
-    from headrace.cli.checks import or_exit
+    from headrace.cli.checks import collector_of, or_exit
     from headrace.fleet.local.program import run_local
     from headrace.fleet.local.settings import LocalSettings, state_dir
     from headrace.telemetry.logs import LogFormat, configure_logging
@@ -67,7 +75,13 @@ def up(
     with or_exit():
         configure_logging(log_level, cast("LogFormat", log_format))
         root = Path(models_root).expanduser().absolute() if models_root else None
-        settings = LocalSettings(state_dir(folder), port, models_root=root, ephemeral=ephemeral)
+        settings = LocalSettings(
+            state_dir(folder),
+            port,
+            models_root=root,
+            ephemeral=ephemeral,
+            trace_endpoint=collector_of(trace_endpoint),
+        )
         code = run_local(settings, _show)
     raise typer.Exit(code)
 

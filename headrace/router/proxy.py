@@ -27,6 +27,7 @@ from headrace.router.retries import RetryBudget
 from headrace.router.status import RouterStatus
 from headrace.router.waking.activator import Activator
 from headrace.telemetry.registry import Registry
+from headrace.telemetry.tracing import NO_TRACING, Tracer
 
 if TYPE_CHECKING:
     from headrace.router.backend import Backend
@@ -56,7 +57,7 @@ _CHOICES = ("policy", "cache_aware", "prefix_hash", "sticky", "hedging")
 class RouterProxy:
     """See the module. Used from the loop's thread only."""
 
-    def __init__(self, settings: RouterSettings, scaler: Scaler | None = None) -> None:
+    def __init__(self, settings: RouterSettings, scaler: Scaler | None = None, tracer: Tracer = NO_TRACING) -> None:
         check_backends(settings)
         self.settings = settings
         limited = LimitedBackends(settings) if settings.max_outstanding else None
@@ -69,7 +70,7 @@ class RouterProxy:
         self._answers = Answers()
         self.pools = {backend: Pool(backend, settings, self._answers, self.clock) for backend in self.backends.all}
         self._checks = HealthChecks(settings, self.backends)
-        self.waking = self._made_waking(scaler)
+        self.waking = self._made_waking(scaler, tracer)
         """Who holds requests while what is behind the backends sleeps; for the gRPC half, too."""
         self._status = RouterStatus(self.registry, self.backends, self.pools, self.budget, settings, self.waking)
         self._forwarder = Forwarder(settings, self.backends, self.pools, self.budget, self.clock)
@@ -184,13 +185,20 @@ class RouterProxy:
         for connection in tuple(pool.all):
             connection.close()
 
-    def _made_waking(self, scaler: Scaler | None) -> Activator | None:
+    def _made_waking(self, scaler: Scaler | None, tracer: Tracer) -> Activator | None:
         activation = self.settings.activation
         if activation is None:
             return None
         if scaler is None:
             raise InvalidArgument("activation needs somebody who starts what sleeps: give the router a scaler")
-        return Activator(activation, self.backends, scaler, self._checks.answers)
+        made = Activator(activation, self.backends, scaler, self._checks.answers, tracer)
+        made.look_around = self._look_around
+        self.backends.joined.append(lambda _: made.joined())
+        return made
+
+    def _look_around(self) -> None:
+        if self._discoverer is not None:
+            self._discoverer.hurry()
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()

@@ -27,6 +27,7 @@ the objects of a plan, and shows what it sees as Kubernetes documents, so that `
     scaling       replicas by load: another number of them, and why
     objects       the live objects of a service
     controller    plan, bring about, tell
+    questions     routers that wait for another number of replicas
     events        what happened, the last of it
     control       the UNIX socket of the daemon
     client        the other side of it: `client.contract.Fleet`

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -167,10 +167,17 @@ class LocalFleet:
         )
         return told
 
-    async def replicas(self, namespace: str, name: str, component: str) -> Document:
-        """`wanted` and `ready` of a component or workload."""
-        told: Document = await self._ask("replicas", namespace=namespace, name=name, component=component)
+    async def replicas(
+        self, namespace: str, name: str, component: str, known: Mapping[str, int] | None = None
+    ) -> Document:
+        """`wanted` and `ready` of a component or workload. `known`: when they are others, or a while is over."""
+        more = {} if known is None else {"known": known}
+        told: Document = await self._ask("replicas", namespace=namespace, name=name, component=component, **more)
         return told
+
+    async def woken(self, namespace: str, name: str, parts: Mapping[str, float]) -> None:
+        """Tell of a cold start: seconds of each part."""
+        await self._ask("woken", namespace=namespace, name=name, parts=parts)
 
     async def _ask(self, verb: str, **asked: Any) -> Any:
         body = json.dumps(asked, default=str).encode()

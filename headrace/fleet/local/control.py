@@ -39,6 +39,7 @@ log = logging.getLogger("headrace.fleet")
 
 Asked = dict[str, Any]
 _MOST_LINES = 100_000
+_OK = ResponseHead(200, [(CONTENT_TYPE, JSON)])
 
 
 class Control:
@@ -73,6 +74,7 @@ class Control:
             "logs": self._logs,
             "scale": self._scale,
             "replicas": self._replicas,
+            "woken": self._woken,
         }
 
     def server(self) -> WireServer:
@@ -94,6 +96,9 @@ class Control:
                 raise InvalidArgument("what was sent is not JSON") from None
             if not isinstance(asked, dict):
                 raise InvalidArgument("what was sent is no mapping")
+            if verb == self._replicas and "known" in asked:
+                self._watch(exchange, asked)
+                return
             told = json.dumps(verb(asked), default=str).encode()
         except HeadraceError as error:
             said = json.dumps({"error": error.message, "code": error.code.name}).encode()
@@ -101,7 +106,20 @@ class Control:
         except Exception as error:
             exchange.fail(error)
         else:
-            exchange.respond(ResponseHead(200, [(CONTENT_TYPE, JSON)]), told)
+            exchange.respond(_OK, told)
+
+    def _watch(self, exchange: Exchange, asked: Asked) -> None:
+        """The same as `replicas`, as soon as it is otherwise than what is known."""
+
+        def answer(told: Document) -> None:
+            exchange.on_disconnect = None
+            if not exchange.closed:
+                exchange.respond(_OK, json.dumps(told).encode())
+
+        service = (text(asked, "namespace"), text(asked, "name"))
+        component = text(asked, "component") or "engine"
+        give_up = self._controller.questions.ask(service, component, part(asked, "known"), answer)
+        exchange.on_disconnect = give_up
 
     # Documents
 
@@ -223,6 +241,12 @@ class Control:
     def _replicas(self, asked: Asked) -> Document:
         service = (text(asked, "namespace"), text(asked, "name"))
         return self._controller.replicas(service, text(asked, "component") or "engine")
+
+    def _woken(self, asked: Asked) -> Asked:
+        """A router tells of a cold start."""
+        parts = {name: each for name, each in part(asked, "parts").items() if isinstance(each, int | float)}
+        self._controller.woken((text(asked, "namespace"), text(asked, "name")), parts)
+        return {}
 
 
 def selected(selector: str) -> dict[str, str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound
@@ -26,6 +26,7 @@ from headrace.fleet.local.scaling.telling import with_scaling
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import Store, utc_now
 from headrace.fleet.local.units import Units
+from headrace.fleet.local.questions import Questions
 from headrace.fleet.local.workloads import scaler_of, wanted_of
 from headrace.fleet.names import COMPONENT_LABEL
 from headrace.fleet.planning import Plan, Rise, Urls, plan
@@ -85,6 +86,7 @@ class Controller:
         self._events = events
         self._units = Units(kubelet, objects)
         self._autoscaling = Autoscaling(objects, kubelet, routers, self._scaled, self._noted)
+        self.questions = Questions(self.replicas)
         self._asked: set[Service] = set()
         self._any = asyncio.Event()
         self._facts: ClusterFacts | None = None
@@ -168,13 +170,27 @@ class Controller:
         return {"name": name_of(found[0]), "kind": kind_of(found[0]), "asked": replicas, "replicas": wanted}
 
     def replicas(self, service: Service, component: str) -> Document:
-        """How many there are of a component: for who wakes it. `ready` can answer, `wanted` should be there."""
+        """How many there are of a component: for who wakes it. `ready` can answer, `wanted` should be there.
+
+        Of the first that is ready also when it `started`, and when it was `found` to be.
+        """
         for each in self._objects.workloads(service):
             if component in (labels_of(each).get(COMPONENT_LABEL), name_of(each)):
                 scaler = scaler_of(each, list(self._objects.of(service).values()))
                 ready = part(each, "status").get("readyReplicas", 0)
-                return {"name": name_of(each), "wanted": wanted_of(each, scaler), "ready": ready}
+                told = {"name": name_of(each), "wanted": wanted_of(each, scaler), "ready": ready}
+                mine = [pod for pod in self._kubelet.of(service) if pod.record.owner[1] == name_of(each) and pod.ready]
+                moments = self._kubelet.moments.get(mine[0].record.uid) if mine else None
+                return {**told, **asdict(moments)} if moments is not None else told
         raise NotFound(f"{service[1]} has no {component} that runs")
+
+    def woken(self, key: Service, parts: Mapping[str, float]) -> None:
+        """A request has waited while a service was started: how long, and for what. The last time is kept."""
+        service = self._store.get(SERVICE, *key)
+        if service is not None and parts:
+            each = ", ".join(f"{name.replace('_', ' ')} {seconds * 1000:.0f}" for name, seconds in parts.items())
+            said = f"first byte after {sum(parts.values()) * 1000:.0f} ms: {each}"
+            self._events.record(service, "Normal", "ColdStart", said, latest=True)
 
     # One look
 
@@ -208,6 +224,8 @@ class Controller:
         self._units.bring(key, service)
         trouble = self._route(key, service) or trouble
         self._units.tell(key)
+        # Before the rest: requests may wait for this. The routers' files have been written.
+        self.questions.look(key)
         if isinstance(planned, Problem):
             told = status_of_problems(service, [planned], utc_now(), reason="InternalError")
         elif trouble:

@@ -16,7 +16,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +27,7 @@ from headrace.fleet.local import once
 from headrace.fleet.local.commands import CannotRun, Surroundings, line_of
 from headrace.fleet.local.processes import Command, Process, headrace_words, passed_on, spawn
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.sight import State, pod_shown, terminated
+from headrace.fleet.local.sight import UNSCHEDULABLE, terminated
 from headrace.fleet.local.store import read_json, utc_now, write_json
 from headrace.fleet.local.volumes import mounted
 from headrace.fleet.status.conditions import time_text
@@ -42,13 +42,31 @@ _RESULTS = "--output"
 
 
 @dataclass
-class JobState(State):
+class JobState:
     """How a Job is. Kept on disk beside it."""
 
+    unschedulable: str = ""
+    """Why there is no room for it."""
+    reason: str = ""
+    """Why it does not run, one word, while it does not."""
+    message: str = ""
+    started_at: str = ""
+    """When it was started; "" while nothing runs."""
+    last: dict[str, Any] = field(default_factory=dict)
+    """How it ended: Kubernetes' `terminated`."""
     results: str = ""
     """Where it writes, as this machine knows it."""
     late: bool = False
     """Whether it was ended because it took too long."""
+
+    @classmethod
+    def read(cls, said: Document) -> JobState:
+        """Of a file; what is not known counts as new."""
+        fresh = cls()
+        for name, value in said.items():
+            if hasattr(fresh, name) and isinstance(value, type(getattr(fresh, name))):
+                setattr(fresh, name, value)
+        return fresh
 
 
 class Site(Protocol):
@@ -72,7 +90,7 @@ class JobRun:
     ) -> None:
         self.folder = folder
         self.job = part(record, "job")
-        self.state = JobState.read(read_json(folder / "state.json"))
+        self.state = JobState.read(read_json(folder / "state.json") or {})
         self.ending = False
         """Whether somebody removes it already."""
         self._pod = part(record, "pod")
@@ -83,7 +101,7 @@ class JobRun:
         self._again = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         if self._process is not None and not self.state.started_at:
-            self._say(started_at=time_text(utc_now()), placed=True)
+            self._say(started_at=time_text(utc_now()))
         elif self._process is None and not self.ended and (self.state.started_at or self._code() is not None):
             self._note_end()
 
@@ -110,14 +128,21 @@ class JobRun:
 
     def pods(self) -> list[Document]:
         """Its pod, in the same way."""
-        made = pod_shown(self._pod, self.state, self._settings.node)
-        if not self.ended:
-            return [made]
-        (container,) = items(made, "status", "containerStatuses") or ({},)
-        phase = "Succeeded" if self.state.last["exitCode"] == 0 else "Failed"
-        status = {**part(made, "status"), "phase": phase}
-        status["containerStatuses"] = [{**container, "state": {"terminated": self.state.last}, "lastState": {}}]
-        return [{**made, "status": status}]
+        state, (container,) = self.state, items(self._pod, "spec", "containers")
+        if state.unschedulable:
+            why = {"type": "PodScheduled", "status": "False", "reason": UNSCHEDULABLE, "message": state.unschedulable}
+            return [{**self._pod, "status": {"phase": "Pending", "conditions": [why]}}]
+        if state.last:
+            phase, how = "Failed" if state.last["exitCode"] else "Succeeded", {"terminated": state.last}
+        elif state.started_at:
+            phase, how = "Running", {"running": {"startedAt": state.started_at}}
+        else:
+            phase, how = (
+                "Pending",
+                {"waiting": {"reason": state.reason or "ContainerCreating", "message": state.message}},
+            )
+        told = {"name": text(container, "name"), "image": text(container, "image"), "restartCount": 0, "state": how}
+        return [{**self._pod, "status": {"phase": phase, "containerStatuses": [told]}}]
 
     def logs(self, tail: int) -> str:
         """The last lines that it said."""
@@ -178,20 +203,20 @@ class JobRun:
             self._site.room_for(text(self._pod, "metadata", "uid"), self._pod)
             command, results = self._command()
             path = self.folder / "process.json"
-            self._process = spawn(command, self.folder / "log", lambda known: write_json(path, dict(known)))
+            self._process = spawn(
+                command, self.folder / "log", lambda known: write_json(path, dict(known), lasting=False)
+            )
         except ResourceExhausted as error:
-            self._say(unschedulable=error.message, placed=False)
+            self._say(unschedulable=error.message)
             return False
         except CannotRun as error:
-            self._say(placed=True, unschedulable="", reason=error.reason, message=error.message)
+            self._say(unschedulable="", reason=error.reason, message=error.message)
             return False
         except (OSError, FailedPrecondition) as error:
             said = error.message if isinstance(error, FailedPrecondition) else os.strerror(error.errno or 0)
-            self._say(placed=True, reason="CreateContainerError", message=f"{said}; its folder is {self.folder}")
+            self._say(reason="CreateContainerError", message=f"{said}; its folder is {self.folder}")
             return False
-        self._say(
-            placed=True, unschedulable="", reason="", message="", started_at=time_text(utc_now()), results=results
-        )
+        self._say(unschedulable="", reason="", message="", started_at=time_text(utc_now()), results=results)
         return True
 
     def _command(self) -> tuple[Command, str]:
@@ -235,16 +260,16 @@ class JobRun:
         elif code is None:
             said = "it was killed, or the machine was restarted: delete the benchmark and apply it again"
         last = terminated(code, self.state.started_at, time_text(utc_now()), said if code != 0 else "")
-        self._say(started_at="", started=False, last=last)
+        self._say(started_at="", last=last)
 
     def _say(self, **changes: Any) -> None:
-        before = self.state.as_json()
+        before = asdict(self.state)
         for name, value in changes.items():
             setattr(self.state, name, value)
-        if self.state.as_json() == before:
+        if asdict(self.state) == before:
             return
         try:
-            write_json(self.folder / "state.json", self.state.as_json())
+            write_json(self.folder / "state.json", asdict(self.state), lasting=False)
         except FailedPrecondition as error:
             log.error("%s", error.message)
         self._changed()

@@ -8,11 +8,12 @@ import base64
 import binascii
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, ResourceExhausted
-from headrace.fleet.local.contract import Record
+from headrace.fleet.local.contract import Moments, Record
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.machine import Machine, Placement
 from headrace.fleet.local.models import READY, Models
@@ -44,6 +45,8 @@ class Kubelet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing = False
         self.replicas: dict[str, Replica] = {}
+        self.moments: dict[str, Moments] = {}
+        """Of pods that run, by their uids."""
         self.on_change: Callable[[Service], None] = lambda _: None
         self.objects: Callable[[Service], Mapping[str, Document]] = lambda _: {}
         """The live objects of a service, by `live_key`."""
@@ -122,6 +125,7 @@ class Kubelet:
             return
         uid = replica.record.uid
         self.replicas.pop(uid, None)
+        self.moments.pop(uid, None)
         self._tasks.pop(uid, None)
         self.look_again()
         self.on_change(replica.record.service)
@@ -193,6 +197,13 @@ class Kubelet:
 
     def changed(self, replica: Replica) -> None:
         """See `Around.changed`."""
+        uid, now = replica.record.uid, time.time()
+        known = self.moments.get(uid, Moments())
+        if replica.pid is None:
+            self.moments.pop(uid, None)
+        else:
+            found = known.found or (now if replica.ready else 0.0)
+            self.moments[uid] = Moments(known.started or now, found)
         self.on_change(replica.record.service)
 
     def ended(self, replica: Replica) -> None:

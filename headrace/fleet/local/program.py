@@ -112,6 +112,6 @@ async def _run(settings: LocalSettings, on_ready: Callable[[Daemon], None] | Non
         await daemon.start()
         if on_ready is not None:
             on_ready(daemon)
-        return await run_until_signal([daemon.server], 1.0)
+        return await run_until_signal([daemon.server], 1.0, on_signal=daemon.controller.questions.close)
     finally:
         await daemon.close()

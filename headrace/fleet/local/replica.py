@@ -156,7 +156,9 @@ class Replica:
             command = command_of(self, self._around, self._settings.node, models)
             self._turn_log()
             path = self.folder / "process.json"
-            self._process = spawn(command, self.folder / "log", lambda known: write_json(path, dict(known)))
+            self._process = spawn(
+                command, self.folder / "log", lambda known: write_json(path, dict(known), lasting=False)
+            )
         except ResourceExhausted as error:
             if state.unschedulable != error.message:
                 self._around.tell(self, "Warning", "FailedScheduling", error.message)
@@ -295,13 +297,13 @@ class Replica:
         if self.state.as_json() == before:
             return
         try:
-            write_json(self.folder / "state.json", self.state.as_json())
+            write_json(self.folder / "state.json", self.state.as_json(), lasting=False)
         except FailedPrecondition as error:
             log.error("%s", error.message)
         self._around.changed(self)
 
     def _keep(self, record: Record) -> None:
-        write_json(self.folder / "pod.json", asdict(record))
+        write_json(self.folder / "pod.json", asdict(record), lasting=False)
 
     def _turn_log(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -323,7 +325,7 @@ class Replica:
 
 def make_replica(folder: Path, record: Record, settings: LocalSettings, around: Around) -> Replica:
     """A new pod, on disk before it is anything else. Raises FailedPrecondition."""
-    write_json(folder / "pod.json", asdict(record))
+    write_json(folder / "pod.json", asdict(record), lasting=False)
     return Replica(folder, record, settings, around)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from headrace.fleet.local.commands import ADDRESS
 from headrace.fleet.planning.pods import main_container
@@ -37,7 +37,7 @@ class State:
     """How it ended before: Kubernetes' `terminated`."""
 
     @classmethod
-    def read(cls, said: Document | None) -> Self:
+    def read(cls, said: Document | None) -> State:
         """Of a file; what is not known counts as new."""
         fresh = cls()
         for name, value in (said or {}).items():

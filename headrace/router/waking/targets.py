@@ -88,6 +88,12 @@ class Targets:
         """Whether all that were ever seen are there."""
         return all(seen.wanted and seen.ready for seen in self._seen.values())
 
+    def moments(self) -> dict[str, float]:
+        """Of those that are ready: when the last of them began, and was found to be; nothing where nobody tells."""
+        started = max((each.started for each in self._seen.values()), default=0.0)
+        found = max((each.found for each in self._seen.values()), default=0.0)
+        return {"started": started, "loading": found}
+
     @property
     def wanted(self) -> bool:
         """Whether all are there, or on their way."""
