@@ -26,6 +26,12 @@ Name = Annotated[
 def logs(
     name: Name,
     pod: Annotated[str, typer.Option("--pod", metavar="NAME", help="One of its pods; all unless told.")] = "",
+    container: Annotated[
+        str, typer.Option("--container", "-c", metavar="NAME", help="Of its pods; the main one unless told.")
+    ] = "",
+    every: Annotated[
+        bool, typer.Option("--all-containers", help="Those that come first and those beside, too.")
+    ] = False,
     tail: Annotated[int, typer.Option("--tail", min=1, max=100_000, help="Lines of each.")] = 100,
     previous: Annotated[bool, typer.Option("--previous", "-p", help="Of the process before the last restart.")] = False,
     namespace: Namespace = "",
@@ -40,6 +46,8 @@ def logs(
 
         headrace logs digits --previous --tail 20
 
+        headrace logs digits -c fetch-tokenizer
+
         headrace logs benchmarkjob/digits-load
     """
     from headrace.fleet.client.kinds import kinds_of
@@ -50,7 +58,14 @@ def logs(
     found: Sequence[tuple[str, str]] = _with(
         folder,
         lambda fleet: fleet.logs(
-            namespace or fleet.namespace, _bare(name), kind=kind, pod=pod, tail=tail, previous=previous
+            namespace or fleet.namespace,
+            _bare(name),
+            kind=kind,
+            pod=pod,
+            container=container,
+            every=every,
+            tail=tail,
+            previous=previous,
         ),
     )
     if as_json:

@@ -39,6 +39,13 @@ def up(
             show_default=False,
         ),
     ] = "",
+    driver: Annotated[
+        str,
+        typer.Option("--driver", metavar="NAME", help="What runs containers: process, or docker for their images."),
+    ] = "process",
+    max_processes: Annotated[
+        int, typer.Option("--max-processes", min=0, help="Processes and threads of a container at most; 0: any number.")
+    ] = 0,
     ephemeral: Annotated[
         bool, typer.Option("--ephemeral", help="End all services on the way out; their documents stay.")
     ] = False,
@@ -53,7 +60,7 @@ def up(
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
-    """Run InferenceServices on this machine: the same files as on Kubernetes, as processes.
+    """Run InferenceServices on this machine: the same files as on Kubernetes, as processes or containers.
 
     `headrace apply`, `get`, `describe`, `logs`, `scale` and `delete` speak with it. When it ends, or is killed, services go
     on, and the next `headrace up` finds them again.
@@ -63,11 +70,14 @@ def up(
         headrace up
 
         headrace up --state-dir /var/lib/headrace --port 9000
+
+        headrace up --driver docker --max-processes 2000
     """
     from pathlib import Path
     from typing import cast
 
     from headrace.cli.checks import collector_of, or_exit
+    from headrace.core.errors import InvalidArgument
     from headrace.fleet.local.program import run_local
     from headrace.fleet.local.settings import LocalSettings, state_dir
     from headrace.telemetry.logs import LogFormat, configure_logging
@@ -75,10 +85,14 @@ def up(
     with or_exit():
         configure_logging(log_level, cast("LogFormat", log_format))
         root = Path(models_root).expanduser().absolute() if models_root else None
+        if driver not in ("process", "docker"):
+            raise InvalidArgument(f"--driver is process or docker, and not {driver[:64]!a}")
         settings = LocalSettings(
             state_dir(folder),
             port,
             models_root=root,
+            driver="docker" if driver == "docker" else "process",
+            max_processes=max_processes,
             ephemeral=ephemeral,
             trace_endpoint=collector_of(trace_endpoint),
         )

@@ -52,7 +52,8 @@ async def run_command(
         raise FailedPrecondition(f"the program {argv[0]!a} is not installed here, or not on the PATH")
     process = await asyncio.create_subprocess_exec(
         *argv,
-        stdin=asyncio.subprocess.PIPE,
+        # A pipe that nobody needs may be closed, by a program that ends at once, before nothing is written to it.
+        stdin=asyncio.subprocess.PIPE if input else asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **(environment or {})},
@@ -60,7 +61,7 @@ async def run_command(
     )
     try:
         async with asyncio.timeout(seconds):
-            out, err = await process.communicate(input)
+            out, err = await process.communicate(input or None)
     except TimeoutError:
         raise Unavailable(f"{argv[0]} did not answer within {seconds:g} s") from None
     finally:

@@ -104,7 +104,7 @@ def open_tracing(endpoint: str, service_name: str, *, sample_ratio: float = 1.0)
 
 
 def checked_endpoint(endpoint: str) -> SplitResult:
-    """Where spans go, with the path that collectors have unless another is told. Raises ValueError that says what to write."""
+    """Where spans go, with a collector's path unless another is told. Raises ValueError that says what to write."""
     address = urlsplit(endpoint)
     if address.scheme not in ("http", "https") or not address.hostname:
         raise ValueError(f"tracing endpoint {endpoint!r} is not allowed: use a URL such as http://localhost:4318")

@@ -153,11 +153,23 @@ class LocalFleet:
         """See `Fleet.close`: each call has a connection of its own."""
 
     async def logs(
-        self, namespace: str, name: str, *, kind: str = "", pod: str = "", tail: int = 100, previous: bool = False
+        self,
+        namespace: str,
+        name: str,
+        *,
+        kind: str = "",
+        pod: str = "",
+        container: str = "",
+        every: bool = False,
+        tail: int = 100,
+        previous: bool = False,
     ) -> Sequence[tuple[str, str]]:
-        """The last lines of the pods of a service, of a benchmark, or of a pod by its name: (pod, text)."""
-        asked: dict[str, Any] = {"namespace": namespace, "name": name, "kind": kind, "pod": pod}
-        told = await self._ask("logs", **asked, tail=tail, previous=previous)
+        """The last lines of the pods of a service, of a benchmark, or of a pod by its name: (pod, text).
+
+        container: not of the main one, but of this. every: of all of them; then they are called pod/container.
+        """
+        asked = {"kind": kind, "pod": pod, "container": container, "every": every, "tail": tail, "previous": previous}
+        told = await self._ask("logs", namespace=namespace, name=name, **asked)
         return [(each["pod"], each["text"]) for each in told]
 
     async def scale(self, namespace: str, name: str, component: str, replicas: int) -> Document:

@@ -50,6 +50,8 @@ class Surroundings:
     """Beside those of the container."""
     find: Callable[[str, str], Document | None] = lambda _kind, _name: None
     """ConfigMaps and Secrets of its namespace; the values of a Secret as `stringData`."""
+    image_runs: bool = False
+    """Whether the image itself is run, so that its own command does where the container says none."""
 
 
 @dataclass(frozen=True)
@@ -59,21 +61,23 @@ class Line:
     words: tuple[str, ...]
     variables: Mapping[str, str]
     ours: bool
+    entry: int = 0
+    """How many of the words stand for the image's entry point."""
 
 
-def line_of(around: Surroundings) -> Line:
-    """The main container of a pod. Raises CannotRun."""
-    container = main_container(part(around.pod, "spec"))
+def line_of(around: Surroundings, container: Document | None = None) -> Line:
+    """A container of a pod, the main one unless told. Raises CannotRun."""
+    container = container if container is not None else main_container(part(around.pod, "spec"))
     variables = variables_of(container, around)
     scope = {**variables, **around.variables}
     command = [expanded(str(each), scope) for each in items(container, "command")]
     args = [expanded(str(each), scope) for each in items(container, "args")]
     ours = _is_ours(container)
-    if not command and not ours:
+    if not command and not ours and not around.image_runs:
         image = text(container, "image") or "none"
         raise CannotRun(
             "ErrImageNeverPull",
-            f"image {image} needs Docker: not on this machine; choose a runtime of Headrace, or one whose command is here",
+            f"image {image} needs Docker: run `headrace up --driver docker`, or choose a runtime whose command is here",
         )
     if ours and command[:1] == ["headrace"]:
         command, args = [], [*command[1:], *args]
@@ -85,19 +89,38 @@ def line_of(around: Surroundings) -> Line:
     for name, value in variables.items():
         if name.upper().endswith("PORT") and value.isdecimal() and int(value) in around.ports:
             made[name] = str(around.ports[int(value)])
-    return Line(tuple(words), {**made, **around.variables}, ours)
+    return Line(tuple(words), {**made, **around.variables}, ours, len(command))
+
+
+def words_here(words: Sequence[str], around: Surroundings) -> list[str]:
+    """The words of a probe for this machine."""
+    return _here([expanded(each, around.variables) for each in words], around)
 
 
 def ports_of(pod: Document, *, serves: bool = True) -> tuple[int, ...]:
-    """The ports of the main container. Who serves and names none has 8080."""
-    container = main_container(part(pod, "spec"))
-    found = [number for each in items(container, "ports") if (number := whole(each, "containerPort"))]
-    return tuple(dict.fromkeys(found)) or ((DEFAULT_PORT,) if serves else ())
+    """The ports of its containers, those of the main one first. Who serves and names none has 8080."""
+    main = main_container(part(pod, "spec"))
+    found = _numbers(main) or ([DEFAULT_PORT] if serves else [])
+    others = [number for each in containers_of(pod) if each is not main for number in _numbers(each)]
+    return tuple(dict.fromkeys([*found, *others]))
+
+
+def containers_of(pod: Document) -> list[Document]:
+    """All of them, those that come first too."""
+    return [*items(pod, "spec", "initContainers"), *items(pod, "spec", "containers")]
+
+
+def _numbers(container: Document) -> list[int]:
+    return [number for each in items(container, "ports") if (number := whole(each, "containerPort"))]
 
 
 def tells(pod: Document, port: int) -> bool:
-    """Whether the container is told its port, so that it can be told another one."""
-    container = main_container(part(pod, "spec"))
+    """Whether the container of a port is told it, so that it can be told another one."""
+    main = main_container(part(pod, "spec"))
+    return _told(next((each for each in containers_of(pod) if port in _numbers(each)), main), port)
+
+
+def _told(container: Document, port: int) -> bool:
     words = [str(each) for each in (*items(container, "command"), *items(container, "args"))]
     if _is_ours(container) and (words[:1] == ["serve"] or words[:2] == ["headrace", "serve"]):
         return True

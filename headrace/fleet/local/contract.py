@@ -11,6 +11,7 @@ from headrace.fleet.local.machine import Placement
 from headrace.fleet.words import Document
 
 if TYPE_CHECKING:
+    from headrace.fleet.local.container import Container
     from headrace.fleet.local.replica import Replica
 
 
@@ -81,8 +82,8 @@ class Around(Protocol):
     def changed(self, replica: Replica) -> None:
         """It is otherwise than before."""
 
-    def ended(self, replica: Replica) -> None:
-        """Its container ended: those of its group are to be restarted."""
+    def ended(self, replica: Replica, container: Container) -> None:
+        """A container of it ended: those of its group are to be restarted."""
 
     def tell(self, replica: Replica, kind: str, reason: str, message: str) -> None:
         """An event."""

@@ -6,9 +6,11 @@ Asked by `client`. What a verb means is here; what it brings about, the controll
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,7 +41,6 @@ log = logging.getLogger("headrace.fleet")
 
 Asked = dict[str, Any]
 _MOST_LINES = 100_000
-_OK = ResponseHead(200, [(CONTENT_TYPE, JSON)])
 
 
 class Control:
@@ -60,6 +61,7 @@ class Control:
         self._controller = controller
         self._benchmarks = benchmarks
         self._events = events
+        self._tasks: set[asyncio.Task[None]] = set()
         self._verbs: dict[str, Callable[[Asked], Any]] = {
             "info": self._info,
             "list": self._list,
@@ -87,39 +89,28 @@ class Control:
 
     def _answer(self, exchange: Exchange) -> None:
         try:
-            verb = self._verbs.get(exchange.params[0])
-            if verb is None:
-                raise NotFound(f"there is no verb {exchange.params[0][:32]!a} here: is the other side another version?")
-            try:
-                asked = json.loads(bytes(exchange.body) or b"{}")
-            except ValueError:
-                raise InvalidArgument("what was sent is not JSON") from None
-            if not isinstance(asked, dict):
-                raise InvalidArgument("what was sent is no mapping")
-            if verb == self._replicas and "known" in asked:
-                self._watch(exchange, asked)
+            found = self._called(exchange)
+            if not inspect.isawaitable(found):
+                _tell(exchange, found)
                 return
-            told = json.dumps(verb(asked), default=str).encode()
-        except HeadraceError as error:
-            said = json.dumps({"error": error.message, "code": error.code.name}).encode()
-            exchange.respond(ResponseHead(HTTP_STATUS[error.code], [(CONTENT_TYPE, JSON)]), said)
         except Exception as error:
-            exchange.fail(error)
-        else:
-            exchange.respond(_OK, told)
+            _fail(exchange, error)
+            return
+        task = asyncio.ensure_future(_tell_later(exchange, found))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _watch(self, exchange: Exchange, asked: Asked) -> None:
-        """The same as `replicas`, as soon as it is otherwise than what is known."""
-
-        def answer(told: Document) -> None:
-            exchange.on_disconnect = None
-            if not exchange.closed:
-                exchange.respond(_OK, json.dumps(told).encode())
-
-        service = (text(asked, "namespace"), text(asked, "name"))
-        component = text(asked, "component") or "engine"
-        give_up = self._controller.questions.ask(service, component, part(asked, "known"), answer)
-        exchange.on_disconnect = give_up
+    def _called(self, exchange: Exchange) -> Any:
+        verb = self._verbs.get(exchange.params[0])
+        if verb is None:
+            raise NotFound(f"there is no verb {exchange.params[0][:32]!a} here: is the other side another version?")
+        try:
+            asked = json.loads(bytes(exchange.body) or b"{}")
+        except ValueError:
+            raise InvalidArgument("what was sent is not JSON") from None
+        if not isinstance(asked, dict):
+            raise InvalidArgument("what was sent is no mapping")
+        return verb(asked)
 
     # Documents
 
@@ -178,7 +169,11 @@ class Control:
         if live is None or (uid and uid != text(live, "metadata", "uid")):
             return {}
         if kind_of(live) in (SERVICE, BENCHMARK):
-            self._store.marked(live)
+            try:
+                self._store.marked(live)
+            except FailedPrecondition:
+                self._kubelet.rotate()  # who fills the disk with its log can be deleted
+                self._store.marked(live)
         else:
             self._store.remove(live)
         return {}
@@ -212,8 +207,11 @@ class Control:
             "settings": asdict(facts.settings),
         }
 
-    def _logs(self, asked: Asked) -> list[Asked]:
-        """The last lines of the pods of a service, of one pod, or of a benchmark."""
+    async def _logs(self, asked: Asked) -> list[Asked]:
+        """The last lines of the pods of a service, of one pod, or of a benchmark.
+
+        Of the main container, one by its name, or all.
+        """
         service = (text(asked, "namespace"), text(asked, "name"))
         pod, tail = text(asked, "pod"), asked.get("tail")
         lines = min(tail, _MOST_LINES) if isinstance(tail, int) else 100
@@ -228,8 +226,13 @@ class Control:
             raise NotFound(
                 f"{service[1]} has no pods{f' named {pod}' if pod else ''} on this machine: look at `headrace get isvc`"
             )
-        previous = asked.get("previous") is True
-        return [{"pod": each.name, "text": each.logs(lines, previous)} for each in found]
+        previous, every = asked.get("previous") is True, asked.get("every") is True
+        told: list[Asked] = []
+        for each in found:
+            for container in each.containers if every else [each.named(text(asked, "container"))]:
+                name = f"{each.name}/{container.name}" if every else each.name
+                told.append({"pod": name, "text": await container.logs(lines, previous)})
+        return told
 
     def _scale(self, asked: Asked) -> Document:
         replicas = asked.get("replicas")
@@ -238,15 +241,38 @@ class Control:
         service = (text(asked, "namespace"), text(asked, "name"))
         return self._controller.scale(service, text(asked, "component") or "engine", replicas)
 
-    def _replicas(self, asked: Asked) -> Document:
+    def _replicas(self, asked: Asked) -> Document | Awaitable[Document]:
+        """How many there are; with `known`, as soon as there are others."""
         service = (text(asked, "namespace"), text(asked, "name"))
-        return self._controller.replicas(service, text(asked, "component") or "engine")
+        component = text(asked, "component") or "engine"
+        if "known" not in asked:
+            return self._controller.replicas(service, component)
+        return self._controller.questions.ask(service, component, part(asked, "known"))
 
     def _woken(self, asked: Asked) -> Asked:
         """A router tells of a cold start."""
         parts = {name: each for name, each in part(asked, "parts").items() if isinstance(each, int | float)}
         self._controller.woken((text(asked, "namespace"), text(asked, "name")), parts)
         return {}
+
+
+def _tell(exchange: Exchange, found: Any) -> None:
+    exchange.respond(ResponseHead(200, [(CONTENT_TYPE, JSON)]), json.dumps(found, default=str).encode())
+
+
+def _fail(exchange: Exchange, error: Exception) -> None:
+    if not isinstance(error, HeadraceError):
+        exchange.fail(error)
+        return
+    said = json.dumps({"error": error.message, "code": error.code.name}).encode()
+    exchange.respond(ResponseHead(HTTP_STATUS[error.code], [(CONTENT_TYPE, JSON)]), said)
+
+
+async def _tell_later(exchange: Exchange, found: Awaitable[Any]) -> None:
+    try:
+        _tell(exchange, await found)
+    except Exception as error:
+        _fail(exchange, error)
 
 
 def selected(selector: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from headrace.fleet.explaining import shipped_runtimes
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.objects import Objects
+from headrace.fleet.local.questions import Questions
 from headrace.fleet.local.routes import activation_of, backends_of, component_urls, entry_of, needed
 from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.scaling.autoscaling import Autoscaling, Note
@@ -26,7 +27,6 @@ from headrace.fleet.local.scaling.telling import with_scaling
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import Store, utc_now
 from headrace.fleet.local.units import Units
-from headrace.fleet.local.questions import Questions
 from headrace.fleet.local.workloads import scaler_of, wanted_of
 from headrace.fleet.names import COMPONENT_LABEL
 from headrace.fleet.planning import Plan, Rise, Urls, plan
@@ -87,6 +87,8 @@ class Controller:
         self._units = Units(kubelet, objects)
         self._autoscaling = Autoscaling(objects, kubelet, routers, self._scaled, self._noted)
         self.questions = Questions(self.replicas)
+        self._ready: dict[Service, set[str]] = {}
+        """Pods that were ready at the last look: only to be quick."""
         self._asked: set[Service] = set()
         self._any = asyncio.Event()
         self._facts: ClusterFacts | None = None
@@ -142,7 +144,6 @@ class Controller:
     async def _sometimes(self) -> None:
         while True:
             await asyncio.sleep(_REST_SECONDS)
-            self._kubelet.rotate()
             self._routers.rotate()
             self._events.flush()
             for each in self._store.all(SERVICE):
@@ -166,6 +167,10 @@ class Controller:
         wanted = wanted_of(changed, scaler)
         if wanted != replicas:
             self._objects.scale(service, found[0], wanted)
+        document = self._store.get(SERVICE, *service)
+        if document is not None and not text(document, "metadata", "deletionTimestamp"):
+            # Now, and not with the next look: a request may wait for this.
+            self._units.bring(service, document)
         self.ask(service)
         return {"name": name_of(found[0]), "kind": kind_of(found[0]), "asked": replicas, "replicas": wanted}
 
@@ -210,6 +215,12 @@ class Controller:
 
     def _bring(self, key: Service, service: Document) -> None:
         self._units.tell(key)
+        ready = {each.record.uid for each in self._kubelet.of(key) if each.ready}
+        if ready != self._ready.get(key, set()):
+            # Before the plan is looked at, which takes longer: requests may wait for one that has come.
+            self._ready[key] = ready
+            self._route(key, service)
+            self.questions.look(key)
         planned = self._plan(key, service)
         problems = [planned] if isinstance(planned, Problem) else planned.problems
         trouble = ""
@@ -224,7 +235,6 @@ class Controller:
         self._units.bring(key, service)
         trouble = self._route(key, service) or trouble
         self._units.tell(key)
-        # Before the rest: requests may wait for this. The routers' files have been written.
         self.questions.look(key)
         if isinstance(planned, Problem):
             told = status_of_problems(service, [planned], utc_now(), reason="InternalError")
@@ -321,6 +331,7 @@ class Controller:
         if pods or self._routers.ending(key):
             return
         self._objects.remove(key)
+        self._ready.pop(key, None)
         if service is not None:
             self._store.remove(service)
 

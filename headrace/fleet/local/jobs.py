@@ -226,7 +226,8 @@ class JobRun:
         def find(kind: str, name: str) -> Document | None:
             return self._site.find(namespace, kind, name)
 
-        paths = mounted(self._pod, self.folder, find, {})
+        (container,) = items(self._pod, "spec", "containers")
+        paths = [(each.inside, each.here) for each in mounted(self._pod, container, self.folder, find, {})]
         around = Surroundings(self._pod, self._settings.node, paths=paths, hosts=self._site.hosts(namespace), find=find)
         line = line_of(around)
         work = self.folder / "work"

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, ResourceExhausted
+from headrace.fleet.local.container import Container
 from headrace.fleet.local.contract import Moments, Record
+from headrace.fleet.local.driving import Driver
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.machine import Machine, Placement
 from headrace.fleet.local.models import READY, Models
@@ -27,13 +29,20 @@ from headrace.fleet.words import Document, kind_of, part, text
 log = logging.getLogger("headrace.fleet")
 
 Service = tuple[str, str]
+_ROTATE_SECONDS = 1.0
 
 
 class Kubelet:
     """See the module; the `Around` of its pods."""
 
     def __init__(
-        self, settings: LocalSettings, store: Store, machine: Machine, routers: Routers, events: Events
+        self,
+        settings: LocalSettings,
+        store: Store,
+        machine: Machine,
+        routers: Routers,
+        events: Events,
+        driver: Driver,
     ) -> None:
         self._settings = settings
         self._folder = settings.root / "pods"
@@ -41,8 +50,10 @@ class Kubelet:
         self._machine = machine
         self._routers = routers
         self._events = events
+        self._driver = driver
         self._models = Models(settings, self._secret, self._told_model)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._rotating: asyncio.Task[None] | None = None
         self._closing = False
         self.replicas: dict[str, Replica] = {}
         self.moments: dict[str, Moments] = {}
@@ -55,19 +66,21 @@ class Kubelet:
         """Find the pods of the daemon before, and go on with them."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for folder in each_folder(self._folder):
-            replica = found_replica(folder, self._settings, self)
+            replica = found_replica(folder, self._settings, self, self._driver)
             if replica is None:
                 if not (folder / "pod.json").exists():
                     shutil.rmtree(folder, ignore_errors=True)  # its making was cut short
                 continue
-            if replica.pid is not None:
-                log.info("%s runs already, as process %d", replica.name, replica.pid)
+            for each in replica.containers:
+                if each.runs is not None:
+                    log.info("%s runs already: %s, %s", replica.name, each.name, each.runs.label)
             self._follow(replica)
+        self._rotating = asyncio.ensure_future(self._rotate())
 
     def create(self, record: Record) -> None:
         """Make a pod. Raises FailedPrecondition where it cannot be written down."""
         try:
-            self._follow(make_replica(self._folder / record.uid, record, self._settings, self))
+            self._follow(make_replica(self._folder / record.uid, record, self._settings, self, self._driver))
         except FailedPrecondition:
             shutil.rmtree(self._folder / record.uid, ignore_errors=True)
             raise
@@ -100,12 +113,21 @@ class Kubelet:
     async def close(self) -> None:
         """Stop following; what runs goes on."""
         self._closing = True
+        if self._rotating is not None:
+            self._rotating.cancel()
+            await asyncio.gather(self._rotating, return_exceptions=True)
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for each in self.replicas.values():
             each.let_go()
         await self._models.close()
+
+    async def _rotate(self) -> None:
+        """Often: one that floods its log has a second to fill the disk."""
+        while True:
+            await asyncio.sleep(_ROTATE_SECONDS)
+            self.rotate()
 
     def _follow(self, replica: Replica) -> None:
         uid = replica.record.uid
@@ -199,18 +221,21 @@ class Kubelet:
         """See `Around.changed`."""
         uid, now = replica.record.uid, time.time()
         known = self.moments.get(uid, Moments())
-        if replica.pid is None:
+        if all(each.runs is None for each in replica.containers):
             self.moments.pop(uid, None)
         else:
             found = known.found or (now if replica.ready else 0.0)
             self.moments[uid] = Moments(known.started or now, found)
         self.on_change(replica.record.service)
 
-    def ended(self, replica: Replica) -> None:
+    def ended(self, replica: Replica, container: Container) -> None:
         """See `Around.ended`."""
         record = replica.record
         if record.owner[0] != "LeaderWorkerSet":
             return
+        for beside in replica.containers:
+            if beside is not container:
+                beside.restart()
         for each in self.replicas.values():
             other = each.record
             if each is not replica and (other.service, other.owner, other.unit) == (

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from headrace.core.errors import ResourceExhausted
 from headrace.fleet.local.commands import ports_of, tells
+from headrace.fleet.local.sight import roles_of
 from headrace.fleet.selection.measures import quantity
-from headrace.fleet.words import Document, items, part
+from headrace.fleet.words import Document, part
 from headrace.launch.gpus import DEVICES, VARIABLE, gpus_here
 from headrace.launch.ports import Ports
 
@@ -27,7 +28,7 @@ class Placement:
     """What a pod got."""
 
     ports: Mapping[int, int] = field(default_factory=dict)
-    """Of its main container, by their numbers there. The first is where it serves."""
+    """Of its containers, by their numbers there. The first is where it serves."""
     gpus: tuple[str, ...] = ()
     memory: float = 0.0
 
@@ -118,12 +119,23 @@ def visible(placement: Placement) -> dict[str, str]:
 
 
 def asked_by(pod: Document) -> Asked:
-    """What all containers of a pod ask for. A limit counts where there is no request, as in Kubernetes."""
-    cores = memory = 0.0
-    gpus = 0
-    for each in items(pod, "spec", "containers"):
-        asked = {**part(each, "resources", "limits"), **part(each, "resources", "requests")}
-        cores += quantity(asked.get("cpu")) or 0.0
-        memory += quantity(asked.get("memory")) or 0.0
-        gpus += sum(int(quantity(value) or 0) for name, value in asked.items() if name.endswith("/gpu"))
-    return Asked(cores, memory, gpus)
+    """What a pod asks for: its containers together, or more where one that comes first does.
+
+    A limit counts where there is no request, as in Kubernetes.
+    """
+    cores = memory = gpus = 0.0
+    most = [0.0, 0.0, 0.0]
+    for each, role in roles_of(part(pod, "spec")):
+        asked = _asked(each)
+        if role == "init":
+            so_far = (cores, memory, gpus)
+            most = [max(best, ours + its) for best, ours, its in zip(most, so_far, asked, strict=True)]
+        else:
+            cores, memory, gpus = cores + asked[0], memory + asked[1], gpus + asked[2]
+    return Asked(max(cores, most[0]), max(memory, most[1]), int(max(gpus, most[2])))
+
+
+def _asked(container: Document) -> tuple[float, float, float]:
+    asked = {**part(container, "resources", "limits"), **part(container, "resources", "requests")}
+    gpus = sum(int(quantity(value) or 0) for name, value in asked.items() if name.endswith("/gpu"))
+    return quantity(asked.get("cpu")) or 0.0, quantity(asked.get("memory")) or 0.0, float(gpus)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a container has started, is ready, lives: its probes, as a kubelet runs them. Called by `replica`.
+"""Whether a container has started, is ready, lives: its probes, as a kubelet runs them. Called by `container`.
 
 Who is not ready yet is looked at more often than the probe says, so that requests come as soon as they can; a failure is
-counted once in each period, so that thresholds last as long as they do on Kubernetes. A look at a port that nobody has opened
-costs a tenth of a millisecond; one that starts a command costs what that does, and is made less and less often.
+counted once in each period, so that thresholds last as long as they do on Kubernetes. To ask a port that nobody has opened
+costs a tenth of a millisecond; a look that starts a command costs what that does, and is made less and less often.
 """
 
 from __future__ import annotations
@@ -110,9 +110,12 @@ async def _until_failed(probe: Probe) -> None:
 
 
 def look_of(
-    said: Document, ports: Mapping[int, int], names: Mapping[str, int], variables: Mapping[str, str]
+    said: Document,
+    ports: Mapping[int, int],
+    names: Mapping[str, int],
+    run: Callable[[list[str], float], Awaitable[bool]],
 ) -> Look | None:
-    """How a probe looks; None where it says nothing that is known. `names`: of ports."""
+    """How a probe looks; None where it says nothing that is known. `names`: of ports. `run`: a command, in the container."""
     seconds = float(max(1, whole(said, "timeoutSeconds") or 1))
 
     def port_of(action: Document) -> int:
@@ -130,7 +133,7 @@ def look_of(
         return lambda: tcp_look(port_of(part(said, "grpc")), seconds)
     if items(said, "exec", "command"):
         words = [str(each) for each in items(said, "exec", "command")]
-        return lambda: exec_look(words, variables, seconds)
+        return lambda: run(words, seconds)
     return None
 
 

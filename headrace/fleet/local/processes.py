@@ -170,6 +170,8 @@ def spawn(command: Command, log: Path, record: Callable[[Mapping[str, Any]], Non
     except BaseException:
         started.kill()
         started.wait()
+        if started.stdin is not None:
+            started.stdin.close()
         raise
     return Process(started.pid, since, boot(), started)
 

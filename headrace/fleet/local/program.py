@@ -19,13 +19,15 @@ from headrace.core.errors import FailedPrecondition, HeadraceError
 from headrace.fleet.local.benchmarking import BENCHMARK, Benchmarks
 from headrace.fleet.local.control import Control
 from headrace.fleet.local.controller import Controller
+from headrace.fleet.local.driving import Driver
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.machine import Machine
 from headrace.fleet.local.objects import Objects
+from headrace.fleet.local.process_driver import ProcessDriver
 from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.store import Store
+from headrace.fleet.local.store import Store, each_folder, read_json, write_json
 from headrace.fleet.words import Document, kind_of
 from headrace.launch.ports import Ports
 from headrace.wire.server import run_until_signal
@@ -47,7 +49,8 @@ class Daemon:
         self.objects = Objects(root / "objects")
         self.routers = Routers(settings)
         ports = Ports(root / "ports" / "pods", settings.host, *settings.pod_ports)
-        self.kubelet = Kubelet(settings, self.store, machine or Machine(ports), self.routers, self.events)
+        self.driver = _driver(settings)
+        self.kubelet = Kubelet(settings, self.store, machine or Machine(ports), self.routers, self.events, self.driver)
         self.controller = Controller(settings, self.store, self.kubelet, self.routers, self.objects, self.events)
         self.benchmarks = Benchmarks(settings, self.store, self.kubelet, self.events, lambda: self.controller.facts)
         self.store.on_change = self._changed
@@ -58,6 +61,8 @@ class Daemon:
     async def start(self) -> None:
         """Find what is there, and begin. Raises FailedPrecondition."""
         self._take()
+        _check_driver(self.settings)
+        await self.driver.open({each.name for each in each_folder(self.settings.root / "pods")})
         for each in (self.events, self.store, self.objects, self.routers, self.kubelet, self.benchmarks):
             each.load()
         self._tasks = [asyncio.ensure_future(each.run()) for each in (self.controller, self.benchmarks)]
@@ -74,6 +79,7 @@ class Daemon:
             await self.routers.end_all()
         await self.benchmarks.close()
         await self.kubelet.close()
+        await self.driver.close()
         await self.routers.close()
         self.events.flush()
         if self._lock is not None:
@@ -95,6 +101,26 @@ class Daemon:
         except OSError as error:
             said = os.strerror(error.errno or 0)
             raise FailedPrecondition(f"{root} cannot be used: {said}; name another --state-dir") from None
+
+
+def _driver(settings: LocalSettings) -> Driver:
+    if settings.driver == "process":
+        return ProcessDriver()
+    from headrace.fleet.local.docker_driver import DockerDriver
+    from headrace.launch.docker.settings import DockerSettings
+
+    return DockerDriver(DockerSettings.from_environment(os.environ), settings)
+
+
+def _check_driver(settings: LocalSettings) -> None:
+    """What runs by one driver cannot be followed by another."""
+    path = settings.root / "driver.json"
+    before = str((read_json(path) or {}).get("driver", settings.driver))
+    if before != settings.driver and any(each_folder(settings.root / "pods")):
+        raise FailedPrecondition(
+            f"pods in {settings.root} run by --driver {before}: start it with that, or delete their services first"
+        )
+    write_json(path, {"driver": settings.driver})
 
 
 def run_local(settings: LocalSettings, on_ready: Callable[[Daemon], None] | None = None) -> int:

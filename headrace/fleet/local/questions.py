@@ -15,7 +15,6 @@ from headrace.core.errors import NotFound
 from headrace.fleet.words import Document
 
 Service = tuple[str, str]
-Answer = Callable[[Document], None]
 OPEN_SECONDS = 25.0
 """How long a question stays open: less than `client` waits for any answer."""
 
@@ -26,8 +25,7 @@ class _Question:
     component: str
     known: Document
     """What was told last: `wanted` and `ready`."""
-    answer: Answer
-    timer: asyncio.TimerHandle | None = None
+    answer: asyncio.Future[Document]
 
 
 class Questions:
@@ -38,43 +36,37 @@ class Questions:
         self._replicas = replicas
         self._open: set[_Question] = set()
 
-    def ask(self, service: Service, component: str, known: Document, answer: Answer) -> Callable[[], None]:
-        """Answer when it is otherwise than what is known, at once if it is. Returns how to give up. Raises NotFound."""
-        question = _Question(service, component, known, answer)
-        if not self._answered(question):
-            self._open.add(question)
-            loop = asyncio.get_running_loop()
-            question.timer = loop.call_later(OPEN_SECONDS, self._close, question)
-        return lambda: self._forget(question)
+    async def ask(self, service: Service, component: str, known: Document) -> Document:
+        """How it stands: when it is otherwise than what is known, at once if it is. Raises NotFound."""
+        now = self._replicas(service, component)
+        if not _same(now, known):
+            return now
+        question = _Question(service, component, known, asyncio.get_running_loop().create_future())
+        self._open.add(question)
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                return await question.answer
+        except TimeoutError:
+            return known
+        finally:
+            self._open.discard(question)
 
     def look(self, service: Service) -> None:
         """Something of a service may have changed."""
-        for question in [each for each in self._open if each.service == service]:
-            if self._answered(question):
-                self._forget(question)
+        for question in [each for each in self._open if each.service == service and not each.answer.done()]:
+            try:
+                now = self._replicas(service, question.component)
+            except NotFound:
+                continue  # it may come back; if it does not, the question ends by itself
+            if not _same(now, question.known):
+                question.answer.set_result(now)
 
     def close(self) -> None:
-        """Nobody waits any longer: all are told how it stands."""
-        for question in list(self._open):
-            self._close(question)
+        """Nobody waits any longer."""
+        for question in self._open:
+            if not question.answer.done():
+                question.answer.set_result(question.known)
 
-    def _answered(self, question: _Question) -> bool:
-        try:
-            now = self._replicas(question.service, question.component)
-        except NotFound:
-            if question not in self._open:
-                raise
-            return False  # it may come back; if it does not, the question ends by itself
-        if all(now.get(name) == question.known.get(name) for name in ("wanted", "ready")):
-            return False
-        question.answer(now)
-        return True
 
-    def _close(self, question: _Question) -> None:
-        self._forget(question)
-        question.answer({**question.known})
-
-    def _forget(self, question: _Question) -> None:
-        self._open.discard(question)
-        if question.timer is not None:
-            question.timer.cancel()
+def _same(one: Document, other: Document) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("wanted", "ready"))

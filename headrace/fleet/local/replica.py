@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pod: room, start, probes, restarts with back-off, end. A task of the daemon's for each, made by `kubelet`.
+"""One pod: room, its containers in their order, end. A task of the daemon's for each, made by `kubelet`.
 
-Its folder is made first and removed last: `pod.json` says what it is, `process.json` which process, `state.json` how it
-fares, `log` what it said. Another daemon finds all that again and goes on from there, without a restart.
+Its folder is made first and removed last: `pod.json` says what it is, `state.json` how it fares, `containers` has a folder
+for each container. Another daemon finds all that again and goes on from there, without a restart.
 """
 
 from __future__ import annotations
@@ -10,51 +10,51 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
+import re
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from headrace.core.errors import FailedPrecondition, ResourceExhausted
-from headrace.fleet.local.commands import CannotRun
+from headrace.core.errors import FailedPrecondition, NotFound, ResourceExhausted
+from headrace.fleet.local.commands import Surroundings
+from headrace.fleet.local.container import Container
 from headrace.fleet.local.contract import Around, Record
-from headrace.fleet.local.machine import Placement
-from headrace.fleet.local.probes import Failed, Probe, follow_liveness, follow_readiness, look_of, until_started
-from headrace.fleet.local.processes import Process, spawn
+from headrace.fleet.local.driving import Box, Driver
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.sight import CRASH_LOOP, State, pod_shown, terminated
-from headrace.fleet.local.starting import command_of
+from headrace.fleet.local.sight import State, all_ready, as_json, pod_shown, roles_of, state_read
+from headrace.fleet.local.starting import Starting
 from headrace.fleet.local.store import read_json, utc_now, write_json
 from headrace.fleet.planning.pods import main_container
+from headrace.fleet.planning.site import digest_of
 from headrace.fleet.status.conditions import time_text
-from headrace.fleet.words import Document, items, name_of, part, text, whole
-from headrace.launch.logs import keep_end, last_lines
+from headrace.fleet.words import Document, name_of, part, text, whole
 
 log = logging.getLogger("headrace.fleet")
 
 _GRACE_SECONDS = 30
-_SAID_LINES, _SAID_BYTES = 20, 2048
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class Replica:
     """See the module. Used from the loop's thread only."""
 
-    def __init__(self, folder: Path, record: Record, settings: LocalSettings, around: Around) -> None:
+    def __init__(self, folder: Path, record: Record, settings: LocalSettings, around: Around, driver: Driver) -> None:
         self.folder = folder
         self.record = record
-        self.state = State.read(read_json(folder / "state.json"))
+        self.state = state_read(State(), read_json(folder / "state.json"))
         self._settings = settings
         self._around = around
-        self._process = Process.found(read_json(folder / "process.json"))
+        self._starting = Starting(self, around, settings, runs_images=driver.runs_images)
         self._stop = asyncio.Event()
-        self._again = asyncio.Event()
         self._changed_room = asyncio.Event()
-        self._hurry = asyncio.Event()
-        if self._process is None and self.state.started_at:
-            self.state.restarts += 1
-            self._note_end(None)
+        roles = roles_of(part(record.document, "spec"))
+        names = _folder_names([said for said, _ in roles])
+        self.containers = [
+            Container(folder / "containers" / name, said, role, self, settings, driver)
+            for name, (said, role) in zip(names, roles, strict=True)
+        ]
 
     # What others see
 
@@ -66,83 +66,109 @@ class Replica:
     @property
     def ready(self) -> bool:
         """Whether it may get requests."""
-        return self.state.ready and not self.record.deleting
+        return not self.record.deleting and all_ready([each.seen for each in self.containers])
 
     @property
-    def pid(self) -> int | None:
-        """Its process."""
-        return self._process.pid if self._process is not None else None
+    def sessions(self) -> frozenset[int]:
+        """Of its processes."""
+        found = (each.runs.session for each in self.containers if each.runs is not None)
+        return frozenset(each for each in found if each is not None)
 
     def shown(self) -> Document:
         """As Kubernetes would show it."""
-        return pod_shown(self.record.document, self.state, self._settings.node, self.record.deleting)
+        seen = [each.seen for each in self.containers]
+        return pod_shown(self.record.document, self.state, seen, self._settings.node, self.record.deleting)
 
     def port(self, number: int) -> int | None:
-        """Where a port of its container is."""
+        """Where a port of its containers is."""
         placement = self.record.placement
         return placement.ports.get(number, number) if placement is not None else None
 
-    def logs(self, tail: int, previous: bool = False) -> str:
-        """The last lines that it said."""
-        path = self.folder / ("log.previous" if previous else "log")
-        return last_lines(path, tail, 2 * self._settings.log_bytes)
+    def named(self, name: str = "") -> Container:
+        """A container by its name; the main one unless told. Raises NotFound."""
+        wanted = name or text(main_container(part(self.record.document, "spec")), "name")
+        for each in self.containers:
+            if each.name == wanted:
+                return each
+        there = ", ".join(each.name for each in self.containers)
+        raise NotFound(f"{self.name} has no container {wanted}; it has {there}")
 
     # What others ask
 
     def delete(self) -> None:
-        """End it, soon. Kept on disk before anything is done. Raises FailedPrecondition."""
+        """End it, soon. Kept on disk before anything is done."""
         if not self.record.deleting:
             gone = replace(self.record, deleting=time_text(utc_now()))
             with contextlib.suppress(FailedPrecondition):  # a full disk is no reason to keep it
                 self._keep(gone)
             self.record = gone
         self._stop.set()
-        self._hurry.set()
-        self._wake()
 
     def restart(self) -> None:
-        """Start it anew: another of its group has ended."""
-        if self._process is not None:
-            self._again.set()
-            self._wake()
+        """Start all its containers anew: another pod of its group has ended."""
+        for each in self.containers:
+            each.restart()
 
     def look_again(self, *, hurry: bool = False) -> None:
         """There may be room now, or what it missed. `hurry`: what it failed of may be put right, so no back-off."""
-        if hurry:
-            self._hurry.set()
-        self._wake()
+        self._changed_room.set()
+        for each in self.containers:
+            each.look_again(hurry=hurry)
 
     def rotate(self) -> None:
-        """Drop the beginning of a long log."""
-        with contextlib.suppress(OSError):
-            keep_end(self.folder / "log", self._settings.log_bytes)
+        """Drop the beginning of long logs."""
+        for each in self.containers:
+            each.rotate()
 
     def let_go(self) -> None:
         """The daemon ends, and this runs on."""
-        if self._process is not None:
-            self._process.let_go()
+        for each in self.containers:
+            each.let_go()
 
     # The task
 
     async def run(self) -> None:
         """Until it is deleted and gone."""
-        while not self._stop.is_set() and not self.record.deleting:
-            self._again.clear()
-            if self._process is None and not self._start():
-                await self._pause(self._settings.retry_seconds)
-                continue
-            await self._follow()
-            if self._stop.is_set() or self.record.deleting:
-                break
-            self._around.ended(self)
-            await self._back_off()
+        working = asyncio.ensure_future(self._work())
+        stopped = asyncio.ensure_future(self._stop.wait())
+        try:
+            if not self.record.deleting:
+                await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    working.result()  # one that is over stays to be seen, until it is deleted
+                    await stopped
+        finally:
+            working.cancel()
+            stopped.cancel()
+            await asyncio.gather(working, stopped, return_exceptions=True)
         await self._finish()
 
-    def _start(self) -> bool:
-        """Whether it runs now."""
-        state = self.state
+    async def _work(self) -> None:
+        """Room, then the containers that come first, one after the other, then the others. Until all have ended for good."""
+        while not self._place():
+            await self._pause(self._settings.retry_seconds)
+        async with asyncio.TaskGroup() as group:
+            beside: list[asyncio.Task[None]] = []
+            for each in self.containers:
+                if each.role == "sidecar":
+                    beside.append(group.create_task(each.run()))
+                    await each.up()
+                elif each.role == "init":
+                    await each.run()
+                    if not each.state.succeeded:
+                        break
+            else:
+                await asyncio.gather(*(each.run() for each in self.containers if each.role == "main"))
+            for task in beside:
+                task.cancel()
+        await asyncio.gather(*(each.end() for each in self.containers if each.role == "sidecar"))
+        self.changed()
+
+    def _place(self) -> bool:
+        """Whether there is room for it, and what it needs is here."""
         try:
-            models = self._around.models(self)
+            if not any(each.runs for each in self.containers):
+                self._around.models(self)
             if self.record.placement is None:
                 placed = replace(self.record, placement=self._around.place(self))
                 try:
@@ -151,167 +177,78 @@ class Replica:
                     self._around.release(self)
                     raise
                 self.record = placed
-            if not state.placed:
-                state.placed, state.unschedulable = True, ""
-            command = command_of(self, self._around, self._settings.node, models)
-            self._turn_log()
-            path = self.folder / "process.json"
-            self._process = spawn(
-                command, self.folder / "log", lambda known: write_json(path, dict(known), lasting=False)
-            )
-        except ResourceExhausted as error:
-            if state.unschedulable != error.message:
-                self._around.tell(self, "Warning", "FailedScheduling", error.message)
+        except (ResourceExhausted, FailedPrecondition) as error:
+            if self.state.unschedulable != error.message:
+                self.tell("Warning", "FailedScheduling", error.message)
             self._say(unschedulable=error.message, placed=False)
             return False
-        except CannotRun as error:
-            if state.message != error.message:
-                self._around.tell(self, "Warning", "Failed", error.message)
-            self._say(reason=error.reason, message=error.message)
-            return False
-        except (OSError, FailedPrecondition) as error:
-            said = error.message if isinstance(error, FailedPrecondition) else os.strerror(error.errno or 0)
-            self._say(reason="CreateContainerError", message=f"{said}; its folder is {self.folder}")
-            return False
-        self._say(reason="", message="", started_at=time_text(utc_now()), started=False, ready=False)
-        self._around.tell(self, "Normal", "Started", f"process {self._process.pid}")
+        self._say(unschedulable="", placed=True)
         return True
 
-    async def _follow(self) -> None:
-        """Until the container has ended, by itself, by its probes, or because somebody asked."""
-        process = self._process
-        if process is None:
-            return
-        ended = asyncio.ensure_future(process.ended())
-        probing = asyncio.ensure_future(self._probe())
-        asked = asyncio.ensure_future(self._asked())
-        try:
-            await asyncio.wait({ended, probing, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if self.record.deleting:
-                return
-            self._say(ready=False)
-            said = ""
-            if not ended.done():
-                failure = probing.exception() if probing.done() else None
-                if isinstance(failure, Failed):
-                    said = f"{failure}; it was ended"
-                    self._around.tell(self, "Warning", "Unhealthy", str(failure))
-                elif failure is not None:
-                    log.error("%s: its probes cannot be run", self.name, exc_info=failure)
-                await process.end(self._grace())
-            code = await ended
-            await process.kill()
-            self._process = None
-            self._note_end(code, said)
-        finally:
-            for each in (ended, probing, asked):
-                each.cancel()
-            await asyncio.gather(ended, probing, asked, return_exceptions=True)
-
-    async def _asked(self) -> None:
-        stop, again = asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._again.wait())
-        try:
-            await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stop.cancel()
-            again.cancel()
-
-    async def _probe(self) -> None:
-        container = main_container(part(self.record.document, "spec"))
-        startup, readiness, liveness = (
-            self._probe_of(container, each) for each in ("startupProbe", "readinessProbe", "livenessProbe")
-        )
-        quick = self._settings.quick_seconds
-        if startup is not None and not self.state.started:
-            await until_started(startup, quick)
-        if not self.state.started:
-            self._say(started=True)
-        looks: list[asyncio.Future[None]] = []
-        if liveness is not None:
-            looks.append(asyncio.ensure_future(follow_liveness(liveness)))
-        if readiness is None:
-            self._say(ready=True)
-        else:
-            follow = follow_readiness(readiness, quick, lambda ready: self._say(ready=ready), self.state.ready)
-            looks.append(asyncio.ensure_future(follow))
-        try:
-            await asyncio.gather(*looks, asyncio.get_running_loop().create_future())
-        finally:
-            for each in looks:
-                each.cancel()
-            await asyncio.gather(*looks, return_exceptions=True)
-
-    def _probe_of(self, container: Document, name: str) -> Probe | None:
-        said = part(container, name)
-        ports = (self.record.placement or Placement()).ports
-        names = {text(each, "name"): whole(each, "containerPort") or 0 for each in items(container, "ports")}
-        look = look_of(said, ports, names, self.record.variables)
-        return Probe.of(said, look) if look is not None else None
-
-    async def _back_off(self) -> None:
-        """Before the next start. The first comes at once; who ran long starts from there again."""
-        waits = self.state.crashes - 1
-        self.state.restarts += 1
-        self.state.crashes += 1
-        if waits < 0:
-            return
-        limit = self._settings.back_off_most_seconds
-        seconds = min(self._settings.back_off_seconds * 2.0 ** min(waits, 16), limit)
-        said = f"back-off {seconds:g} s restarting failed container"
-        self._say(reason=CRASH_LOOP, message=said)
-        self._around.tell(self, "Warning", "BackOff", said)
-        self._hurry.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._hurry.wait()
-
     async def _finish(self) -> None:
-        """Nothing is left of it after this."""
-        self.state.ready = False
+        """Nothing is left of it after this. Who began before the others ends after them."""
         await self._around.forgotten(self)
-        process = self._process
-        if process is not None:
-            await process.end(self._grace())
-            self._process = None
+        await asyncio.gather(*(each.end() for each in self.containers if each.role != "sidecar"))
+        for each in reversed(self.containers):
+            await each.end()
         await asyncio.to_thread(shutil.rmtree, self.folder, True)
         self._around.release(self)
         self._around.changed(self)
 
+    # What its containers need: see `container.Pod`
+
+    @property
+    def ports(self) -> Mapping[int, int]:
+        """See `Pod.ports`."""
+        return self.record.placement.ports if self.record.placement is not None else {}
+
+    @property
+    def grace(self) -> float:
+        """See `Pod.grace`."""
+        said = whole(self.record.document, "spec", "terminationGracePeriodSeconds")
+        return float(_GRACE_SECONDS if said is None else said)
+
+    @property
+    def policy(self) -> str:
+        """See `Pod.policy`."""
+        return text(self.record.document, "spec", "restartPolicy") or "Always"
+
+    def box(self, container: Document, folder: Path) -> Box:
+        """See `Pod.box`."""
+        return self._starting.box(container, folder)
+
+    def surroundings(self, container: Document) -> Surroundings:
+        """See `Pod.surroundings`."""
+        return self._starting.surroundings(container)
+
+    def changed(self) -> None:
+        """See `Pod.changed`."""
+        self._around.changed(self)
+
+    def ended(self, container: Container) -> None:
+        """See `Pod.ended`."""
+        self._around.ended(self, container)
+
+    def tell(self, kind: str, reason: str, message: str) -> None:
+        """See `Pod.tell`."""
+        self._around.tell(self, kind, reason, message)
+
     # Small things
 
-    def _note_end(self, code: int | None, said: str = "") -> None:
-        state = self.state
-        told = said or last_lines(self.folder / "log", _SAID_LINES, _SAID_BYTES)
-        ran = (utc_now() - _time(state.started_at)).total_seconds() if state.started_at else 0.0
-        if ran >= self._settings.healthy_seconds:
-            state.crashes = 0
-        last = terminated(code, state.started_at, time_text(utc_now()), told if code != 0 else "")
-        self._say(reason=CRASH_LOOP, message="it is restarted", started_at="", started=False, ready=False, last=last)
-        if code != 0:
-            self._around.tell(self, "Warning", "Ended", f"its process ended with {last['exitCode']}")
-
     def _say(self, **changes: Any) -> None:
-        before = self.state.as_json()
+        before = as_json(self.state)
         for name, value in changes.items():
             setattr(self.state, name, value)
-        if self.state.as_json() == before:
+        if as_json(self.state) == before:
             return
         try:
-            write_json(self.folder / "state.json", self.state.as_json(), lasting=False)
+            write_json(self.folder / "state.json", as_json(self.state), lasting=False)
         except FailedPrecondition as error:
-            log.error("%s", error.message)
+            self.tell("Warning", "DiskPressure", error.message)
         self._around.changed(self)
 
     def _keep(self, record: Record) -> None:
         write_json(self.folder / "pod.json", asdict(record), lasting=False)
-
-    def _turn_log(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            (self.folder / "log").replace(self.folder / "log.previous")
-
-    def _grace(self) -> float:
-        said = whole(self.record.document, "spec", "terminationGracePeriodSeconds")
-        return float(_GRACE_SECONDS if said is None else said)
 
     async def _pause(self, seconds: float) -> None:
         self._changed_room.clear()
@@ -319,27 +256,29 @@ class Replica:
             async with asyncio.timeout(seconds):
                 await self._changed_room.wait()
 
-    def _wake(self) -> None:
-        self._changed_room.set()
 
-
-def make_replica(folder: Path, record: Record, settings: LocalSettings, around: Around) -> Replica:
+def make_replica(folder: Path, record: Record, settings: LocalSettings, around: Around, driver: Driver) -> Replica:
     """A new pod, on disk before it is anything else. Raises FailedPrecondition."""
     write_json(folder / "pod.json", asdict(record), lasting=False)
-    return Replica(folder, record, settings, around)
+    return Replica(folder, record, settings, around, driver)
 
 
-def found_replica(folder: Path, settings: LocalSettings, around: Around) -> Replica | None:
+def found_replica(folder: Path, settings: LocalSettings, around: Around, driver: Driver) -> Replica | None:
     """A pod that is on disk; None for a folder that says nothing."""
     said = read_json(folder / "pod.json")
     if said is None:
         return None
     try:
-        return Replica(folder, Record.read(said), settings, around)
+        return Replica(folder, Record.read(said), settings, around, driver)
     except (KeyError, TypeError, ValueError, AttributeError):
         log.error("%s cannot be understood and is left out", folder / "pod.json")
         return None
 
 
-def _time(said: str) -> datetime:
-    return datetime.fromisoformat(said.replace("Z", "+00:00"))
+def _folder_names(containers: Sequence[Document]) -> list[str]:
+    """One for each; what cannot be a folder's name, or is another's, gets one of ours."""
+    made: list[str] = []
+    for number, each in enumerate(containers):
+        name = text(each, "name")
+        made.append(name if _NAME.fullmatch(name) and name not in made else f"{number}-{digest_of(name)}")
+    return made

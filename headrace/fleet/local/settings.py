@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 STATE_DIR = "HEADRACE_STATE_DIR"
 """The variable that names its folder, for the daemon and for the verbs."""
@@ -45,6 +46,10 @@ class LocalSettings:
     """The longest wait for routers to send nothing more to who is about to be ended."""
     trace_endpoint: str = ""
     """An OTLP/HTTP collector that routers send cold starts to; "": none."""
+    driver: Literal["process", "docker"] = "process"
+    """What runs containers: processes of this machine, or its Docker engine."""
+    max_processes: int = 0
+    """Processes and threads that a container may have; 0: any number."""
     ephemeral: bool = False
     """End everything that runs when the daemon ends."""
 

@@ -1,64 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to run for a pod: its folders are made, and its container becomes a command. Called by `replica`; blocking."""
+"""What to run for a container of a pod: its folders are made, and it becomes a command. Called by `replica`; blocking."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.fleet.local.commands import CannotRun, Line, Surroundings, line_of
+from headrace.fleet.local.commands import Surroundings, line_of
 from headrace.fleet.local.contract import Around
+from headrace.fleet.local.driving import Box, Mounted
+from headrace.fleet.local.limits import limits_of, thread_variables
 from headrace.fleet.local.machine import Placement, visible
-from headrace.fleet.local.processes import Command, headrace_words, passed_on
-from headrace.fleet.local.volumes import mounted
+from headrace.fleet.local.processes import passed_on
+from headrace.fleet.local.settings import LocalSettings
+from headrace.fleet.local.volumes import mounted, shared_memory
 from headrace.fleet.words import Document, text
 
 if TYPE_CHECKING:
     from headrace.fleet.local.replica import Replica
 
 
-def command_of(replica: Replica, around: Around, node: str, models: Mapping[str, str]) -> Command:
-    """The command of a pod that has its place. Raises CannotRun, OSError, and ResourceExhausted while it has to wait."""
-    record, folder = replica.record, replica.folder
-    namespace = text(record.document, "metadata", "namespace")
+class Starting:
+    """How containers of one pod are started. Each is asked for anew, as what it needs may have changed."""
 
-    def find(kind: str, name: str) -> Document | None:
-        return around.find(namespace, kind, name)
+    def __init__(self, replica: Replica, around: Around, settings: LocalSettings, *, runs_images: bool) -> None:
+        self._replica = replica
+        self._around = around
+        self._settings = settings
+        self._runs_images = runs_images
 
-    placement = record.placement or Placement()
-    paths = mounted(record.document, folder, find, models)
-    line = line_of(
-        Surroundings(
+    def box(self, container: Document, folder: Path) -> Box:
+        """A container of a pod that has its place. Raises CannotRun, OSError, and ResourceExhausted while it has to wait."""
+        pod, placement = self._replica.record.document, self._replica.record.placement or Placement()
+        models = self._around.models(self._replica)
+        mounts = mounted(pod, container, self._replica.folder, self._find, models, other_users=self._runs_images)
+        line = line_of(self._surroundings(placement, mounts), container)
+        limits = limits_of(container, self._settings.max_processes)
+        said = {**({} if self._runs_images else passed_on(os.environ)), **line.variables}
+        threads = thread_variables(limits, len(os.sched_getaffinity(0)), said)
+        work = folder / "work"
+        work.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return Box(
+            self._replica.record.uid,
+            text(container, "name"),
+            folder,
+            replace(line, variables={**threads, **line.variables}),
+            work,
+            text(container, "image"),
+            mounts,
+            limits,
+            placement.gpus,
+            shared_memory(pod, container),
+            container,
+        )
+
+    def surroundings(self, container: Document) -> Surroundings:
+        """What a probe's command finds. Raises as `box`."""
+        pod, placement = self._replica.record.document, self._replica.record.placement or Placement()
+        models: Mapping[str, str] = self._around.models(self._replica)
+        mounts = mounted(pod, container, self._replica.folder, self._find, models, other_users=self._runs_images)
+        return self._surroundings(placement, mounts)
+
+    def _surroundings(self, placement: Placement, mounts: Sequence[Mounted]) -> Surroundings:
+        record = self._replica.record
+        moved = [(each.inside, each.here) for each in mounts if each.here != each.inside.rstrip("/")]
+        return Surroundings(
             record.document,
-            node,
+            self._settings.node,
             placement.ports,
-            around.leader_ports(replica),
-            paths,
-            around.hosts(namespace),
-            {**record.variables, **visible(placement)},
-            find,
+            self._around.leader_ports(self._replica),
+            () if self._runs_images else moved,
+            self._around.hosts(record.service[0]),
+            {**record.variables, **({} if self._runs_images else visible(placement))},
+            self._find,
+            self._runs_images,
         )
-    )
-    work = folder / "work"
-    work.mkdir(exist_ok=True, mode=0o700)
-    temporary = dict(paths).get("/tmp", str(work))  # noqa: S108  the container's
-    environment = passed_on(os.environ) | {"PYTHONUNBUFFERED": "1", "TMPDIR": temporary} | dict(line.variables)
-    return Command(_program(line, environment), environment, work)
 
-
-def _program(line: Line, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The words with a path in front."""
-    if line.ours:
-        return (*headrace_words(), *line.words)
-    found = shutil.which(line.words[0], path=environment.get("PATH"))
-    if found is None and line.words[0] in ("python", "python3"):
-        found = sys.executable
-    if found is None:
-        raise CannotRun(
-            "ErrImageNeverPull",
-            f"{line.words[0]} is not on this machine, and its image needs Docker, which is not either; install the program",
-        )
-    return (found, *line.words[1:])
+    def _find(self, kind: str, name: str) -> Document | None:
+        return self._around.find(text(self._replica.record.document, "metadata", "namespace"), kind, name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folders that a container finds: empty ones and those of ConfigMaps below the pod's own, the machine's where they are.
 
-Called by `replica` before each start, and blocking.
+Called by `starting` before each start, and blocking.
 """
 
 from __future__ import annotations
@@ -13,29 +13,58 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from headrace.fleet.local.commands import CannotRun
-from headrace.fleet.planning.pods import main_container
+from headrace.fleet.local.driving import Mounted
+from headrace.fleet.selection.measures import quantity
 from headrace.fleet.words import Document, items, part, text
 
 _LEFT = ("/dev/shm",)  # noqa: S108  the machine's own does as well
 
 
 def mounted(
-    pod: Document, folder: Path, find: Callable[[str, str], Document | None], models: Mapping[str, str]
-) -> list[tuple[str, str]]:
-    """Folders in the container and where they lie here. `models`: paths that models have here. Raises CannotRun."""
-    spec = part(pod, "spec")
-    volumes = {text(each, "name"): each for each in items(spec, "volumes")}
-    made: list[tuple[str, str]] = []
-    for each in items(main_container(spec), "volumeMounts"):
+    pod: Document,
+    container: Document,
+    folder: Path,
+    find: Callable[[str, str], Document | None],
+    models: Mapping[str, str],
+    *,
+    other_users: bool = False,
+) -> list[Mounted]:
+    """Folders in a container and where they lie here. Raises CannotRun.
+
+    folder: of the pod, whose containers share its volumes. models: paths that models have here. other_users: those of an
+    image, who have to get at what is the pod's own.
+    """
+    volumes = {text(each, "name"): each for each in items(pod, "spec", "volumes")}
+    made: list[Mounted] = []
+    for each in items(container, "volumeMounts"):
         inside, volume = text(each, "mountPath"), volumes.get(text(each, "name"))
         if not inside or volume is None or inside.rstrip("/") in _LEFT:
             continue
         known = models.get(inside) or models.get(text(volume, "hostPath", "path"))
         # A model is there as a whole, whatever volume it would come from.
         here = Path(known) if known else _below(each, volume, _place(volume, inside, folder, find))
-        if str(here) != inside.rstrip("/"):
-            made.append((inside, str(here)))
+        if other_users and not known and here.is_relative_to(folder):
+            _open_up(folder / "volumes" / text(volume, "name"), writable="emptyDir" in volume)
+        made.append(Mounted(inside, str(here), each.get("readOnly") is True or bool(known)))
     return made
+
+
+def shared_memory(pod: Document, container: Document) -> int | None:
+    """Bytes of /dev/shm, where a volume of that place says how many."""
+    volumes = {text(each, "name"): each for each in items(pod, "spec", "volumes")}
+    for each in items(container, "volumeMounts"):
+        if text(each, "mountPath").rstrip("/") in _LEFT:
+            said = quantity(part(volumes.get(text(each, "name"), {}), "emptyDir").get("sizeLimit"))
+            return int(said) if said else None
+    return None
+
+
+def _open_up(folder: Path, *, writable: bool) -> None:
+    """Rights as a kubelet gives them: the folder of the fleet around it is its owner's alone."""
+    folder.chmod(0o777 if writable else 0o755)
+    if not writable:
+        for each in folder.rglob("*"):
+            each.chmod(0o755 if each.is_dir() else 0o644)
 
 
 def _below(mount: Document, volume: Document, here: Path) -> Path:

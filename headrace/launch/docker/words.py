@@ -50,10 +50,7 @@ def container_of(spec: LaunchSpec) -> Container:
     box = spec.container
     if box is None:
         raise InvalidArgument("the platform local-docker runs containers: give the service an image and a command")
-    if not _IMAGE.fullmatch(box.image):
-        raise InvalidArgument(
-            f"{box.image[:200]!a} is not an image's name, such as nvcr.io/nvidia/tao/tao-toolkit:7.0.1"
-        )
+    check_image(box.image)
     for name in (*spec.environment, *spec.secret_environment):
         if not _VARIABLE.fullmatch(name):
             raise InvalidArgument(f"{name[:200]!a} is not a variable's name: letters, digits and _")
@@ -64,6 +61,12 @@ def container_of(spec: LaunchSpec) -> Container:
     for mount in box.mounts:
         mount_words(mount)
     return box
+
+
+def check_image(name: str) -> None:
+    """Raises InvalidArgument where this cannot be an image's name: it must not be read as an option."""
+    if not _IMAGE.fullmatch(name):
+        raise InvalidArgument(f"{name[:200]!a} is not an image's name, such as nvcr.io/nvidia/tao/tao-toolkit:7.0.1")
 
 
 def network_to_make(name: str) -> bool:
@@ -122,12 +125,12 @@ def gpu_words(count: int, ids: Sequence[str], *, tegra: bool) -> tuple[list[str]
     return ["--gpus", _csv(f"device={','.join(chosen)}") if chosen else str(count)], {}
 
 
-def mount_words(mount: Mount) -> list[str]:
-    """A folder or file of the engine's machine, to be read only."""
+def mount_words(mount: Mount, *, read_only: bool = True) -> list[str]:
+    """A folder or file of the engine's machine."""
     for path in (mount.host, mount.inside):
         if not path.startswith("/") or any(ord(letter) < 32 for letter in path):
             raise InvalidArgument(f"{path[:200]!a} cannot be mounted: give an absolute path without control characters")
-    fields = ("type=bind", f"source={mount.host}", f"target={mount.inside}", "readonly")
+    fields = ["type=bind", f"source={mount.host}", f"target={mount.inside}", *(["readonly"] if read_only else [])]
     return ["--mount", ",".join(map(_csv, fields))]
 
 

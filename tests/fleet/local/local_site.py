@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -25,15 +26,20 @@ from headrace.launch.identity import stat_of
 T = TypeVar("T")
 STUB = Path(__file__).with_name("stub_server.py")
 _DAEMON = """
-import sys
+import json, sys
 from pathlib import Path
 from headrace.fleet.local.program import run_local
 from headrace.fleet.local.settings import LocalSettings
 from headrace.telemetry.logs import configure_logging
 configure_logging("info", "text")
+more = json.loads(sys.argv[4])
+if more.pop("without_cgroups", False):
+    from headrace.fleet.local import process_driver
+    from headrace.fleet.local.cgroups import Cgroups
+    process_driver.find_cgroups = lambda: Cgroups({})
 sys.exit(run_local(LocalSettings(
     Path(sys.argv[1]), int(sys.argv[2]), back_off_seconds=0.2, retry_seconds=0.2,
-    pod_ports=(int(sys.argv[3]), int(sys.argv[3]) + 999))))
+    pod_ports=(int(sys.argv[3]), int(sys.argv[3]) + 999), **more)))
 """
 
 
@@ -87,10 +93,11 @@ def service(name: str, uses: str = "stub", **engine: Any) -> dict[str, Any]:
 
 
 class LocalSite:
-    """A daemon and its folder."""
+    """A daemon and its folder. `settings`: more of them; `without_cgroups`: a machine that lets it have none."""
 
-    def __init__(self, root: Path, port: int) -> None:
+    def __init__(self, root: Path, port: int, **settings: Any) -> None:
         self.root = root / "state"
+        self._settings = settings
         self.fleet = LocalFleet(self.root)
         self._port = port
         self._log = (root / "daemon.log").open("ab")
@@ -102,6 +109,7 @@ class LocalSite:
 
     def up(self) -> None:
         words = [sys.executable, "-c", _DAEMON, str(self.root), str(self._port), str(self._port + 1000)]
+        words.append(json.dumps(self._settings))
         self.process = subprocess.Popen(words, stdout=self._log, stderr=self._log)
         until(self._answers)
 
@@ -121,7 +129,10 @@ class LocalSite:
             self.kill(signal.SIGTERM)
         finally:
             self.kill()
-            for path in (*self.root.glob("pods/*/process.json"), *self.root.glob("routers/*/*/process.json")):
+            for path in (
+                *self.root.glob("pods/*/containers/*/process.json"),
+                *self.root.glob("routers/*/*/process.json"),
+            ):
                 found = read_json(path) or {}
                 stat = stat_of(int(found.get("pid", 0)))
                 if stat is not None and stat.started == found.get("started"):
@@ -179,7 +190,8 @@ class LocalSite:
         found = set()
         for path in self.root.glob("pods/*/pod.json"):
             if (read_json(path) or {}).get("service") == ["default", name]:
-                found.add(int((read_json(path.parent / "process.json") or {}).get("pid", 0)))
+                for each in path.parent.glob("containers/*/process.json"):
+                    found.add(int((read_json(each) or {}).get("pid", 0)))
         return found - {0}
 
     def router(self, name: str) -> int:

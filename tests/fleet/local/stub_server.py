@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small server for tests of the fleet: a program of somebody else's, which knows nothing of Headrace.
 
-GET /ready, /name (its text and process), /slow?N (answers after N seconds), /hang (answers nobody any more), /die (ends).
+GET /ready, /name (its text and process), /slow?N (answers after N seconds), /hang (answers nobody any more), /die (ends),
+/leak?N (keeps N MiB), /threads?N (starts as many).
 """
 
 import argparse
@@ -14,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 hung = threading.Event()
 busy: set[object] = set()
+leaked: list[bytes] = []
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -32,6 +34,11 @@ class Handler(BaseHTTPRequestHandler):
             hung.set()
         if path == "/die":
             os._exit(3)
+        if path == "/leak":
+            leaked.append(os.urandom(1 << 20) * int(query))
+        if path == "/threads":
+            for _ in range(int(query)):
+                threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
         if path == "/slow":
             time.sleep(float(query))
         told = f"{options.text} {os.getpid()} {os.environ.get('LWS_WORKER_INDEX', '')}".encode()

@@ -115,7 +115,7 @@ def test_a_worker_reaches_its_leader_where_that_is() -> None:
 @pytest.mark.parametrize(
     ("container", "reason", "words"),
     [
-        ({"image": "vllm/vllm-openai:v1"}, "ErrImageNeverPull", "needs Docker: not on this machine"),
+        ({"image": "vllm/vllm-openai:v1"}, "ErrImageNeverPull", "needs Docker: run `headrace up --driver docker`"),
         (
             {"env": [{"name": "A", "valueFrom": {"configMapKeyRef": {"name": "knobs", "key": "none"}}}]},
             "CreateContainerConfigError",

@@ -217,7 +217,7 @@ def test_an_image_that_is_nowhere_here_is_told(site: LocalSite) -> None:
     foreign = runtime("foreign")
     del foreign["spec"]["engineConfig"]["runner"]["command"]
     site.apply(foreign, service("docker", "foreign"))
-    found = site.says("docker", "image example/stub:1 needs Docker: not on this machine")
+    found = site.says("docker", "image example/stub:1 needs Docker: run `headrace up --driver docker`")
     assert found["reason"] == "ErrImageNeverPull"
     site.delete("docker")
 

@@ -159,10 +159,11 @@ class Autoscaling:
     async def _measure(self, now: float, due: dict[tuple[Service, str], Keeper]) -> None:
         pods = {place: [each for each in self._pods(place) if each.ready] for place in due}
         by_use = {place: pods[place] for place, keeper in due.items() if keeper.aimed.metric != QUERY}
-        sessions = {each.pid for found in by_use.values() for each in found if each.pid is not None}
+        sessions = {session for found in by_use.values() for each in found for session in each.sessions}
         used = await asyncio.to_thread(self._usage.read, now, sessions) if sessions else {}
         for place, found in by_use.items():
-            value = self._value(due[place].aimed, now, used, {each.pid for each in found if each.pid is not None})
+            mine = {session for each in found for session in each.sessions}
+            value = self._value(due[place].aimed, now, used, mine)
             if value is not None:
                 due[place].measure(now, value)
                 self._works(place)

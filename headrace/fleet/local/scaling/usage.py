@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of pods use: cores and resident memory, by /proc. For `autoscaling`; blocking.
+"""What the processes of pods use: cores and resident memory, by /proc. For `autoscaling` and `watching`; blocking.
 
 A pod is a session. Whose processes they are is looked up once in a while, as that means a look at every process of the
 machine; what they use is read each time.
@@ -24,22 +24,25 @@ class Used:
     ticks: dict[_Process, int] = field(default_factory=dict)
     """Of a core's time, by process."""
     memory: int = 0
+    tasks: int = 0
+    """Processes and threads."""
 
 
 class Usage:
     """See the module. Not for two threads at once."""
 
-    def __init__(self, proc: Path = Path("/proc")) -> None:
+    def __init__(self, proc: Path = Path("/proc"), members_seconds: float = _MEMBERS_SECONDS) -> None:
         self._proc = proc
+        self._members_seconds = members_seconds
         self._members: dict[int, set[int]] = {}
-        self._looked = -_MEMBERS_SECONDS
+        self._looked = -members_seconds
         self._tick = os.sysconf("SC_CLK_TCK")
         self._page = os.sysconf("SC_PAGE_SIZE")
 
     def read(self, now: float, sessions: Iterable[int]) -> dict[int, Used]:
         """What each session uses."""
         wanted = set(sessions)
-        if now - self._looked >= _MEMBERS_SECONDS or not wanted <= self._members.keys():
+        if now - self._looked >= self._members_seconds or not wanted <= self._members.keys():
             self._looked, self._members = now, self._sessions(wanted)
         return {session: self._used(session) for session in wanted}
 
@@ -50,13 +53,14 @@ class Usage:
 
     def _used(self, session: int) -> Used:
         ticks: dict[_Process, int] = {}
-        memory = 0
+        memory = tasks = 0
         for pid in self._members[session]:
             found = self._fields(pid)
             if found is not None and int(found[3]) == session:
                 ticks[(pid, int(found[19]))] = int(found[11]) + int(found[12])
                 memory += int(found[21]) * self._page
-        return Used(ticks, memory)
+                tasks += int(found[17])
+        return Used(ticks, memory, tasks)
 
     def _sessions(self, wanted: set[int]) -> dict[int, set[int]]:
         members: dict[int, set[int]] = {each: set() for each in wanted}

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs that grow and disks that are full: what serves goes on, and what cannot begin says why."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_site import LocalSite, runtime, said, service, until
+
+from headrace.core.errors import FailedPrecondition
+from headrace.fleet.local.commands import Line, Surroundings
+from headrace.fleet.local.container import Container
+from headrace.fleet.local.driving import LOG, PREVIOUS, Box
+from headrace.fleet.local.process_driver import ProcessDriver
+from headrace.fleet.local.settings import LocalSettings
+from headrace.fleet.words import Document, items
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+
+
+class OnePod:
+    """A pod of one container, which runs a line for a shell."""
+
+    ports: Mapping[int, int] = {}
+    grace = 1.0
+
+    def __init__(self, line: str, policy: str = "Always") -> None:
+        self.line = line
+        self.policy = policy
+        self.events: list[tuple[str, str]] = []
+        self.moved = asyncio.Event()
+
+    def box(self, container: Document, folder: Path) -> Box:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Box("uid", "main", folder, Line(("sh", "-c", self.line), {}, False), folder)
+
+    def surroundings(self, container: Document) -> Surroundings:
+        return Surroundings({}, "node")
+
+    def changed(self) -> None:
+        self.moved.set()
+
+    def ended(self, container: Container) -> None:
+        pass
+
+    def tell(self, kind: str, reason: str, message: str) -> None:
+        self.events.append((reason, message))
+
+    def container(self, folder: Path, **settings: Any) -> Container:
+        made = LocalSettings(folder, retry_seconds=0.01, back_off_seconds=0.01, **settings)
+        return Container(folder / "main", {"name": "main"}, "main", self, made, ProcessDriver())
+
+
+async def _until(check: Any, seconds: float = 60.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not check():
+            await asyncio.sleep(0.01)
+
+
+def test_a_log_stays_bounded_and_so_does_the_one_before(tmp_path: Path) -> None:
+    async def run() -> None:
+        pod = OnePod("i=0; while [ $i -lt 3000 ]; do echo line $i; i=$((i+1)); done; exit 3", "Never")
+        container = pod.container(tmp_path, log_bytes=2000)
+        await container.run()
+        assert container.state.ended["exitCode"] == 3 and (container.folder / LOG).stat().st_size > 4000
+        container.rotate()
+        assert (container.folder / LOG).stat().st_size <= 2000
+        assert (await container.logs(1)) == "line 2999"
+        (container.folder / LOG).write_text("x\n" * 10_000)
+        container._turn_log()
+        assert (container.folder / PREVIOUS).stat().st_size <= 2000 and (await container.logs(1, True)) == "x"
+
+    asyncio.run(run())
+
+
+def test_a_disk_that_is_full_at_the_start_is_told_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async def run() -> None:
+        pod = OnePod("sleep 3600")
+        container = pod.container(tmp_path)
+        sync = os.fsync
+        monkeypatch.setattr(os, "fsync", full)
+        task = asyncio.ensure_future(container.run())
+        await _until(lambda: container.state.reason == "CreateContainerError")
+        assert "No space left on device; make room on its disk" in container.state.message and container.runs is None
+        assert any(reason == "Failed" and "make room" in said for reason, said in pod.events)
+        assert any(reason == "DiskPressure" for reason, _ in pod.events)
+        monkeypatch.setattr(os, "fsync", sync)
+        await _until(lambda: container.runs is not None)
+        # It fills while something runs: that is told, and it runs on.
+        monkeypatch.setattr(os, "fsync", full)
+        pod.events.clear()
+        container._say(ready=False, message="another")
+        assert pod.events[0][0] == "DiskPressure" and container.runs is not None
+        monkeypatch.setattr(os, "fsync", sync)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await container.end()
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[LocalSite]:
+    """A fleet on a disk of 8 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
+    made = LocalSite(disk, 20_100, log_bytes=100_000)
+    try:
+        made.up()
+        made.apply(made.model, runtime())
+        yield made
+        (made.root / "filler").unlink(missing_ok=True)
+        made.close()
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.platform  # mounts a disk
+def test_a_disk_fills_and_what_serves_goes_on_until_there_is_room(small: LocalSite) -> None:
+    small.apply(service("well", minReplicas=2))
+    url = small.ready("well", 2)
+    filler = small.root / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(FailedPrecondition, match="make room on its disk"):
+        small.apply(service("late"))
+    victim = min(small.pids("well"))
+    os.kill(victim, signal.SIGKILL)
+
+    def waits() -> list[str]:
+        found = [each for pod in small.pods("well") for each in items(pod, "status", "containerStatuses")]
+        return [each["state"]["waiting"]["message"] for each in found if "waiting" in each["state"]]
+
+    until(lambda: any("No space left on device" in each for each in waits()))
+    # Routers cannot be told who is ready either, and that is what the service says first.
+    found = small.says("well", "No space left on device")
+    assert found["status"] == "False" and "make room on its disk" in found["message"]
+    assert said(url).startswith("well ")
+    # The daemon may be killed then, too.
+    small.kill()
+    assert said(url).startswith("well ")
+    filler.unlink()
+    small.up()
+    assert small.ready("well", 2) == url
+    small.apply(service("late"))
+    small.ready("late")
+
+
+@pytest.mark.platform  # mounts a disk
+def test_a_replica_that_floods_its_log_fills_no_disk_for_long(small: LocalSite) -> None:
+    flood = (
+        "import itertools\nfor i in itertools.count():\n  try: print('x' * 1000, flush=True)\n  except OSError: pass"
+    )
+    loud = {"name": "ome-container", "command": ["python3", "-c", flood], "args": []}
+    small.apply(service("well"))
+    url = small.ready("well")
+    small.apply(service("loud", runner=loud))
+    until(lambda: any(each.stat().st_size > 400_000 for each in small.root.glob("pods/*/containers/*/log")))
+    until(lambda: any(each.stat().st_size < 300_000 for each in small.root.glob("pods/*/containers/*/log")))
+    assert said(url).startswith("well ")
+    small.delete("loud")
+    small.delete("well")

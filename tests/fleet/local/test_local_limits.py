@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of containers: held by the kernel where this machine allows it, and by looking where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_site import LocalSite, runtime, said, service, until
+
+from headrace.fleet.local.cgroups import PARENT, Cgroups, find_cgroups
+from headrace.fleet.local.driving import Ended
+from headrace.fleet.local.limits import THREADS, Limits, limits_of, thread_variables
+from headrace.fleet.local.process_driver import ProcessDriver
+from headrace.fleet.local.store import read_json
+from headrace.fleet.local.watching import Watch
+from headrace.fleet.words import items
+
+MEBIBYTE = 1 << 20
+
+
+# What a container says
+
+
+def test_limits_are_those_of_the_container() -> None:
+    said = {"resources": {"limits": {"cpu": "1500m", "memory": "64Mi"}, "requests": {"cpu": "250m"}}}
+    assert limits_of(said, 20) == Limits(64 * MEBIBYTE, 1.5, 0.25, 20)
+    assert limits_of({"resources": {"limits": {"cpu": "2"}}}) == Limits(None, 2.0, 2.0, None)
+    assert not limits_of({}) and not limits_of({"resources": {"limits": {"memory": "much", "cpu": "-1"}}})
+
+
+def test_libraries_are_told_their_threads_unless_somebody_says_how_many() -> None:
+    assert set(thread_variables(Limits(cores=1.5), 8, {}).items()) == {(name, "2") for name in THREADS}
+    assert thread_variables(Limits(share=0.1), 8, {})["OMP_NUM_THREADS"] == "1"
+    assert thread_variables(Limits(cores=64), 8, {})["OMP_NUM_THREADS"] == "8"
+    assert not thread_variables(Limits(memory=1), 8, {}) and not thread_variables(Limits(cores=2), 8, {THREADS[0]: "1"})
+
+
+# Groups of the kernel: folders of files, as it shows them
+
+
+def fake_kernel(folder: Path, mounts: str, own: str) -> Cgroups:
+    """FakeKernel: files where the kernel's would be."""
+    (folder / "mounts").write_text(mounts)
+    (folder / "own").write_text(own)
+    return find_cgroups(folder / "mounts", folder / "own")
+
+
+def files(folder: Path, **contents: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (folder / name.replace("__", ".")).write_text(content)
+    return folder
+
+
+ALL = Limits(64 * MEBIBYTE, 1.5, 0.5, 30)
+
+
+def test_version_2_below_the_nearest_folder_that_is_delegated(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    files(root / "user" / "app" / "own.scope", cgroup__controllers="memory pids", cgroup__procs="1\n2\n")
+    app = files(root / "user" / "app", cgroup__controllers="memory pids io", cgroup__subtree_control="memory pids")
+    # The kernel writes these when a group is made.
+    files(app / PARENT, cgroup__controllers="memory pids", cgroup__subtree_control="")
+    (root / "user" / "app" / "own.scope" / "cgroup.subtree_control").mkdir()  # it has processes, and refuses
+    found = fake_kernel(tmp_path, f"cgroup2 {root} cgroup2 rw 0 0\n", "0::/user/app/own.scope\n")
+    assert found.places == {"memory": app / PARENT, "pids": app / PARENT}
+    group = found.make("pod-main", ALL)
+    assert group.paths == (app / PARENT / "pod-main",)
+    written = {each.name: each.read_text() for each in group.paths[0].iterdir()}
+    assert written == {
+        "memory.max": str(64 * MEBIBYTE),
+        "memory.swap.max": "0",
+        "memory.oom.group": "1",
+        "pids.max": "30",
+    }
+    files(group.paths[0], memory__events="low 0\nmax 4\noom 1\noom_kill 1\n", cgroup__procs="")
+    assert group.out_of_memory()
+    group.join(4711)
+    assert group.members() == {4711}
+
+
+def test_version_2_as_root_has_cores_too(tmp_path: Path) -> None:
+    root = files(tmp_path / "cgroup", cgroup__controllers="cpu memory pids", cgroup__subtree_control="")
+    files(root / PARENT, cgroup__controllers="cpu memory pids", cgroup__subtree_control="")
+    found = fake_kernel(tmp_path, f"cgroup2 {root} cgroup2 rw 0 0\n", "0::/\n")
+    assert set(found.places) == {"memory", "cpu", "pids"}
+    (path,) = found.make("pod-main", ALL).paths
+    assert (path / "cpu.max").read_text() == "150000 100000" and (path / "cpu.weight").read_text() == "20"
+
+
+def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    for name in ("memory/own", "cpu,cpuacct", "pids", "freezer"):
+        (root / name).mkdir(parents=True)
+    mounts = "".join(
+        f"cgroup {root}/{name} cgroup rw,{name} 0 0\n" for name in ("memory", "cpu,cpuacct", "pids", "freezer")
+    )
+    found = fake_kernel(tmp_path, mounts, "3:memory:/own\n2:cpu,cpuacct:/\n1:pids:/gone\n")
+    assert found.places == {
+        "memory": root / "memory" / "own" / PARENT,
+        "cpu": root / "cpu,cpuacct" / PARENT,
+        "pids": root / "pids" / PARENT,
+    }
+    group = found.make("pod-main", ALL)
+    assert len(group.paths) == 3
+    written = {each.name: each.read_text() for path in group.paths for each in path.iterdir()}
+    assert written == {
+        "memory.limit_in_bytes": str(64 * MEBIBYTE),
+        "memory.memsw.limit_in_bytes": str(64 * MEBIBYTE),
+        "cpu.cfs_period_us": "100000",
+        "cpu.cfs_quota_us": "150000",
+        "cpu.shares": "512",
+        "pids.max": "30",
+    }
+    # Nothing is made for what is not limited.
+    assert len(found.make("pod-other", Limits(memory=MEBIBYTE * 8)).paths) == 1
+
+
+def test_where_nothing_is_allowed_nothing_is_used(tmp_path: Path) -> None:
+    assert find_cgroups(tmp_path / "none", tmp_path / "none").places == {}
+    blocked = tmp_path / "memory"
+    blocked.write_text("")  # no folder can be made below a file
+    assert fake_kernel(tmp_path, f"cgroup {blocked} cgroup rw,memory 0 0\n", "1:memory:/\n").places == {}
+
+
+# By looking
+
+
+@contextlib.contextmanager
+def session(line: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a session of its own, which has said that it is where it wanted to be."""
+    words = [sys.executable, "-c", f"{line}; print('there', flush=True); time.sleep(3600)"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+
+
+def judged(pid: int, limits: Limits) -> Ended | None:
+    """What a watch says of a session after one look."""
+    return Watch()._look({pid: limits}).get(pid)
+
+
+def test_who_uses_more_memory_than_its_limit_is_found() -> None:
+    with session("import os, time; kept = os.urandom(1 << 20) * 96") as process:
+        found = judged(process.pid, Limits(memory=64 * MEBIBYTE))
+        assert found is not None and found.reason == "OOMKilled" and found.code == -9
+        assert "its limit is 64 MiB" in found.message
+        assert judged(process.pid, Limits(memory=512 * MEBIBYTE)) is None
+
+
+def test_pages_that_processes_share_count_once() -> None:
+    forks = "[os.fork() or time.sleep(3600) for _ in range(5)]"
+    with session(f"import os, time; kept = os.urandom(1 << 20) * 96; {forks}") as process:
+        assert judged(process.pid, Limits(memory=256 * MEBIBYTE)) is None
+        assert judged(process.pid, Limits(memory=64 * MEBIBYTE)) is not None
+
+
+def test_who_has_more_processes_and_threads_than_it_may_is_found() -> None:
+    starts = "[threading.Thread(target=time.sleep, args=(3600,), daemon=True).start() for _ in range(20)]"
+    with session(f"import threading, time; {starts}") as process:
+        found = judged(process.pid, Limits(tasks=10))
+        assert found is not None and "may have 10: raise --max-processes" in found.message
+        assert judged(process.pid, Limits(tasks=50)) is None
+
+
+def test_a_watch_looks_while_there_is_somebody_and_then_no_more() -> None:
+    async def run(pid: int) -> None:
+        watch = Watch(0.01)
+        waiting = asyncio.ensure_future(watch.over(pid, Limits(memory=1 << 50)))
+        over = await asyncio.wait_for(watch.over(os.getsid(0), Limits(memory=MEBIBYTE)), 30)
+        assert over.reason == "OOMKilled" and not waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        while watch._task is not None:  # noqa: ASYNC110  it ends at its next look
+            await asyncio.sleep(0.01)
+        await watch.close()
+
+    with session("import time") as process:
+        asyncio.run(run(process.pid))
+
+
+def test_cores_are_those_that_fewest_are_tied_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from headrace.fleet.local.commands import Line
+    from headrace.fleet.local.driving import Box
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    driver = ProcessDriver(Cgroups({}))
+
+    def cores(name: str, limit: float) -> tuple[int, ...]:
+        box = Box("uid", name, tmp_path / name, Line((), {}, False), tmp_path, limits=Limits(cores=limit))
+        return driver._cores(box)
+
+    assert [cores("a", 1.5), cores("b", 1), cores("c", 2)] == [(0, 1), (2,), (3, 0)]
+    driver.freed(tmp_path / "a")
+    assert cores("d", 2) == (1, 0) and cores("e", 4) == () and cores("f", 0.1) == (1,)
+    assert (
+        ProcessDriver(Cgroups({"cpu": tmp_path}))._cores(
+            Box("uid", "x", tmp_path, Line((), {}, False), tmp_path, limits=Limits(cores=1))
+        )
+        == ()
+    )
+
+
+# Services
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["as-this-machine-allows", "by-looking"])
+def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LocalSite]:
+    folder = tmp_path_factory.mktemp("limits")
+    made = LocalSite(folder, 16_100 + 2000 * request.param, without_cgroups=request.param, max_processes=40)
+    made.up()
+    made.apply(made.model, runtime())
+    yield made
+    made.close()
+
+
+def limited(name: str, **limits: str) -> dict[str, Any]:
+    return service(name, runner={"name": "ome-container", "resources": {"limits": limits}})
+
+
+def test_a_replica_that_leaks_is_ended_as_kubernetes_would_and_others_serve(site: LocalSite) -> None:
+    site.apply(limited("leaky", memory="128Mi"), service("well"))
+    url, other = site.ready("leaky"), site.ready("well")
+    with contextlib.suppress(OSError):
+        said(url, "/leak?200")
+    found = until(lambda: items(site.pods("leaky")[0], "status", "containerStatuses")[0]["lastState"].get("terminated"))
+    assert (found["reason"], found["exitCode"]) == ("OOMKilled", 137) and "limit" in found["message"]
+    assert said(other).startswith("well ")
+    pods = site.pods("leaky")
+    told = site.ask(lambda fleet: fleet.events(pods))
+    assert any(each["reason"] == "Ended" and "OOMKilled" in each["message"] for each in told)
+    assert site.ready("leaky") == url
+    groups = _groups(site)
+    assert bool(groups) == _by_kernel(site, "memory")
+    site.delete("leaky")
+    site.delete("well")
+    assert not any(each.exists() for each in groups)
+
+
+def test_one_that_never_fits_says_that_it_is_out_of_memory(site: LocalSite) -> None:
+    eats = {"name": "ome-container", "command": ["python3", "-c", "import os; os.urandom(1 << 20) * 400; input()"]}
+    site.apply(service("big", runner={**eats, "args": [], "resources": {"limits": {"memory": "64Mi"}}}))
+    found = site.says("big", "exit code 137 (OOMKilled)")
+    assert found["status"] == "False"
+    assert site.condition("big", "EngineReady")["reason"] == "OOMKilled"
+    assert site.get("big")["status"]["modelStatus"]["lastFailureInfo"]["exitCode"] == 137
+    site.delete("big")
+
+
+def test_a_replica_with_too_many_threads_does_not_get_them(site: LocalSite) -> None:
+    site.apply(service("threads"))
+    url = site.ready("threads")
+    (before,) = site.pids("threads")
+    with contextlib.suppress(OSError):
+        said(url, "/threads?60")
+    if _by_kernel(site, "pids"):
+        assert _tasks(before) <= 40 and site.pids("threads") == {before}
+    else:
+        until(lambda: before not in site.pids("threads"))
+        found = items(site.pods("threads")[0], "status", "containerStatuses")[0]["lastState"]["terminated"]
+        assert "processes and threads, and may have 40" in found["message"]
+    site.ready("threads")
+    site.delete("threads")
+
+
+def test_a_limit_of_cores_holds_it_and_tells_libraries(site: LocalSite) -> None:
+    site.apply(limited("slow", cpu="500m"))
+    site.ready("slow")
+    (pid,) = site.pids("slow")
+    environment = dict(each.partition("=")[::2] for each in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    assert environment["OMP_NUM_THREADS"] == "1"
+    if _by_kernel(site, "cpu"):
+        assert f"/{PARENT}/" in Path(f"/proc/{pid}/cgroup").read_text()
+    else:
+        assert len(os.sched_getaffinity(pid)) == 1
+    site.delete("slow")
+
+
+def _tasks(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/task"))
+    return 1000
+
+
+def _groups(site: LocalSite) -> list[Path]:
+    """Those of the pods that are there."""
+    found = [read_json(each) or {} for each in site.root.glob("pods/*/containers/*/process.json")]
+    return [Path(path) for record in found for path in record.get("groups", [])]
+
+
+def _by_kernel(site: LocalSite, controller: str) -> bool:
+    return controller in find_cgroups().places and not site._settings["without_cgroups"]
