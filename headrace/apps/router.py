@@ -71,13 +71,18 @@ def run_router(settings: RouterAppSettings, on_ready: OnReady | None = None, rer
 
 async def _run(settings: RouterAppSettings, on_ready: OnReady | None, reread: Reread | None) -> int:
     tracer = open_tracing(settings.trace_endpoint, "headrace-router") if settings.trace_endpoint else NO_TRACING
-    scaler = _scaler(settings.router)
-    proxy = RouterProxy(settings.router, scaler, tracer)
-    _tell_of_wakes(proxy, settings.router, scaler)
+    proxy = RouterProxy(settings.router, _scaler(settings.router), tracer, _scaler)
+    _tell_of_wakes(proxy)
     grpc = GrpcProxy(proxy.backends, settings.router, budget=proxy.budget)
     grpc.waking = proxy.waking
     grpc.line = proxy.line
     proxy.on_renew.append(grpc.renew)
+
+    def wake_alike(_: RouterSettings) -> None:
+        grpc.waking = proxy.waking
+        _tell_of_wakes(proxy)
+
+    proxy.on_renew.append(wake_alike)
     site = build_router_site(proxy, grpc, settings)
     server = WireServer(site, settings.address, partial(NegotiatingProtocol, site), tls=settings.tls)
     stop = partial(proxy.stop_being_ready, settings.grace_seconds)
@@ -115,15 +120,16 @@ def _scaler(settings: RouterSettings) -> Scaler | None:
     return connect()
 
 
-def _tell_of_wakes(proxy: RouterProxy, settings: RouterSettings, scaler: Scaler | None) -> None:
+def _tell_of_wakes(proxy: RouterProxy) -> None:
     """The daemon of this machine has a place for them: `headrace describe` shows the last one."""
-    if proxy.waking is None or settings.activation is None or settings.activation.local is None:
+    waking = proxy.waking
+    if waking is None or waking.settings.local is None:
         return
     from headrace.router.waking.local import LocalScaler
 
+    scaler, first = waking.scaler, waking.settings.targets[0]
     if isinstance(scaler, LocalScaler):
-        first = settings.activation.targets[0]
-        proxy.waking.on_woken = lambda wake: scaler.tell(first, wake.seconds())
+        waking.on_woken = lambda wake: scaler.tell(first, wake.seconds())
 
 
 def build_router_site(proxy: RouterProxy, grpc: GrpcProxy | None, settings: RouterAppSettings) -> Site:

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,10 +113,7 @@ class Router:
             self._file("weighted" if split else "p2c", activation),
         )
         if said != settings:
-            write_json(self.folder / "router.yaml", settings)
-            if said.get("activation") != activation and self._process is not None:
-                # All else it follows by itself. It is started again when it has answered what it has.
-                self._process.signal(signal.SIGTERM)
+            write_json(self.folder / "router.yaml", settings)  # which it follows by itself
 
     def rotate(self) -> None:
         """Keep its log short."""

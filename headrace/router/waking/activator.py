@@ -67,6 +67,7 @@ class Activator:
         tracer: Tracer = NO_TRACING,
     ) -> None:
         self._settings = settings
+        self.scaler = scaler
         self._tracer = tracer
         self._backends = backends
         self._answers = answers
@@ -95,6 +96,11 @@ class Activator:
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
+    def settings(self) -> ActivationSettings:
+        """Those that count now."""
+        return self._settings
+
+    @property
     def active(self) -> bool:
         """Whether replicas are needed: until nothing has come for `idle_seconds`."""
         return self.state in (WAKING, AWAKE)
@@ -110,6 +116,14 @@ class Activator:
             self._become(WAKING)
         else:
             self._changed.set()
+
+    def renew(self, settings: ActivationSettings) -> None:
+        """Other settings, whoever waits and whatever sleeps."""
+        self._settings = settings
+        self._panics.clear()
+        self.holding.renew(settings)
+        self.targets.renew(settings.targets)
+        self._changed.set()
 
     def joined(self) -> None:
         """A backend has come."""

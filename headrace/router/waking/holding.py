@@ -111,6 +111,10 @@ class Holding:
                 log.exception("a request that had waited failed")
                 self._refuse(request, "the request could not be sent on; the router's log has more")
 
+    def renew(self, settings: ActivationSettings) -> None:
+        """Other bounds, for who waits already, too."""
+        self._settings = settings
+
     def end_by(self, time: float) -> None:
         """The router stops: nobody waits any longer than that."""
         self._last = time

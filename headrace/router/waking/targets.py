@@ -48,6 +48,18 @@ class Targets:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._scaler.close()
 
+    def renew(self, targets: Sequence[Target]) -> None:
+        """Others, or the same with other numbers: what is known of those that stay counts on."""
+        before = {str(each): each for each in self.all}
+        self.all = tuple(targets)
+        stay = [(before[str(each)], each) for each in targets if str(each) in before]
+        self._seen = {new: self._seen[old] for old, new in stay if old in self._seen}
+        self._failure = {new: self._failure[old] for old, new in stay if old in self._failure}
+        self._woken = {new: self._woken[old] for old, new in stay if old in self._woken}
+        for task in self._tasks:
+            task.cancel()
+        self.start()
+
     async def scale(self, target: Target, replicas: int) -> None:
         """There should be so many. Raises `ScalerFailed`."""
         try:

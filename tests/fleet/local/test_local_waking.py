@@ -126,7 +126,24 @@ def test_the_daemon_may_die_while_it_sleeps(site: LocalSite) -> None:
 def test_a_service_that_may_not_sleep_any_more_stays_up(site: LocalSite) -> None:
     site.apply(sleeper("awake"))
     url = asleep(site, "awake")
+    router = site.router("awake")
     site.apply(service("awake", minReplicas=1))
     assert site.ready("awake") == url
     assert answer(url).startswith("awake ")
+    # And back: the same router hears of both.
+    site.apply(sleeper("awake", 1))
+    until(lambda: not site.pids("awake"))
+    assert answer(url).startswith("awake ")
+    assert site.router("awake") == router
     site.delete("awake")
+
+
+def test_a_service_that_never_slept_may_sleep_from_now_on(site: LocalSite) -> None:
+    site.apply(service("tired", minReplicas=1))
+    url = site.ready("tired")
+    router = site.router("tired")
+    site.apply(sleeper("tired", 1))
+    until(lambda: not site.pids("tired"))
+    assert answer(url).startswith("tired ")
+    assert site.router("tired") == router
+    site.delete("tired")
