@@ -53,6 +53,8 @@ SERVICE = "InferenceService"
 CAPABILITIES = frozenset({"lws", "keda", COUNTS_REQUESTS})
 """What this machine can do beside Deployments: groups of processes stand for LeaderWorkerSets, `scaling` for KEDA."""
 _REST_SECONDS = 5.0
+_GATHER_SECONDS = 0.05
+"""Between two looks: what comes together is looked at once."""
 _STARTING = frozenset(
     {
         "Creating",
@@ -88,11 +90,11 @@ class Controller:
         self._autoscaling = Autoscaling(objects, kubelet, routers, self._scaled, self._noted)
         self.questions = Questions(self.replicas)
         self._ready: dict[Service, set[str]] = {}
-        """Pods that were ready at the last look: only to be quick."""
+        """Pods that were ready when that was last told: only to be quick."""
         self._asked: set[Service] = set()
         self._any = asyncio.Event()
         self._facts: ClusterFacts | None = None
-        kubelet.on_change = routers.on_change = self.ask
+        kubelet.on_change, routers.on_change = self._pod_changed, self.ask
         kubelet.objects = objects.of
 
     @property
@@ -136,7 +138,7 @@ class Controller:
                 asked, self._asked = self._asked, set()
                 for service in sorted(asked):
                     self._look(service)
-                await asyncio.sleep(0.01)  # what comes together is looked at once
+                await asyncio.sleep(_GATHER_SECONDS)
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
@@ -197,6 +199,17 @@ class Controller:
             said = f"first byte after {sum(parts.values()) * 1000:.0f} ms: {each}"
             self._events.record(service, "Normal", "ColdStart", said, latest=True)
 
+    def _pod_changed(self, key: Service) -> None:
+        """A pod is otherwise. Who comes or goes is told at once, since requests may wait for it; the rest can wait."""
+        ready = {each.record.uid for each in self._kubelet.of(key) if each.ready}
+        service = self._store.get(SERVICE, *key)
+        if ready != self._ready.get(key, set()) and service is not None:
+            self._ready[key] = ready
+            self._units.tell(key)
+            self._route(key, service)
+            self.questions.look(key)
+        self.ask(key)
+
     # One look
 
     def _look(self, key: Service) -> None:
@@ -215,12 +228,6 @@ class Controller:
 
     def _bring(self, key: Service, service: Document) -> None:
         self._units.tell(key)
-        ready = {each.record.uid for each in self._kubelet.of(key) if each.ready}
-        if ready != self._ready.get(key, set()):
-            # Before the plan is looked at, which takes longer: requests may wait for one that has come.
-            self._ready[key] = ready
-            self._route(key, service)
-            self.questions.look(key)
         planned = self._plan(key, service)
         problems = [planned] if isinstance(planned, Problem) else planned.problems
         trouble = ""
