@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fleet of one machine: the same documents, the same plan, and processes where a cluster has pods.
+"""The fleet of one machine: the same documents, the same plan, and processes or containers where a cluster has pods.
 
 `headrace up` runs `program`, a small daemon; the verbs reach it through `client`. It plays the parts that a cluster has for
 the objects of a plan, and shows what it sees as Kubernetes documents, so that `fleet.status` tells the same of it.
@@ -8,15 +8,20 @@ the objects of a plan, and shows what it sees as Kubernetes documents, so that `
     store         documents on disk, one file each
     commands      pure: a container as a command line and variables of this machine
     volumes       the folders and files that a container finds
-    starting      the two together: what to run for a pod
+    limits        pure: what a container may use
+    starting      these together: what to run for a container of a pod
     machine       what a pod needs of this machine: cores, memory, GPUs, ports
     models        models on this machine, brought once
     jobs          one Job: a process that runs once; `once` waits for its end
     benchmarking  BenchmarkJobs: their Jobs, and how they are
+    driving       the contract of what runs containers
+    process_driver  one of two: processes, held to their limits by `cgroups`, or by `watching` them
     processes     a process that outlives the daemon and is found again; `child` are its first lines
+    docker_driver   the other: a Docker engine; `docker_words` are what it is told
     probes        whether a container has started, is ready, lives
     contract      what a pod is, and what it needs of the rest
-    replica       one pod: start, probes, restarts, end
+    container     one container: start, probes, restarts, end
+    replica       one pod: room, its containers in their order
     kubelet       all pods
     workloads     pure: which pods of a Deployment or a LeaderWorkerSet to make and which to end, and its status
     units         makes and ends them

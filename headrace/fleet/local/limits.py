@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a container may use, as its resources say. Pure; for `starting`, and for what runs containers.
 
-Thread pools of numeric libraries are as large as the machine unless told: eight threads in a container of one core wait
-for each other, so they are told. Cores are not given to containers one by one: the kernel fills idle cores better than a
-fixed choice, which would leave some idle while neighbours wait. Only where no group of the kernel can hold a
-container to its limit is it tied to as many cores (`process_driver`).
+Thread pools of numeric libraries are as large as the machine unless told: eight threads in a container that may use one core
+wait for each other, so they are told. A request is the least that a container gets, not the most: with idle cores around it,
+more threads are quicker, and nothing is told.
+
+Cores are not given to containers one by one: the kernel fills idle cores better than a fixed choice, which would leave some
+idle while neighbours wait. Only where no group of the kernel can hold a container to its limit is it tied to as many cores
+(`process_driver`).
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def limits_of(container: Document, most_processes: int = 0) -> Limits:
 
 def thread_variables(limits: Limits, cores_here: int, said: Mapping[str, str]) -> dict[str, str]:
     """How many threads libraries may start, as far as nobody says it already."""
-    cores = limits.cores or limits.share
+    cores = limits.cores
     if cores is None or any(name in said for name in THREADS):
         return {}
     return dict.fromkeys(THREADS, str(max(1, min(ceil(cores), cores_here))))

@@ -129,6 +129,7 @@ def small(tmp_path: Path) -> Iterator[LocalSite]:
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.platform  # mounts a disk
 def test_a_disk_fills_and_what_serves_goes_on_until_there_is_room(small: LocalSite) -> None:
     small.apply(service("well", minReplicas=2))
@@ -161,6 +162,7 @@ def test_a_disk_fills_and_what_serves_goes_on_until_there_is_room(small: LocalSi
     small.ready("late")
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.platform  # mounts a disk
 def test_a_replica_that_floods_its_log_fills_no_disk_for_long(small: LocalSite) -> None:
     flood = (

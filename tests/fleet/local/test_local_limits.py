@@ -38,7 +38,8 @@ def test_limits_are_those_of_the_container() -> None:
 
 def test_libraries_are_told_their_threads_unless_somebody_says_how_many() -> None:
     assert set(thread_variables(Limits(cores=1.5), 8, {}).items()) == {(name, "2") for name in THREADS}
-    assert thread_variables(Limits(share=0.1), 8, {})["OMP_NUM_THREADS"] == "1"
+    assert thread_variables(Limits(cores=0.1), 8, {})["OMP_NUM_THREADS"] == "1"
+    assert not thread_variables(Limits(share=1), 8, {})  # it may use more
     assert thread_variables(Limits(cores=64), 8, {})["OMP_NUM_THREADS"] == "8"
     assert not thread_variables(Limits(memory=1), 8, {}) and not thread_variables(Limits(cores=2), 8, {THREADS[0]: "1"})
 

@@ -26,6 +26,7 @@ from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.machine import Machine
 from headrace.fleet.local.objects import Objects
+from headrace.fleet.local.process_driver import ProcessDriver
 from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.scaling.aims import CPU, MEMORY, QUERY, WINDOW, Aimed, Unaimed, aim_of, windows_of
 from headrace.fleet.local.scaling.autoscaling import Autoscaling, Note
@@ -323,7 +324,7 @@ def test_the_loop_rests_until_somebody_may_have_more(tmp_path: Path, monkeypatch
     told: list[Note] = []
     scaling = Autoscaling(
         live,
-        Kubelet(settings, store, machine, routers, events),
+        Kubelet(settings, store, machine, routers, events, ProcessDriver()),
         routers,
         lambda *_: pytest.fail("nothing is to be scaled"),
         lambda _, note: told.append(note),

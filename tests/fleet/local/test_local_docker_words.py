@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A container as words for Docker, and what its engine says of an end. The engine itself: `test_local_docker`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.core.errors import InvalidArgument
+from headrace.fleet.local.commands import Line, Surroundings, line_of
+from headrace.fleet.local.docker_words import create_words, ended_of
+from headrace.fleet.local.driving import Box, Ended, Mounted
+from headrace.fleet.local.limits import Limits
+from headrace.fleet.local.volumes import mounted, shared_memory
+from headrace.launch.docker.settings import DockerSettings
+
+
+def words(**said: Any) -> tuple[str, dict[str, str]]:
+    """In one line, and what goes by the program's own variables."""
+    line = said.pop("line", Line((), {}, False))
+    box = Box("uid", "main", Path("/f"), line, Path("/f"), **{"image": "example/stub:1", **said})
+    made, passed = create_words(box, "name", "fleet", DockerSettings(shm_bytes=5), 5000)
+    return " ".join(made), passed
+
+
+def test_a_container_knows_whose_it_is_and_shares_the_machines_network() -> None:
+    made, _ = words()
+    assert made.startswith("create --name name --network host --label headrace.fleet=fleet --label headrace.pod=uid")
+    assert made.endswith("--log-opt max-size=5000 --log-opt max-file=2 example/stub:1") and "--shm-size 5" in made
+
+
+def test_the_command_takes_the_place_of_the_entry_point_and_arguments_follow() -> None:
+    assert words(line=Line(("python3", "-c", "x", "--port=1"), {}, False, 3))[0].endswith(
+        "--entrypoint python3 example/stub:1 -c x --port=1"
+    )
+    assert words(line=Line(("serve", "/models"), {}, True))[0].endswith("max-file=2 example/stub:1 serve /models")
+
+
+def test_values_are_not_seen_in_a_list_of_processes_unless_they_would_change_docker_itself() -> None:
+    variables = {"TOKEN": "secret\nof two lines", "PATH": "/opt/bin", "DOCKER_HOST": "x", "LD_PRELOAD": "y"}
+    made, passed = words(line=Line((), variables, False))
+    assert passed == {"TOKEN": "secret\nof two lines"} and "--env TOKEN --env PATH=/opt/bin" in made
+    assert "secret" not in made and "--env DOCKER_HOST=x --env LD_PRELOAD=y" in made
+
+
+def test_limits_gpus_and_folders_are_the_engines_own() -> None:
+    made, _ = words(
+        limits=Limits(64 << 20, 1.5, 0.25, 30),
+        gpus=("1", "3"),
+        mounts=[Mounted("/mnt/models/a", "/data/a,b", True), Mounted("/work/", "/pods/w")],
+        shared_memory=7,
+        spec={"workingDir": "/srv", "securityContext": {"runAsUser": 1000, "runAsGroup": 5}},
+    )
+    for each in (
+        "--memory 67108864 --memory-swap 67108864 --cpus 1.50 --cpu-shares 256 --pids-limit 30",
+        '--gpus "device=1,3"',
+        '--mount type=bind,"source=/data/a,b",target=/mnt/models/a,readonly',
+        "--mount type=bind,source=/pods/w,target=/work --user 1000:5 --workdir /srv",
+        "--shm-size 7",
+    ):
+        assert each in made, made
+
+
+@pytest.mark.parametrize("image", ["--privileged", "", "a b", "x\0"])
+def test_an_image_that_is_no_name_reaches_no_engine(image: str) -> None:
+    with pytest.raises(InvalidArgument, match="is not an image's name"):
+        words(image=image)
+
+
+@pytest.mark.parametrize(
+    ("state", "ended"),
+    [
+        ({"Status": "running", "ExitCode": 0}, None),
+        ({"Status": "exited", "ExitCode": 3}, Ended(3)),
+        (
+            {"Status": "exited", "ExitCode": 137, "OOMKilled": True},
+            Ended(137, "OOMKilled", "it used more memory than its limit"),
+        ),
+        ({"Status": "created", "Error": "no such program"}, Ended(None, message="no such program")),
+        ({"Status": "dead", "ExitCode": 1, "Error": "device busy"}, Ended(1, message="device busy")),
+    ],
+)
+def test_how_a_container_ended(state: dict[str, Any], ended: Ended | None) -> None:
+    assert ended_of({"State": state}) == ended
+
+
+def test_one_that_is_gone_ended_in_a_way_that_nobody_knows() -> None:
+    assert ended_of(None) == Ended(None)
+
+
+def test_an_image_needs_no_command_and_its_paths_stay() -> None:
+    container = {
+        "name": "ome-container",
+        "image": "vllm/vllm-openai:v1",
+        "args": ["--model=/mnt/models/a", "--port=8080"],
+    }
+    pod = {"spec": {"containers": [container]}}
+    line = line_of(Surroundings(pod, "node", ports={8080: 22001}, image_runs=True), container)
+    assert line.words == ("--model=/mnt/models/a", "--port=22001") and line.entry == 0
+
+
+def test_volumes_are_open_to_the_users_of_an_image(tmp_path: Path) -> None:
+    volumes = [
+        {"name": "scratch", "emptyDir": {}},
+        {"name": "knobs", "configMap": {"name": "knobs"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}},
+    ]
+    mounts = [
+        {"name": "scratch", "mountPath": "/scratch"},
+        {"name": "knobs", "mountPath": "/etc/knobs"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    container = {"name": "main", "volumeMounts": mounts}
+    pod = {"spec": {"containers": [container], "volumes": volumes}}
+    found = mounted(pod, container, tmp_path, lambda *_: {"data": {"a": "1"}}, {}, other_users=True)
+    assert [each.inside for each in found] == ["/scratch", "/etc/knobs"] and shared_memory(pod, container) == 2 << 30
+    assert (tmp_path / "volumes" / "scratch").stat().st_mode & 0o777 == 0o777
+    assert (tmp_path / "volumes" / "knobs" / "a").stat().st_mode & 0o777 == 0o644
