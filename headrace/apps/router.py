@@ -23,6 +23,7 @@ from headrace.router.proxy import RouterProxy
 from headrace.router.settings import RouterSettings
 from headrace.router.waking.scaler import Scaler
 from headrace.telemetry.access import log_access
+from headrace.telemetry.tracing import NO_TRACING, open_tracing
 from headrace.wire.http.routes import Routes
 from headrace.wire.negotiation import NegotiatingProtocol
 from headrace.wire.server import WireServer, run_until_signal
@@ -44,6 +45,8 @@ class RouterAppSettings:
     grace_seconds: float = 30.0
     """How long a request in flight may take after SIGTERM."""
     access_log: bool = False
+    trace_endpoint: str = ""
+    """An OTLP/HTTP collector for the cold starts of what sleeps; "": none."""
     config: str = ""
     """The file that they come from, if any: they are read anew when it changes, and on SIGHUP."""
 
@@ -67,11 +70,19 @@ def run_router(settings: RouterAppSettings, on_ready: OnReady | None = None, rer
 
 
 async def _run(settings: RouterAppSettings, on_ready: OnReady | None, reread: Reread | None) -> int:
-    proxy = RouterProxy(settings.router, _scaler(settings.router))
+    tracer = open_tracing(settings.trace_endpoint, "headrace-router") if settings.trace_endpoint else NO_TRACING
+    proxy = RouterProxy(settings.router, _scaler(settings.router), tracer, _scaler)
+    _tell_of_wakes(proxy)
     grpc = GrpcProxy(proxy.backends, settings.router, budget=proxy.budget)
     grpc.waking = proxy.waking
     grpc.line = proxy.line
     proxy.on_renew.append(grpc.renew)
+
+    def wake_alike(_: RouterSettings) -> None:
+        grpc.waking = proxy.waking
+        _tell_of_wakes(proxy)
+
+    proxy.on_renew.append(wake_alike)
     site = build_router_site(proxy, grpc, settings)
     server = WireServer(site, settings.address, partial(NegotiatingProtocol, site), tls=settings.tls)
     stop = partial(proxy.stop_being_ready, settings.grace_seconds)
@@ -94,6 +105,7 @@ async def _run(settings: RouterAppSettings, on_ready: OnReady | None, reread: Re
             await reloading.close()
         await grpc.close()
         await proxy.close()
+        tracer.close()
 
 
 def _scaler(settings: RouterSettings) -> Scaler | None:
@@ -106,6 +118,18 @@ def _scaler(settings: RouterSettings) -> Scaler | None:
     from headrace.router.waking.kubernetes import connect
 
     return connect()
+
+
+def _tell_of_wakes(proxy: RouterProxy) -> None:
+    """The daemon of this machine has a place for them: `headrace describe` shows the last one."""
+    waking = proxy.waking
+    if waking is None or waking.settings.local is None:
+        return
+    from headrace.router.waking.local import LocalScaler
+
+    scaler, first = waking.scaler, waking.settings.targets[0]
+    if isinstance(scaler, LocalScaler):
+        waking.on_woken = lambda wake: scaler.tell(first, wake.seconds())
 
 
 def build_router_site(proxy: RouterProxy, grpc: GrpcProxy | None, settings: RouterAppSettings) -> Site:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace.apps")
 
-_FIXED = ("address", "tls", "limits", "grace_seconds", "access_log")
+_FIXED = ("address", "tls", "limits", "grace_seconds", "access_log", "trace_endpoint")
 
 
 class Reloading:

@@ -8,15 +8,33 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.fleet_options import Context, Kube, Kubeconfig, Namespace, where_of, with_fleet
+
 _URL = "http://127.0.0.1:8000"
 _CHAT = "Language models (--protocol openai)"
+_SERVICE = "Fleet"
 
 
 def bench(
     model: Annotated[
         str, typer.Argument(metavar="[MODEL]", help="Name of the model. OpenAI's API: the only one there unless told.")
     ] = "",
-    url: Annotated[str, typer.Option(metavar="URL", help="The server: http://, https://, grpc:// or grpcs://.")] = _URL,
+    url: Annotated[
+        str,
+        typer.Option(metavar="URL", help=f"The server: http://, https://, grpc:// or grpcs://. {_URL} unless told."),
+    ] = "",
+    service: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=_SERVICE,
+            help="An InferenceService: its own URL, by OpenAI's API unless told.",
+        ),
+    ] = "",
+    kube: Kube = False,
+    kubeconfig: Kubeconfig = "",
+    context: Context = "",
+    namespace: Namespace = "",
     version: Annotated[str, typer.Option(metavar="VERSION", help="One version; the server's choice unless told.")] = "",
     protocol: Annotated[
         str, typer.Option(metavar="http|grpc|predict|openai", help="What to speak; what the URL says unless told.")
@@ -126,11 +144,28 @@ def bench(
         headrace bench production --protocol predict --rows 8 --header x-api-key:secret
 
         headrace bench llama --protocol openai --scenario "D(100,100)" --concurrency 1,4,16 --report llama.html
+
+        headrace bench --service llama-chat --scenario "D(100,100)" --concurrency 1,4,16 --report llama.html
+
+        headrace bench --service llama-chat --kube -n team --output s3://numbers/llama-chat
     """
     from headrace.cli.bench_run import BenchWish, run_bench
     from headrace.cli.checks import told
     from headrace.core.errors import InvalidArgument
 
+    known: tuple[str, ...] = ()
+    if service:
+        from headrace.cli.bench_service import service_at
+
+        protocol = protocol or "openai"
+        url, known = with_fleet(
+            where_of(kube, kubeconfig, context), lambda fleet: service_at(fleet, namespace, service, url)
+        )
+    else:
+        given = {"--kube": kube, "--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
+        with told():
+            _refuse(given, "says where a service is: name it by --service")
+    url = url or _URL
     if protocol == "openai":
         from headrace.cli.bench_chat import ChatWish, run_chat
 
@@ -152,7 +187,7 @@ def bench(
                     json_file=json_file,
                     report=report,
                     output=output,
-                    about=tuple(about or ()),
+                    about=(*known, *(about or ())),
                     headers=tuple(headers or ()),
                     ca=ca,
                     cert=cert,

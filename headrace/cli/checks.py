@@ -60,3 +60,13 @@ def tls_of(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
     if not (certificate and key):
         raise InvalidArgument("TLS needs both --tls-certificate and --tls-key")
     return TlsFiles(certificate, key, client_ca or None)
+
+
+def collector_of(endpoint: str) -> str:
+    """Where spans go, if anywhere. Raises InvalidArgument before anything is started, not when the first one is sent."""
+    from headrace.telemetry.tracing import checked_endpoint
+
+    try:
+        return checked_endpoint(endpoint).geturl() if endpoint else ""
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from None

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="An InferenceService, or one of its pods for its log.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="An InferenceService; for a log also one of its pods, or a benchmark.")
+]
 
 
 def logs(
@@ -45,12 +47,20 @@ def logs(
         headrace logs digits --previous --tail 20
 
         headrace logs digits -c fetch-tokenizer
+
+        headrace logs benchmarkjob/digits-load
     """
+    from headrace.fleet.client.kinds import kinds_of
+
+    said = name.partition("/")[0] if "/" in name else ""
+    with or_sentence():
+        kind = kinds_of(said)[0].name if said not in ("", "pod", "pods") else ""
     found: Sequence[tuple[str, str]] = _with(
         folder,
         lambda fleet: fleet.logs(
             namespace or fleet.namespace,
             _bare(name),
+            kind=kind,
             pod=pod,
             container=container,
             every=every,

@@ -49,6 +49,14 @@ def up(
     ephemeral: Annotated[
         bool, typer.Option("--ephemeral", help="End all services on the way out; their documents stay.")
     ] = False,
+    trace_endpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Send the cold starts of services that sleep, in parts, to this OTLP/HTTP collector.",
+            show_default=False,
+        ),
+    ] = "",
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
@@ -68,7 +76,7 @@ def up(
     from pathlib import Path
     from typing import cast
 
-    from headrace.cli.checks import or_exit
+    from headrace.cli.checks import collector_of, or_exit
     from headrace.core.errors import InvalidArgument
     from headrace.fleet.local.program import run_local
     from headrace.fleet.local.settings import LocalSettings, state_dir
@@ -86,6 +94,7 @@ def up(
             driver="docker" if driver == "docker" else "process",
             max_processes=max_processes,
             ephemeral=ephemeral,
+            trace_endpoint=collector_of(trace_endpoint),
         )
         code = run_local(settings, _show)
     raise typer.Exit(code)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headrace.router.proxy import RouterProxy
     from headrace.wire.sockets import Address
 
-_LISTENING, _CHECKS, _RETRIES, _LOGS = "Listening", "Health", "Retries and time limits", "Logs"
+_LISTENING, _CHECKS, _RETRIES, _LOGS = "Listening", "Health", "Retries and time limits", "Logs and traces"
 _CHOICES, _FINDING = "Choice of a backend", "Finding backends"
 
 
@@ -181,6 +181,14 @@ def router(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=_LOGS)
     ] = False,
+    trace_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Send the cold starts of what sleeps, in parts, to this OTLP/HTTP collector.",
+            rich_help_panel=_LOGS,
+        ),
+    ] = None,
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
@@ -243,6 +251,7 @@ def router(
         "discovery.namespace": discover_namespace,
         "discovery.port": discover_port,
         "access_log": access_log or None,
+        "trace_endpoint": trace_endpoint,
     }
     from headrace.cli.checks import or_exit
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from headrace.apps.router import RouterAppSettings
-from headrace.cli.checks import address_of, tls_of
+from headrace.cli.checks import address_of, collector_of, tls_of
 from headrace.cli.router_activation import read_activation
 from headrace.core.errors import InvalidArgument
 from headrace.router.choosing.checking import check_choices
@@ -66,11 +66,12 @@ _KINDS: dict[str, str] = {
     "max_outstanding": "int",
     "grace_seconds": "float",
     "access_log": "bool",
+    "trace_endpoint": "str",
     **{f"{section}.{each.name}": str(each.type) for section, made in _SECTIONS.items() for each in fields(made)},
 }
 _ACTIVATION = "activation"
 _WORDS = {"str": "a text", "int": "a whole number from 0", "float": "a number from 0", "bool": "true or false"}
-_APP = ("host", "port", "tls_certificate", "tls_key", "tls_client_ca", "grace_seconds", "access_log")
+_APP = ("host", "port", "tls_certificate", "tls_key", "tls_client_ca", "grace_seconds", "access_log", "trace_endpoint")
 
 
 def router_settings(given: dict[str, Any], config: str) -> RouterAppSettings:
@@ -108,6 +109,7 @@ def router_settings(given: dict[str, Any], config: str) -> RouterAppSettings:
         tls=tls_of(app.get("tls_certificate", ""), app.get("tls_key", ""), app.get("tls_client_ca", "")),
         grace_seconds=app.get("grace_seconds", 30.0),
         access_log=app.get("access_log", False),
+        trace_endpoint=collector_of(app.get("trace_endpoint", "")),
         config=config,
     )
 

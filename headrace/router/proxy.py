@@ -26,7 +26,9 @@ from headrace.router.pools import CoarseClock, Pool
 from headrace.router.retries import RetryBudget
 from headrace.router.status import RouterStatus
 from headrace.router.waking.activator import Activator
+from headrace.router.waking.settings import never_idle
 from headrace.telemetry.registry import Registry
+from headrace.telemetry.tracing import NO_TRACING, Tracer
 
 if TYPE_CHECKING:
     from headrace.router.backend import Backend
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from headrace.router.waking.scaler import Scaler
     from headrace.wire.http.routes import Routes
 
+MakeScaler = Callable[["RouterSettings"], "Scaler | None"]
 _TICK_SECONDS = 0.25
 _READ_BYTES = 1 << 20
 """Where a choice looks into bodies, those up to this size are there before it is made."""
@@ -44,7 +47,6 @@ FIXED = (
     "whole_bytes",
     "answer_head_bytes",
     "ca_file",
-    "activation",
     "max_outstanding",
     "queue",
 )
@@ -56,9 +58,18 @@ _CHOICES = ("policy", "cache_aware", "prefix_hash", "sticky", "hedging")
 class RouterProxy:
     """See the module. Used from the loop's thread only."""
 
-    def __init__(self, settings: RouterSettings, scaler: Scaler | None = None) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        scaler: Scaler | None = None,
+        tracer: Tracer = NO_TRACING,
+        make_scaler: MakeScaler | None = None,
+    ) -> None:
+        """make_scaler: for what is to sleep by settings that come later."""
         check_backends(settings)
         self.settings = settings
+        self._tracer = tracer
+        self._make_scaler = make_scaler or (lambda _: None)
         limited = LimitedBackends(settings) if settings.max_outstanding else None
         self.backends = limited or Backends(settings)
         self.line = limited.line if limited is not None else None
@@ -132,6 +143,7 @@ class RouterProxy:
         elsewhere = wanted.discovery != old.discovery or wanted.backends != old.backends
         # Before anything is changed: it may turn out that this cannot be.
         sources = make_sources(wanted.discovery) if elsewhere else []
+        scaler = self._make_scaler(wanted) if wanted.activation is not None and self.waking is None else None
         self.settings = self._forwarder.settings = wanted
         if any(getattr(wanted, name) != getattr(old, name) for name in _WORK):
             self.backends.renew(wanted, asyncio.get_running_loop().time())
@@ -145,6 +157,8 @@ class RouterProxy:
             self._consider()
         if elsewhere:
             await self._discover(sources)
+        if wanted.activation != old.activation:
+            await self._renew_waking(wanted, scaler)
         for tell in self.on_renew:
             tell(wanted)
         return fixed
@@ -184,13 +198,29 @@ class RouterProxy:
         for connection in tuple(pool.all):
             connection.close()
 
+    async def _renew_waking(self, settings: RouterSettings, scaler: Scaler | None) -> None:
+        if self.waking is not None:
+            self.waking.renew(settings.activation or never_idle(self.waking.settings))
+            return
+        self.waking = self._forwarder.waking = self._made_waking(scaler)
+        if self.waking is not None:
+            self._status.wakes(self.waking)
+            await self.waking.start()
+
     def _made_waking(self, scaler: Scaler | None) -> Activator | None:
         activation = self.settings.activation
         if activation is None:
             return None
         if scaler is None:
             raise InvalidArgument("activation needs somebody who starts what sleeps: give the router a scaler")
-        return Activator(activation, self.backends, scaler, self._checks.answers)
+        made = Activator(activation, self.backends, scaler, self._checks.answers, self._tracer)
+        made.look_around = self._look_around
+        self.backends.joined.append(lambda _: made.joined())
+        return made
+
+    def _look_around(self) -> None:
+        if self._discoverer is not None:
+            self._discoverer.hurry()
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -227,4 +257,7 @@ def with_fixed(old: RouterSettings, new: RouterSettings) -> tuple[RouterSettings
         # It is part of what is known of each head.
         kept["retries"] = replace(new.retries, inference=old.retries.inference)
         names.append("retries.inference")
+    if old.activation and new.activation and old.activation.local != new.activation.local:
+        kept["activation"] = old.activation
+        names.append("activation.local")
     return replace(new, **kept), names

@@ -44,7 +44,7 @@ class RouterStatus:
         waking: Activator | None = None,
     ) -> None:
         self.ready = True
-        self._waking = waking
+        self._waking: Activator | None = None
         self._registry = registry
         self._backends = backends
         self._pools = pools
@@ -61,7 +61,12 @@ class RouterStatus:
             self.join(backend)
         self._declare()
         if waking is not None:
-            waking.declare(registry)
+            self.wakes(waking)
+
+    def wakes(self, waking: Activator) -> None:
+        """What is behind the backends may sleep from now on."""
+        self._waking = waking
+        waking.declare(self._registry)
 
     def add_to(self, routes: Routes) -> None:
         """Register the endpoints; nothing under `/router` goes to a backend."""

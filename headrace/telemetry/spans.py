@@ -45,14 +45,14 @@ class ProviderTracer:
         self._provider = provider
         self._tracer = provider.get_tracer("headrace")
 
-    def start(self, name: str, parent: Span | bytes | None = None) -> Span:
+    def start(self, name: str, parent: Span | bytes | None = None, at: float | None = None) -> Span:
         """See `Tracer.start`. A header that does not parse is as good as none."""
         header = parent if isinstance(parent, bytes | None) else parent.traceparent
         # An empty context, not the current one: a parent is what was passed, never what happens to be around.
         context = Context()
         if header:
             context = _PROPAGATOR.extract({"traceparent": header.decode("latin-1")}, context)
-        return ProviderSpan(self._tracer.start_span(name, context))
+        return ProviderSpan(self._tracer.start_span(name, context, start_time=_nanoseconds(at)))
 
     def close(self) -> None:
         """See `Tracer.close`."""
@@ -73,11 +73,11 @@ class ProviderSpan:
         """See `Span.set`."""
         self._span.set_attribute(name, value)
 
-    def end(self, failure: str = "") -> None:
+    def end(self, failure: str = "", at: float | None = None) -> None:
         """See `Span.end`."""
         if failure:
             self._span.set_status(otel.StatusCode.ERROR, failure)
-        self._span.end()
+        self._span.end(_nanoseconds(at))
 
     def __enter__(self) -> Span:
         """See `Span.__enter__`."""
@@ -91,3 +91,7 @@ class ProviderSpan:
             self.end()
         else:
             self.end(error.message if isinstance(error, HeadraceError) else type(error).__name__)
+
+
+def _nanoseconds(at: float | None) -> int | None:
+    return None if at is None else round(at * 1e9)

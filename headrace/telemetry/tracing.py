@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from types import TracebackType
 from typing import Protocol, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from headrace.core.errors import FailedPrecondition
 
@@ -27,8 +27,8 @@ class Span(Protocol):
     def set(self, name: str, value: AttributeValue) -> None:
         """Attach a fact."""
 
-    def end(self, failure: str = "") -> None:
-        """Stop the watch; `failure` says what went wrong, and marks the span as failed."""
+    def end(self, failure: str = "", at: float | None = None) -> None:
+        """Stop the watch; `failure` says what went wrong, and marks the span as failed. `at`: see `Tracer.start`."""
 
     def __enter__(self) -> Span:
         """Begin a block that ends the span."""
@@ -45,8 +45,11 @@ class Tracer(Protocol):
     enabled: bool
     """False when nobody listens: a hot path may then skip the work of naming things."""
 
-    def start(self, name: str, parent: Span | bytes | None = None) -> Span:
-        """Start a span under another one, under a client's `traceparent` header, or under nothing."""
+    def start(self, name: str, parent: Span | bytes | None = None, at: float | None = None) -> Span:
+        """Start a span under another one, under a client's `traceparent` header, or under nothing.
+
+        `at`: seconds since the epoch, for what has begun before it is told.
+        """
 
     def close(self) -> None:
         """Send what is left, and stop."""
@@ -58,7 +61,7 @@ class _NoSpan:
 
     def set(self, name: str, value: AttributeValue) -> None: ...
 
-    def end(self, failure: str = "") -> None: ...
+    def end(self, failure: str = "", at: float | None = None) -> None: ...
 
     def __enter__(self) -> _NoSpan:
         return self
@@ -72,7 +75,7 @@ class _NoTracer:
     __slots__ = ()
     enabled = False
 
-    def start(self, name: str, parent: Span | bytes | None = None) -> Span:
+    def start(self, name: str, parent: Span | bytes | None = None, at: float | None = None) -> Span:
         return _NO_SPAN
 
     def close(self) -> None: ...
@@ -88,13 +91,9 @@ def open_tracing(endpoint: str, service_name: str, *, sample_ratio: float = 1.0)
 
     A request that comes with a `traceparent` is traced if its caller traces it; of the others, `sample_ratio` are.
     """
-    address = urlsplit(endpoint)
-    if address.scheme not in ("http", "https") or not address.hostname:
-        raise ValueError(f"tracing endpoint {endpoint!r} is not allowed: use a URL such as http://localhost:4318")
+    address = checked_endpoint(endpoint)
     if not 0 <= sample_ratio <= 1:
         raise ValueError(f"tracing sample ratio {sample_ratio} is not allowed: use a number from 0 to 1")
-    if address.path in ("", "/"):
-        address = address._replace(path="/v1/traces")
     try:
         spans = importlib.import_module("headrace.telemetry.spans")
     except ModuleNotFoundError as error:
@@ -102,3 +101,11 @@ def open_tracing(endpoint: str, service_name: str, *, sample_ratio: float = 1.0)
             raise
         raise FailedPrecondition("tracing needs OpenTelemetry: pip install 'headrace[trace]'") from error
     return cast("Tracer", spans.exporting_tracer(address.geturl(), service_name, sample_ratio))
+
+
+def checked_endpoint(endpoint: str) -> SplitResult:
+    """Where spans go, with a collector's path unless another is told. Raises ValueError that says what to write."""
+    address = urlsplit(endpoint)
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise ValueError(f"tracing endpoint {endpoint!r} is not allowed: use a URL such as http://localhost:4318")
+    return address._replace(path="/v1/traces") if address.path in ("", "/") else address

@@ -24,6 +24,7 @@ from headrace.router.proxy import RouterProxy
 from headrace.router.settings import BackendAddress, HealthSettings, RouterSettings
 from headrace.router.waking.scaler import Replicas, Scaler, ScalerFailed, polled
 from headrace.router.waking.settings import ActivationSettings, Target
+from headrace.telemetry.tracing import NO_TRACING, Tracer
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
 
@@ -167,6 +168,7 @@ def napping(
     health: str = "",
     health_seconds: float = 0.5,
     idle_seconds: float = 3600.0,
+    tracer: Tracer = NO_TRACING,
     **bounds: Any,
 ) -> Iterator[Nap]:
     """A router before the servers at these ports, for targets that `scaler` has."""
@@ -179,7 +181,7 @@ def napping(
     made: list[tuple[RouterProxy, GrpcProxy]] = []
 
     async def build() -> Site:
-        proxy = RouterProxy(settings, made_scaler)
+        proxy = RouterProxy(settings, made_scaler, tracer)
         grpc = GrpcProxy(proxy.backends, settings, budget=proxy.budget)
         grpc.waking = proxy.waking
         routes = Routes()

@@ -33,7 +33,10 @@ class Waiting:
     def wait(self) -> None:
         pass
 
-    def go(self) -> None:
+    def traceparent(self) -> bytes:
+        return b""
+
+    def go(self, answered: object = None) -> None:
         self._log.append(self._number)
 
     def refuse(self, error: HeadraceError) -> None:

@@ -13,15 +13,28 @@ from headrace.fleet.words import Document, items, name_of, part, text, whole
 
 PENDING, RUNNING, COMPLETED, FAILED = "Pending", "Running", "Completed", "Failed"
 ENDED = (COMPLETED, FAILED)
-_STUCK = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError")
+NO_SERVICE, BENCHMARK_FAILED, BENCHMARK_COMPLETED = "InferenceServiceNotFound", "BenchmarkFailed", "BenchmarkCompleted"
+_STUCK = (
+    "ImagePullBackOff",
+    "ErrImagePull",
+    "ErrImageNeverPull",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+)
 
 
 def benchmark_status(
-    benchmark: Document, planned: Benchmark, job: Document | None, pods: Sequence[Document], now: datetime
+    benchmark: Document,
+    planned: Benchmark,
+    job: Document | None,
+    pods: Sequence[Document],
+    now: datetime,
+    where: str = "",
 ) -> Document:
-    """What to write; equal to what is there if nothing has changed."""
+    """What to write; equal to what is there if nothing has changed. `where`: the results, if not as the user writes it."""
     before = part(benchmark, "status")
-    told = _told(planned, job, pods, where_of(benchmark))
+    told = _told(planned, job, pods, where or where_of(benchmark))
     generation = whole(benchmark, "metadata", "generation")
     if generation is not None:
         told["observedGeneration"] = generation
@@ -34,6 +47,25 @@ def ended(job: Document | None) -> str:
     """`Completed` or `Failed` once a Job is; else nothing."""
     conditions = {text(each, "type") for each in items(job, "status", "conditions") if text(each, "status") == "True"}
     return COMPLETED if "Complete" in conditions else FAILED if "Failed" in conditions else ""
+
+
+def news(planned: Benchmark, before: Document, after: Document) -> tuple[str, str, str] | None:
+    """The event of a change of status: its type, its reason and what it says; None where nobody need know."""
+    state, same = text(after, "state"), text(before, "state") == text(after, "state")
+    if state == FAILED and text(before, "failureMessage") != text(after, "failureMessage"):
+        return "Warning", BENCHMARK_FAILED, text(after, "failureMessage")
+    if state == COMPLETED and not same:
+        return "Normal", BENCHMARK_COMPLETED, text(after, "details")
+    if planned.missing and text(before, "details") != text(after, "details"):
+        return "Warning", NO_SERVICE, text(after, "details")
+    return None
+
+
+def is_over(benchmark: Document) -> bool:
+    """Whether what is asked for has been done, and only its Job is gone. What never had one is looked at again."""
+    status = part(benchmark, "status")
+    done = text(status, "state") in ENDED and bool(text(status, "completionTime"))
+    return done and whole(status, "observedGeneration") == whole(benchmark, "metadata", "generation")
 
 
 def _told(planned: Benchmark, job: Document | None, pods: Sequence[Document], where: str) -> dict[str, Any]:

@@ -12,18 +12,17 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from headrace.fleet.benchmarks.planning import DIGEST, Benchmark, digest_of, plan_benchmark, service_of
-from headrace.fleet.benchmarks.states import COMPLETED, ENDED, FAILED, benchmark_status
+from headrace.fleet.benchmarks.states import benchmark_status, is_over, news
 from headrace.fleet.cluster.api import Api, Refused
 from headrace.fleet.cluster.events import Recorder
 from headrace.fleet.cluster.leaving import let_go
 from headrace.fleet.cluster.queue import Key
 from headrace.fleet.cluster.resources import BENCHMARKS, JOBS
 from headrace.fleet.cluster.view import View, owner_uid
-from headrace.fleet.words import Document, Problem, annotations_of, name_of, part, text, whole
+from headrace.fleet.words import Document, Problem, annotations_of, name_of, part, text
 
 log = logging.getLogger("headrace.operator")
 
-NO_SERVICE, BENCHMARK_FAILED, BENCHMARK_COMPLETED = "InferenceServiceNotFound", "BenchmarkFailed", "BenchmarkCompleted"
 _LONGEST = 400
 
 
@@ -55,7 +54,7 @@ class Benchmarker:
         if job is not None:
             await self._tell(benchmark, Benchmark(), job, pods)
             return True
-        if _over(benchmark):
+        if is_over(benchmark):
             return True
         named = service_of(benchmark)
         planned = plan_benchmark(benchmark, self._view.service(named) if named else None, self._view.facts)
@@ -116,17 +115,6 @@ class Benchmarker:
                 return
             raise
         self._view.put(BENCHMARKS, made)
-        state, same = text(after, "state"), text(before, "state") == text(after, "state")
-        if state == FAILED and text(before, "failureMessage") != text(after, "failureMessage"):
-            await self._recorder.record(benchmark, "Warning", BENCHMARK_FAILED, text(after, "failureMessage"))
-        elif state == COMPLETED and not same:
-            await self._recorder.record(benchmark, "Normal", BENCHMARK_COMPLETED, text(after, "details"))
-        elif planned.missing and text(before, "details") != text(after, "details"):
-            await self._recorder.record(benchmark, "Warning", NO_SERVICE, text(after, "details"))
-
-
-def _over(benchmark: Document) -> bool:
-    """Whether what is asked for has been done, and only its Job is gone. What never had one is looked at again."""
-    status = part(benchmark, "status")
-    done = text(status, "state") in ENDED and bool(text(status, "completionTime"))
-    return done and whole(status, "observedGeneration") == whole(benchmark, "metadata", "generation")
+        told = news(planned, before, after)
+        if told is not None:
+            await self._recorder.record(benchmark, *told)

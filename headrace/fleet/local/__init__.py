@@ -12,6 +12,8 @@ the objects of a plan, and shows what it sees as Kubernetes documents, so that `
     starting      these together: what to run for a container of a pod
     machine       what a pod needs of this machine: cores, memory, GPUs, ports
     models        models on this machine, brought once
+    jobs          one Job: a process that runs once; `once` waits for its end
+    benchmarking  BenchmarkJobs: their Jobs, and how they are
     driving       the contract of what runs containers
     process_driver  one of two: processes, held to their limits by `cgroups`, or by `watching` them
     processes     a process that outlives the daemon and is found again; `child` are its first lines
@@ -30,6 +32,7 @@ the objects of a plan, and shows what it sees as Kubernetes documents, so that `
     scaling       replicas by load: another number of them, and why
     objects       the live objects of a service
     controller    plan, bring about, tell
+    questions     routers that wait for another number of replicas
     events        what happened, the last of it
     control       the UNIX socket of the daemon
     client        the other side of it: `client.contract.Fleet`

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,9 @@ class LocalFleet:
 
     async def pods(self, service: Document) -> Sequence[Document]:
         """See `Fleet.pods`."""
-        found: Sequence[Document] = await self._ask("pods", namespace=namespace_of(service), name=name_of(service))
+        found: Sequence[Document] = await self._ask(
+            "pods", kind=kind_of(service), namespace=namespace_of(service), name=name_of(service)
+        )
         return found
 
     async def events(self, objects: Sequence[Document]) -> Sequence[Document]:
@@ -155,17 +157,18 @@ class LocalFleet:
         namespace: str,
         name: str,
         *,
+        kind: str = "",
         pod: str = "",
         container: str = "",
         every: bool = False,
         tail: int = 100,
         previous: bool = False,
     ) -> Sequence[tuple[str, str]]:
-        """The last lines of the pods of a service, or of a pod by its name: (pod, text).
+        """The last lines of the pods of a service, of a benchmark, or of a pod by its name: (pod, text).
 
         container: not of the main one, but of this. every: of all of them; then they are called pod/container.
         """
-        asked = {"pod": pod, "container": container, "every": every, "tail": tail, "previous": previous}
+        asked = {"kind": kind, "pod": pod, "container": container, "every": every, "tail": tail, "previous": previous}
         told = await self._ask("logs", namespace=namespace, name=name, **asked)
         return [(each["pod"], each["text"]) for each in told]
 
@@ -176,10 +179,17 @@ class LocalFleet:
         )
         return told
 
-    async def replicas(self, namespace: str, name: str, component: str) -> Document:
-        """`wanted` and `ready` of a component or workload."""
-        told: Document = await self._ask("replicas", namespace=namespace, name=name, component=component)
+    async def replicas(
+        self, namespace: str, name: str, component: str, known: Mapping[str, int] | None = None
+    ) -> Document:
+        """`wanted` and `ready` of a component or workload. `known`: when they are others, or a while is over."""
+        more = {} if known is None else {"known": known}
+        told: Document = await self._ask("replicas", namespace=namespace, name=name, component=component, **more)
         return told
+
+    async def woken(self, namespace: str, name: str, parts: Mapping[str, float]) -> None:
+        """Tell of a cold start: seconds of each part."""
+        await self._ask("woken", namespace=namespace, name=name, parts=parts)
 
     async def _ask(self, verb: str, **asked: Any) -> Any:
         body = json.dumps(asked, default=str).encode()

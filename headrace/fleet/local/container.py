@@ -310,7 +310,7 @@ class Container:
         if as_json(self.state) == before:
             return
         try:
-            write_json(self.folder / "state.json", as_json(self.state))
+            write_json(self.folder / "state.json", as_json(self.state), lasting=False)
         except FailedPrecondition as error:
             # It runs on all the same; only another daemon would not know how it was.
             self._pod.tell("Warning", "DiskPressure", error.message)

@@ -50,6 +50,14 @@ class Record:
         return cls(**{**said, **pairs, "placement": placement})
 
 
+@dataclass(frozen=True)
+class Moments:
+    """When a pod's process began, and was found to be ready, since the epoch; 0 where this daemon has not seen it."""
+
+    started: float = 0.0
+    found: float = 0.0
+
+
 class Around(Protocol):
     """What a pod needs of the rest."""
 

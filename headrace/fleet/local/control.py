@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound
 from headrace.fleet import schema
 from headrace.fleet.client.contract import Change
+from headrace.fleet.local.benchmarking import BENCHMARK, Benchmarks
 from headrace.fleet.local.controller import SERVICE, Controller
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
@@ -46,12 +47,19 @@ class Control:
     """The verbs."""
 
     def __init__(
-        self, settings: LocalSettings, store: Store, kubelet: Kubelet, controller: Controller, events: Events
+        self,
+        settings: LocalSettings,
+        store: Store,
+        kubelet: Kubelet,
+        controller: Controller,
+        benchmarks: Benchmarks,
+        events: Events,
     ) -> None:
         self._settings = settings
         self._store = store
         self._kubelet = kubelet
         self._controller = controller
+        self._benchmarks = benchmarks
         self._events = events
         self._tasks: set[asyncio.Task[None]] = set()
         self._verbs: dict[str, Callable[[Asked], Any]] = {
@@ -68,6 +76,7 @@ class Control:
             "logs": self._logs,
             "scale": self._scale,
             "replicas": self._replicas,
+            "woken": self._woken,
         }
 
     def server(self) -> WireServer:
@@ -122,10 +131,6 @@ class Control:
                 f"{kind_of(document) or 'a document without a kind'} is nothing that this machine's fleet takes: it has the "
                 f"kinds of ome.io, and {', '.join(sorted(CORE))}"
             )
-        if kind_of(document) == "BenchmarkJob":
-            raise InvalidArgument(
-                "a BenchmarkJob needs a cluster: measure a service of this machine by `headrace bench`"
-            )
         problems = schema.check(document) if kind_of(document) not in CORE else []
         if problems:
             raise InvalidArgument("; ".join(str(each) for each in problems[:8]))
@@ -163,7 +168,7 @@ class Control:
         uid = text(document, "metadata", "uid")
         if live is None or (uid and uid != text(live, "metadata", "uid")):
             return {}
-        if kind_of(live) == SERVICE:
+        if kind_of(live) in (SERVICE, BENCHMARK):
             try:
                 self._store.marked(live)
             except FailedPrecondition:
@@ -182,7 +187,11 @@ class Control:
     # What runs
 
     def _pods(self, asked: Asked) -> list[Document]:
-        return [each.shown() for each in self._kubelet.of((text(asked, "namespace"), text(asked, "name")))]
+        key = (text(asked, "namespace"), text(asked, "name"))
+        if text(asked, "kind") == BENCHMARK:
+            run = self._benchmarks.run_of(*key)
+            return run.pods() if run is not None else []
+        return [each.shown() for each in self._kubelet.of(key)]
 
     def _told(self, asked: Asked) -> list[Document]:
         return self._events.of({each for each in asked.get("uids", []) if isinstance(each, str)})
@@ -199,7 +208,10 @@ class Control:
         }
 
     async def _logs(self, asked: Asked) -> list[Asked]:
-        """The last lines of the pods of a service, or of one pod: of the main container, one by its name, or all."""
+        """The last lines of the pods of a service, of one pod, or of a benchmark.
+
+        Of the main container, one by its name, or all.
+        """
         service = (text(asked, "namespace"), text(asked, "name"))
         pod, tail = text(asked, "pod"), asked.get("tail")
         lines = min(tail, _MOST_LINES) if isinstance(tail, int) else 100
@@ -207,6 +219,9 @@ class Control:
         if not found and not pod:
             there = self._kubelet.replicas.values()
             found = [each for each in there if (each.record.service[0], each.name) == service]
+        run = self._benchmarks.run_of(service[0], pod or service[1])
+        if run is not None and (not found or text(asked, "kind") == BENCHMARK):
+            return [{"pod": name_of(each), "text": run.logs(lines)} for each in run.pods()]
         if not found:
             raise NotFound(
                 f"{service[1]} has no pods{f' named {pod}' if pod else ''} on this machine: look at `headrace get isvc`"
@@ -226,9 +241,19 @@ class Control:
         service = (text(asked, "namespace"), text(asked, "name"))
         return self._controller.scale(service, text(asked, "component") or "engine", replicas)
 
-    def _replicas(self, asked: Asked) -> Document:
+    def _replicas(self, asked: Asked) -> Document | Awaitable[Document]:
+        """How many there are; with `known`, as soon as there are others."""
         service = (text(asked, "namespace"), text(asked, "name"))
-        return self._controller.replicas(service, text(asked, "component") or "engine")
+        component = text(asked, "component") or "engine"
+        if "known" not in asked:
+            return self._controller.replicas(service, component)
+        return self._controller.questions.ask(service, component, part(asked, "known"))
+
+    def _woken(self, asked: Asked) -> Asked:
+        """A router tells of a cold start."""
+        parts = {name: each for name, each in part(asked, "parts").items() if isinstance(each, int | float)}
+        self._controller.woken((text(asked, "namespace"), text(asked, "name")), parts)
+        return {}
 
 
 def _tell(exchange: Exchange, found: Any) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound
@@ -19,6 +19,7 @@ from headrace.fleet.explaining import shipped_runtimes
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.objects import Objects
+from headrace.fleet.local.questions import Questions
 from headrace.fleet.local.routes import activation_of, backends_of, component_urls, entry_of, needed
 from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.scaling.autoscaling import Autoscaling, Note
@@ -52,6 +53,8 @@ SERVICE = "InferenceService"
 CAPABILITIES = frozenset({"lws", "keda", COUNTS_REQUESTS})
 """What this machine can do beside Deployments: groups of processes stand for LeaderWorkerSets, `scaling` for KEDA."""
 _REST_SECONDS = 5.0
+_GATHER_SECONDS = 0.05
+"""Between two looks: what comes together is looked at once."""
 _STARTING = frozenset(
     {
         "Creating",
@@ -85,10 +88,13 @@ class Controller:
         self._events = events
         self._units = Units(kubelet, objects)
         self._autoscaling = Autoscaling(objects, kubelet, routers, self._scaled, self._noted)
+        self.questions = Questions(self.replicas)
+        self._ready: dict[Service, set[str]] = {}
+        """Pods that were ready when that was last told: only to be quick."""
         self._asked: set[Service] = set()
         self._any = asyncio.Event()
         self._facts: ClusterFacts | None = None
-        kubelet.on_change = routers.on_change = self.ask
+        kubelet.on_change, routers.on_change = self._pod_changed, self.ask
         kubelet.objects = objects.of
 
     @property
@@ -132,7 +138,7 @@ class Controller:
                 asked, self._asked = self._asked, set()
                 for service in sorted(asked):
                     self._look(service)
-                await asyncio.sleep(0.01)  # what comes together is looked at once
+                await asyncio.sleep(_GATHER_SECONDS)
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
@@ -163,17 +169,46 @@ class Controller:
         wanted = wanted_of(changed, scaler)
         if wanted != replicas:
             self._objects.scale(service, found[0], wanted)
+        document = self._store.get(SERVICE, *service)
+        if document is not None and not text(document, "metadata", "deletionTimestamp"):
+            # Now, and not with the next look: a request may wait for this.
+            self._units.bring(service, document)
         self.ask(service)
         return {"name": name_of(found[0]), "kind": kind_of(found[0]), "asked": replicas, "replicas": wanted}
 
     def replicas(self, service: Service, component: str) -> Document:
-        """How many there are of a component: for who wakes it. `ready` can answer, `wanted` should be there."""
+        """How many there are of a component: for who wakes it. `ready` can answer, `wanted` should be there.
+
+        Of the first that is ready also when it `started`, and when it was `found` to be.
+        """
         for each in self._objects.workloads(service):
             if component in (labels_of(each).get(COMPONENT_LABEL), name_of(each)):
                 scaler = scaler_of(each, list(self._objects.of(service).values()))
                 ready = part(each, "status").get("readyReplicas", 0)
-                return {"name": name_of(each), "wanted": wanted_of(each, scaler), "ready": ready}
+                told = {"name": name_of(each), "wanted": wanted_of(each, scaler), "ready": ready}
+                mine = [pod for pod in self._kubelet.of(service) if pod.record.owner[1] == name_of(each) and pod.ready]
+                moments = self._kubelet.moments.get(mine[0].record.uid) if mine else None
+                return {**told, **asdict(moments)} if moments is not None else told
         raise NotFound(f"{service[1]} has no {component} that runs")
+
+    def woken(self, key: Service, parts: Mapping[str, float]) -> None:
+        """A request has waited while a service was started: how long, and for what. The last time is kept."""
+        service = self._store.get(SERVICE, *key)
+        if service is not None and parts:
+            each = ", ".join(f"{name.replace('_', ' ')} {seconds * 1000:.0f}" for name, seconds in parts.items())
+            said = f"first byte after {sum(parts.values()) * 1000:.0f} ms: {each}"
+            self._events.record(service, "Normal", "ColdStart", said, latest=True)
+
+    def _pod_changed(self, key: Service) -> None:
+        """A pod is otherwise. Who comes or goes is told at once, since requests may wait for it; the rest can wait."""
+        ready = {each.record.uid for each in self._kubelet.of(key) if each.ready}
+        service = self._store.get(SERVICE, *key)
+        if ready != self._ready.get(key, set()) and service is not None:
+            self._ready[key] = ready
+            self._units.tell(key)
+            self._route(key, service)
+            self.questions.look(key)
+        self.ask(key)
 
     # One look
 
@@ -207,6 +242,7 @@ class Controller:
         self._units.bring(key, service)
         trouble = self._route(key, service) or trouble
         self._units.tell(key)
+        self.questions.look(key)
         if isinstance(planned, Problem):
             told = status_of_problems(service, [planned], utc_now(), reason="InternalError")
         elif trouble:
@@ -302,6 +338,7 @@ class Controller:
         if pods or self._routers.ending(key):
             return
         self._objects.remove(key)
+        self._ready.pop(key, None)
         if service is not None:
             self._store.remove(service)
 

@@ -41,8 +41,11 @@ class Events:
             if isinstance(each, dict):
                 self._all[_key(each)] = each
 
-    def record(self, about: Document, kind: str, reason: str, message: str) -> None:
-        """One event: `Normal` or `Warning`, a word, a sentence. The same again is counted."""
+    def record(self, about: Document, kind: str, reason: str, message: str, *, latest: bool = False) -> None:
+        """One event: `Normal` or `Warning`, a word, a sentence. The same again is counted.
+
+        `latest`: of what differs each time, such as a duration, the last one is kept and all are counted.
+        """
         now = time_text(self._now())
         event: dict[str, Any] = {
             "apiVersion": "v1",
@@ -67,7 +70,7 @@ class Events:
             "lastTimestamp": now,
             "count": 1,
         }
-        before = self._all.pop(_key(event), None)
+        before = self._all.pop(self._like(event) if latest else _key(event), None)
         if before is not None:
             event |= {"metadata": before["metadata"], "firstTimestamp": before["firstTimestamp"]}
             event["count"] = (whole(before, "count") or 1) + 1
@@ -78,6 +81,11 @@ class Events:
         log.log(
             logging.INFO if kind == "Normal" else logging.WARNING, "%s: %s: %s", name_of(about), reason, message[:300]
         )
+
+    def _like(self, event: Document) -> tuple[str, str, str]:
+        """The key of the one for the same reason."""
+        mine = _key(event)
+        return next((each for each in self._all if each[:2] == mine[:2]), mine)
 
     def of(self, uids: Collection[str]) -> list[Document]:
         """About some objects, the oldest first."""

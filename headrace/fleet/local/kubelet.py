@@ -8,12 +8,13 @@ import base64
 import binascii
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, ResourceExhausted
 from headrace.fleet.local.container import Container
-from headrace.fleet.local.contract import Record
+from headrace.fleet.local.contract import Moments, Record
 from headrace.fleet.local.driving import Driver
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.machine import Machine, Placement
@@ -55,6 +56,8 @@ class Kubelet:
         self._rotating: asyncio.Task[None] | None = None
         self._closing = False
         self.replicas: dict[str, Replica] = {}
+        self.moments: dict[str, Moments] = {}
+        """Of pods that run, by their uids."""
         self.on_change: Callable[[Service], None] = lambda _: None
         self.objects: Callable[[Service], Mapping[str, Document]] = lambda _: {}
         """The live objects of a service, by `live_key`."""
@@ -144,6 +147,7 @@ class Kubelet:
             return
         uid = replica.record.uid
         self.replicas.pop(uid, None)
+        self.moments.pop(uid, None)
         self._tasks.pop(uid, None)
         self.look_again()
         self.on_change(replica.record.service)
@@ -167,6 +171,11 @@ class Kubelet:
         taken = [each for each in others if each is not None]
         record = replica.record
         return self._machine.place(record.uid, record.document, taken, [*self.replicas, record.uid], record.serves)
+
+    def room_for(self, uid: str, pod: Document) -> None:
+        """See `jobs.Site.room_for`: a job shares what pods leave, and takes nothing from them for good."""
+        taken = [each.record.placement for each in self.replicas.values()]
+        self._machine.place(uid, pod, [each for each in taken if each is not None], [*self.replicas, uid], False)
 
     def release(self, replica: Replica) -> None:
         """See `Around.release`."""
@@ -210,6 +219,13 @@ class Kubelet:
 
     def changed(self, replica: Replica) -> None:
         """See `Around.changed`."""
+        uid, now = replica.record.uid, time.time()
+        known = self.moments.get(uid, Moments())
+        if all(each.runs is None for each in replica.containers):
+            self.moments.pop(uid, None)
+        else:
+            found = known.found or (now if replica.ready else 0.0)
+            self.moments[uid] = Moments(known.started or now, found)
         self.on_change(replica.record.service)
 
     def ended(self, replica: Replica, container: Container) -> None:

@@ -73,7 +73,8 @@ class ProcessDriver:
         def record(known: Mapping[str, Any]) -> None:
             paths = [str(each) for each in group.paths] if group is not None else []
             kept = {"memory": watched.memory, "tasks": watched.tasks}
-            write_json(box.folder / RECORD, {**known, "groups": paths, "cores": cores, "watched": kept})
+            record = {**known, "groups": paths, "cores": cores, "watched": kept}
+            write_json(box.folder / RECORD, record, lasting=False)
             if group is not None:
                 group.join(known["pid"])
             if cores:

@@ -16,6 +16,7 @@ from typing import IO
 import uvloop
 
 from headrace.core.errors import FailedPrecondition, HeadraceError
+from headrace.fleet.local.benchmarking import BENCHMARK, Benchmarks
 from headrace.fleet.local.control import Control
 from headrace.fleet.local.controller import Controller
 from headrace.fleet.local.driving import Driver
@@ -27,6 +28,7 @@ from headrace.fleet.local.process_driver import ProcessDriver
 from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import Store, each_folder, read_json, write_json
+from headrace.fleet.words import Document, kind_of
 from headrace.launch.ports import Ports
 from headrace.wire.server import run_until_signal
 
@@ -50,34 +52,43 @@ class Daemon:
         self.driver = _driver(settings)
         self.kubelet = Kubelet(settings, self.store, machine or Machine(ports), self.routers, self.events, self.driver)
         self.controller = Controller(settings, self.store, self.kubelet, self.routers, self.objects, self.events)
-        self.store.on_change = self.controller.changed
-        self.server = Control(settings, self.store, self.kubelet, self.controller, self.events).server()
-        self._task: asyncio.Task[None] | None = None
+        self.benchmarks = Benchmarks(settings, self.store, self.kubelet, self.events, lambda: self.controller.facts)
+        self.store.on_change = self._changed
+        parts = (self.store, self.kubelet, self.controller, self.benchmarks, self.events)
+        self.server = Control(settings, *parts).server()
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Find what is there, and begin. Raises FailedPrecondition."""
         self._take()
         _check_driver(self.settings)
         await self.driver.open({each.name for each in each_folder(self.settings.root / "pods")})
-        for each in (self.events, self.store, self.objects, self.routers, self.kubelet):
+        for each in (self.events, self.store, self.objects, self.routers, self.kubelet, self.benchmarks):
             each.load()
-        self._task = asyncio.ensure_future(self.controller.run())
+        self._tasks = [asyncio.ensure_future(each.run()) for each in (self.controller, self.benchmarks)]
         await self.server.start()
 
     async def close(self) -> None:
         """Let go of everything; what runs goes on, unless it was meant to end with the daemon."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.settings.ephemeral:
+            await self.benchmarks.end_all()
             await self.kubelet.end_all()
             await self.routers.end_all()
+        await self.benchmarks.close()
         await self.kubelet.close()
         await self.driver.close()
         await self.routers.close()
         self.events.flush()
         if self._lock is not None:
             self._lock.close()
+
+    def _changed(self, document: Document) -> None:
+        self.benchmarks.changed(document)
+        if kind_of(document) != BENCHMARK:  # no service depends on one
+            self.controller.changed(document)
 
     def _take(self) -> None:
         root = self.settings.root
@@ -127,6 +138,6 @@ async def _run(settings: LocalSettings, on_ready: Callable[[Daemon], None] | Non
         await daemon.start()
         if on_ready is not None:
             on_ready(daemon)
-        return await run_until_signal([daemon.server], 1.0)
+        return await run_until_signal([daemon.server], 1.0, on_signal=daemon.controller.questions.close)
     finally:
         await daemon.close()

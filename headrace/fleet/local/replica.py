@@ -242,13 +242,13 @@ class Replica:
         if as_json(self.state) == before:
             return
         try:
-            write_json(self.folder / "state.json", as_json(self.state))
+            write_json(self.folder / "state.json", as_json(self.state), lasting=False)
         except FailedPrecondition as error:
             self.tell("Warning", "DiskPressure", error.message)
         self._around.changed(self)
 
     def _keep(self, record: Record) -> None:
-        write_json(self.folder / "pod.json", asdict(record))
+        write_json(self.folder / "pod.json", asdict(record), lasting=False)
 
     async def _pause(self, seconds: float) -> None:
         self._changed_room.clear()
@@ -259,7 +259,7 @@ class Replica:
 
 def make_replica(folder: Path, record: Record, settings: LocalSettings, around: Around, driver: Driver) -> Replica:
     """A new pod, on disk before it is anything else. Raises FailedPrecondition."""
-    write_json(folder / "pod.json", asdict(record))
+    write_json(folder / "pod.json", asdict(record), lasting=False)
     return Replica(folder, record, settings, around, driver)
 
 

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +100,7 @@ class Router:
         """
         listed = [{"url": f"http://{ADDRESS}:{each.port}", "weight": round(each.weight, 3)} for each in backends]
         if listed != self._backends:
-            write_json(self.folder / "backends.json", listed)
+            write_json(self.folder / "backends.json", listed, lasting=False)
             self._backends = listed
             if not listed:
                 self.leads = False
@@ -114,10 +113,7 @@ class Router:
             self._file("weighted" if split else "p2c", activation),
         )
         if said != settings:
-            write_json(self.folder / "router.yaml", settings)
-            if said.get("activation") != activation and self._process is not None:
-                # All else it follows by itself. It is started again when it has answered what it has.
-                self._process.signal(signal.SIGTERM)
+            write_json(self.folder / "router.yaml", settings)  # which it follows by itself
 
     def rotate(self) -> None:
         """Keep its log short."""
@@ -190,13 +186,15 @@ class Router:
             self._ports.release(self.id)
             self._choose(known)
         if not (self.folder / "backends.json").exists():
-            write_json(self.folder / "backends.json", [])
+            write_json(self.folder / "backends.json", [], lasting=False)
         said = read_json(self.folder / "router.yaml") or {}
         write_json(self.folder / "router.yaml", self._file(str(said.get("policy", "p2c")), said.get("activation")))
         words = (*headrace_words(), "router", "--config", str(self.folder / "router.yaml"))
         command = Command(words, passed_on(os.environ) | {"PYTHONUNBUFFERED": "1"}, self.folder)
         path = self.folder / "process.json"
-        self._process = spawn(command, self.folder / "log", lambda record: write_json(path, dict(record)))
+        self._process = spawn(
+            command, self.folder / "log", lambda record: write_json(path, dict(record), lasting=False)
+        )
 
     async def _until_up(self) -> None:
         while self._process is not None and self._process.lives:
@@ -221,6 +219,7 @@ class Router:
     def _file(self, policy: str, activation: Document | None) -> dict[str, Any]:
         return {
             **({"activation": activation} if activation else {}),
+            **({"trace_endpoint": self._settings.trace_endpoint} if self._settings.trace_endpoint else {}),
             "host": self._settings.host,
             "port": self.port,
             "policy": policy,

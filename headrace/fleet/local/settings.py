@@ -38,12 +38,14 @@ class LocalSettings:
     back_off_most_seconds: float = 300.0
     healthy_seconds: float = 600.0
     """Who runs for so long starts anew with the back-off."""
-    quick_seconds: float = 0.1
+    quick_seconds: float = 0.02
     """Between two looks at who is not ready yet. A look counts as a failure once in its probe's own period."""
     retry_seconds: float = 2.0
     """Between two looks for room, and at models that could not be brought."""
     forget_seconds: float = 5.0
     """The longest wait for routers to send nothing more to who is about to be ended."""
+    trace_endpoint: str = ""
+    """An OTLP/HTTP collector that routers send cold starts to; "": none."""
     driver: Literal["process", "docker"] = "process"
     """What runs containers: processes of this machine, or its Docker engine."""
     max_processes: int = 0

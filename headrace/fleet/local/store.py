@@ -121,7 +121,7 @@ class Store:
     def told(self, document: Document) -> None:
         """Keep a document with another status. One that cannot be written counts all the same: it is made anew."""
         try:
-            self._put(document)
+            self._put(document, lasting=False)
         except FailedPrecondition as error:
             log.error("%s", error.message)
             self._all[key_of(document)] = document
@@ -139,11 +139,11 @@ class Store:
             self._path(key).unlink(missing_ok=True)
             self.on_change(document)
 
-    def _put(self, document: Mapping[str, Any]) -> Document:
+    def _put(self, document: Mapping[str, Any], *, lasting: bool = True) -> Document:
         self._version += 1
         made = {**document, "metadata": {**part(document, "metadata"), "resourceVersion": str(self._version)}}
         key = key_of(made)
-        write_json(self._path(key), made)
+        write_json(self._path(key), made, lasting=lasting)
         self._all[key] = made
         self.on_change(made)
         return made
@@ -175,16 +175,21 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all, for its owner alone. Raises FailedPrecondition that says what is in the way."""
+def write_json(path: Path, content: Any, *, lasting: bool = True) -> None:
+    """Whole or not at all, for its owner alone. Raises FailedPrecondition that says what is in the way.
+
+    `lasting`: also if the machine loses its power in the next moment. What is told of processes need not be: it survives
+    every kill as it is, and without power there are no processes; waiting for the disk is what a cold start waits for.
+    """
     fresh = path.parent / f".{path.name}.new"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
         fresh.replace(path)
     except OSError as error:
         fresh.unlink(missing_ok=True)

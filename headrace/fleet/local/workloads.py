@@ -113,10 +113,10 @@ def bounds_of(scaler: Document) -> tuple[int, int]:
 def scaler_of(workload: Document, objects: Sequence[Document]) -> Document | None:
     """The autoscaler of a workload: a HorizontalPodAutoscaler, or KEDA's ScaledObject."""
     for each in objects:
-        target = part(each, "spec", "scaleTargetRef")
-        scales = (text(target, "kind"), text(target, "name")) == (kind_of(workload), name_of(workload))
-        if kind_of(each) in (HPA, KEDA) and scales:
-            return each
+        if kind_of(each) in (HPA, KEDA):
+            target = part(each, "spec", "scaleTargetRef")
+            if (text(target, "kind"), text(target, "name")) == (kind_of(workload), name_of(workload)):
+                return each
     return None
 
 

@@ -52,6 +52,12 @@ class Discoverer:
                     self._heard.clear()
                     await self._heard.wait()
 
+    def hurry(self) -> None:
+        """Somebody has come: files are looked at now. What has to be asked for elsewhere keeps its time."""
+        for source in self._sources:
+            if isinstance(source, FileSource):
+                source.hurry()
+
     async def close(self) -> None:
         """Look no more."""
         for task in self._tasks:

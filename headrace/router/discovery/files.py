@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -23,15 +24,20 @@ class FileSource:
     def __init__(self, path: str, interval_seconds: float) -> None:
         self._path = path
         self._seconds = min(interval_seconds, FILE_SECONDS)
+        self._hurry = asyncio.Event()
 
     def __str__(self) -> str:
         return self._path
+
+    def hurry(self) -> None:
+        """Somebody knows that it has changed."""
+        self._hurry.set()
 
     async def follow(self) -> AsyncIterator[Sequence[BackendAddress] | InvalidArgument]:
         """See `discoverer.Source`."""
         if mark_of(self._path) is None:
             yield InvalidArgument("it is not there yet")
-        async for _ in changes(self._path, self._seconds):
+        async for _ in changes(self._path, self._seconds, hurry=self._hurry):
             try:
                 yield read_backends(self._path)
             except InvalidArgument as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 FILE_SECONDS = 0.5
 
@@ -25,11 +26,22 @@ def mark_of(path: str) -> Mark | None:
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
-async def changes(path: str, seconds: float = FILE_SECONDS, known: Mark | None = None) -> AsyncIterator[None]:
-    """Each time the file is another than it was; `known`: than what somebody has read already."""
+async def changes(
+    path: str, seconds: float = FILE_SECONDS, known: Mark | None = None, hurry: asyncio.Event | None = None
+) -> AsyncIterator[None]:
+    """Each time the file is another than it was; `known`: than what somebody has read already.
+
+    `hurry`: set by who knows that it has changed.
+    """
     while True:
         mark = mark_of(path)
         if mark is not None and mark != known:
             known = mark
             yield None
-        await asyncio.sleep(seconds)
+        if hurry is None:
+            await asyncio.sleep(seconds)
+            continue
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await hurry.wait()
+        hurry.clear()

@@ -11,6 +11,7 @@ a router whose backends are awake does no more per request than any other.
     targets       how it stands with what sleeps, followed through the scaler
     holding       requests that wait, and their bounds
     held          what a waiting request is, of either proxy
+    parts         a cold start in parts, for metrics, the status, traces and the daemon
     activator     puts these together: asleep, waking, awake, falling asleep; above one it asks `fleet.autoscaling`
 
 One router holds the requests of a service: a second one could not know that the first is busy, and would put its pods to

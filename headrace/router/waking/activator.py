@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,11 @@ from typing import TYPE_CHECKING, Any
 from headrace.fleet.autoscaling.deciding import CALM, KNATIVE, TICK_SECONDS, Panic, decide
 from headrace.fleet.autoscaling.meter import Meter
 from headrace.router.waking.holding import Holding
+from headrace.router.waking.parts import Wake, trace
 from headrace.router.waking.scaler import Replicas, Scaler, ScalerFailed
 from headrace.router.waking.settings import ActivationSettings, Target
 from headrace.router.waking.targets import RETRY_SECONDS, Targets
+from headrace.telemetry.tracing import NO_TRACING, Tracer
 
 if TYPE_CHECKING:
     from headrace.router.backend import Backend
@@ -48,6 +51,7 @@ _FIRST_LOOK_SECONDS = 3.0
 _FALL_SECONDS = 15.0
 """The longest that replicas may count as ready after they should be none: then they are not waited for."""
 _LONGEST_RETRY_AFTER = 60.0
+_PART_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 _WAKE_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 
 
@@ -60,14 +64,23 @@ class Activator:
         backends: Backends,
         scaler: Scaler,
         answers: Callable[[Backend], Awaitable[bool]],
+        tracer: Tracer = NO_TRACING,
     ) -> None:
         self._settings = settings
+        self.scaler = scaler
+        self._tracer = tracer
         self._backends = backends
         self._answers = answers
         self.state = AWAKE
         self.targets = Targets(settings.targets, scaler, self._target_changed)
-        self.holding = Holding(settings, self._why)
+        self.holding = Holding(settings, self._why, self._refused)
         self.wakes = 0
+        self.last: Wake | None = None
+        """The last time that somebody was woken, or the one under way."""
+        self.on_woken: Callable[[Wake], None] = lambda _: None
+        """Called when the first answer after a wake has begun."""
+        self.look_around: Callable[[], None] = lambda: None
+        """Has the router look for backends: some may have come."""
         self._meter = Meter()
         self._panics: dict[Target, Panic] = {}
         self._active_at = 0.0
@@ -77,9 +90,15 @@ class Activator:
         """Whether the fall is ours: then all have to sleep, else only those wait to end whom somebody has put to sleep."""
         self._draining = False
         self._changed = asyncio.Event()
-        self._on_woken: Callable[[float], None] = _ignore
+        self._on_risen: Callable[[float], None] = _ignore
+        self._on_part: Callable[[str, float], None] = _ignore_part
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def settings(self) -> ActivationSettings:
+        """Those that count now."""
+        return self._settings
 
     @property
     def active(self) -> bool:
@@ -97,6 +116,18 @@ class Activator:
             self._become(WAKING)
         else:
             self._changed.set()
+
+    def renew(self, settings: ActivationSettings) -> None:
+        """Other settings, whoever waits and whatever sleeps."""
+        self._settings = settings
+        self._panics.clear()
+        self.holding.renew(settings)
+        self.targets.renew(settings.targets)
+        self._changed.set()
+
+    def joined(self) -> None:
+        """A backend has come."""
+        self._changed.set()
 
     async def start(self) -> None:
         """Find out how it stands, and go on finding out."""
@@ -140,6 +171,7 @@ class Activator:
             "held": len(self.holding),
             "held_bytes": self.holding.bytes,
             "wakes": self.wakes,
+            "last_wake": self.last.seconds() if self.last is not None else None,
             "refused": self.holding.refused,
             "targets": self.targets.as_json(),
         }
@@ -158,7 +190,14 @@ class Activator:
         family = registry.histogram(
             "headrace_router_wake_seconds", "From the first request to a backend that answers.", buckets=_WAKE_BUCKETS
         )
-        self._on_woken = family.labels().observe
+        self._on_risen = family.labels().observe
+        parts = registry.histogram(
+            "headrace_router_wake_part_seconds",
+            "Of a wake: what each part of it took.",
+            ("part",),
+            buckets=_PART_BUCKETS,
+        )
+        self._on_part = lambda name, seconds: parts.labels(part=name).observe(seconds)
 
     # The timer: no waiting in here.
 
@@ -221,17 +260,19 @@ class Activator:
                 pause = min(2 * pause, RETRY_SECONDS[1])
                 continue
             pause = RETRY_SECONDS[0]
+            self._note(decided=time.time())
             if not self.targets.ready:
                 await self._next_change(_LOOK_SECONDS)
                 continue
             now = self._now()
             ready_since = now if ready_since is None else ready_since
+            self._note(seen=time.time(), **self.targets.moments())
             up = await self._who_answers()
             if up and self.state == WAKING and self.targets.ready:
                 self._rise(up)
                 return
             patient = now - ready_since > _PATIENT_SECONDS
-            await asyncio.sleep(_PATIENT_PROBE_SECONDS if patient else _PROBE_SECONDS)
+            await self._next_change(_PATIENT_PROBE_SECONDS if patient else _PROBE_SECONDS)
 
     async def _who_answers(self) -> list[Backend]:
         """The backends that answer: as soon as there is one, without those that take their time."""
@@ -251,13 +292,14 @@ class Activator:
         now = self._now()
         seconds = now - min(self.holding.oldest or now, self._waking_since)
         self.wakes += 1
-        self._on_woken(seconds)
+        self._on_risen(seconds)
+        self._note(connected=time.time())
         self.holding.retry_after_seconds = min(_LONGEST_RETRY_AFTER, max(1.0, seconds))
         self._active_at = now
         self._backends.rise(up, now)
         self._become(AWAKE)
         log.info("awake after %.3f s: %d requests go on", seconds, len(self.holding))
-        self.holding.release(lambda: self.state == AWAKE)
+        self.holding.release(lambda: self.state == AWAKE, self._answered)
 
     async def _fall(self) -> None:
         """Put them to sleep, and wait until none counts as ready. What fails is tried again, unless somebody waits."""
@@ -313,10 +355,40 @@ class Activator:
             if self.active and decision.replicas != seen.wanted:
                 await self.targets.scale(target, decision.replicas)
 
+    # What is told of a wake.
+
+    def _note(self, **moments: float) -> None:
+        """The first time counts."""
+        for name, moment in moments.items():
+            if self.last is not None and not getattr(self.last, name):
+                setattr(self.last, name, moment)
+
+    def _answered(self, request: Held) -> None:
+        """The answer to a request that has waited begins."""
+        wake, now = self.last, time.time()
+        if wake is None:
+            return
+        if not wake.first_byte:
+            wake.first_byte = now
+            for name, seconds in wake.seconds().items():
+                self._on_part(name, seconds)
+            self.on_woken(wake)
+        self._trace(request, wake, now)
+
+    def _refused(self, request: Held, why: str) -> None:
+        if self.last is not None:
+            self._trace(request, self.last, time.time(), why)
+
+    def _trace(self, request: Held, wake: Wake, now: float, failure: str = "") -> None:
+        if self._tracer.enabled:
+            since = now - (self._now() - request.since) if request.since else now
+            trace(self._tracer, wake, request.traceparent(), since, now, failure)
+
     # Inside.
 
     def _target_changed(self) -> None:
         self._changed.set()
+        self.look_around()
         if self.state == ASLEEP and self.targets.wanted:
             log.info("somebody has woken %s", self.targets)
             self._active_at = self._now()
@@ -324,7 +396,8 @@ class Activator:
 
     def _become(self, state: str) -> None:
         if state == WAKING:
-            self._waking_since = self._now()
+            self._waking_since = now = self._now()
+            self.last = Wake(time.time() - max(0.0, now - (self.holding.oldest or now)))
         self.state = state
         self._changed.set()
 
@@ -355,3 +428,7 @@ _GONE = Replicas(0, 0)
 
 def _ignore(seconds: float) -> None:
     """Until there are metrics."""
+
+
+def _ignore_part(name: str, seconds: float) -> None:
+    """The same."""

@@ -6,13 +6,21 @@ A client that leaves is found by asking, so that no request has to look whether 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from headrace.core.errors import HeadraceError
     from headrace.router.flows import Flow
     from headrace.router.h2.call import ProxiedCall
     from headrace.wire.http.exchange import Exchange
+
+
+log = logging.getLogger("headrace.router")
+
+Answered = Callable[["Held"], None]
+TRACEPARENT = b"traceparent"
 
 
 class Held(Protocol):
@@ -34,8 +42,11 @@ class Held(Protocol):
     def wait(self) -> None:
         """It is to wait: its client may send no more than is on its way."""
 
-    def go(self) -> None:
-        """A backend can take it."""
+    def traceparent(self) -> bytes:
+        """What its client says of its trace; empty if nothing."""
+
+    def go(self, answered: Answered | None = None) -> None:
+        """A backend can take it. `answered`: called as its answer begins."""
 
     def refuse(self, error: HeadraceError) -> None:
         """Nobody will."""
@@ -73,9 +84,15 @@ class HeldFlow:
         if self._flow.sending:
             self._exchange.pause_body()
 
-    def go(self) -> None:
+    def traceparent(self) -> bytes:
+        """See `Held`."""
+        return self._exchange.head.get(TRACEPARENT) or b""
+
+    def go(self, answered: Answered | None = None) -> None:
         """See `Held`."""
         self._flow.held = False
+        if answered is not None:
+            _before(self._flow, ("answered", "answer_begun"), lambda: answered(self))
         self._flow.start()
 
     def refuse(self, error: HeadraceError) -> None:
@@ -117,10 +134,38 @@ class HeldCall:
         self._call.late = True
         self._call.pause()
 
-    def go(self) -> None:
+    def traceparent(self) -> bytes:
         """See `Held`."""
+        return self._call.head.get(TRACEPARENT) or b""
+
+    def go(self, answered: Answered | None = None) -> None:
+        """See `Held`."""
+        if answered is not None:
+            _before(self._call, ("answer_head", "answer_whole"), lambda: answered(self))
         self._call.dispatch()
 
     def refuse(self, error: HeadraceError) -> None:
         """See `Held`."""
         self._call.refuse(error)
+
+
+def _before(request: object, methods: Sequence[str], tell: Callable[[], None]) -> None:
+    """Have `tell` called before the first of these methods is.
+
+    On this one object: requests that have not waited are not asked, so that they pay nothing for the question.
+    """
+    own: dict[str, Any] = vars(request)
+
+    def first(method: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*given: Any, **named: Any) -> Any:
+            for each in methods:
+                own.pop(each, None)
+            try:
+                tell()
+            except Exception:
+                log.exception("a request's wait could not be told; it is answered all the same")
+            return method(*given, **named)
+
+        return told
+
+    own.update({each: first(getattr(request, each)) for each in methods})

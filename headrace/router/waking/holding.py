@@ -28,8 +28,15 @@ _AT_ONCE, _BATCH_SECONDS = 64, 0.01
 class Holding:
     """See the module. Used from the loop's thread only."""
 
-    def __init__(self, settings: ActivationSettings, why: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        settings: ActivationSettings,
+        why: Callable[[], str],
+        refused: Callable[[Held, str], None] = lambda _request, _why: None,
+    ) -> None:
+        """refused: called with each that is told that nobody will answer."""
         self._settings = settings
+        self._refused = refused
         self._why = why
         """Why nobody has woken yet, for those who are told so."""
         self._held: list[Held] = []
@@ -80,8 +87,11 @@ class Holding:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
 
-    def release(self, awake: Callable[[], bool]) -> None:
-        """Somebody is awake: all go on, in the order in which they came, as long as that is so."""
+    def release(self, awake: Callable[[], bool], answered: Callable[[Held], None] | None = None) -> None:
+        """Somebody is awake: all go on, in the order in which they came, as long as that is so.
+
+        `answered`: called with each as its answer begins.
+        """
         if self._releasing is not None:
             self._releasing.cancel()
             self._releasing = None
@@ -90,16 +100,20 @@ class Holding:
         batch, self._held = self._held[:_AT_ONCE], self._held[_AT_ONCE:]
         self._bytes = sum(request.size() for request in self._held)
         if self._held:
-            self._releasing = asyncio.get_running_loop().call_later(_BATCH_SECONDS, self.release, awake)
+            self._releasing = asyncio.get_running_loop().call_later(_BATCH_SECONDS, self.release, awake, answered)
         for request in batch:
             if request.gone():
                 self.dropped += 1
                 continue
             try:
-                request.go()
+                request.go(answered)
             except Exception:
                 log.exception("a request that had waited failed")
                 self._refuse(request, "the request could not be sent on; the router's log has more")
+
+    def renew(self, settings: ActivationSettings) -> None:
+        """Other bounds, for who waits already, too."""
+        self._settings = settings
 
     def end_by(self, time: float) -> None:
         """The router stops: nobody waits any longer than that."""
@@ -147,6 +161,7 @@ class Holding:
     def _refuse(self, request: Held, text: str) -> None:
         self.dropped += 1
         self.refused += 1
+        self._refused(request, text)
         try:
             request.refuse(Unavailable(text, retry_after_seconds=self.retry_after_seconds))
         except Exception:

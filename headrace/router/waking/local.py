@@ -6,15 +6,19 @@ A daemon that is away fails a wake for as long as it is: what runs goes on, and 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
 from headrace.fleet.local.client import LocalFleet
-from headrace.router.waking.scaler import Replicas, ScalerFailed, polled
+from headrace.router.waking.scaler import Replicas, ScalerFailed
 from headrace.router.waking.settings import LocalPlace, Target
 
-_LOOK_SECONDS = 0.05
+log = logging.getLogger("headrace.router")
+
+_NOT_KNOWN = Replicas(-1, -1)
 
 
 class LocalScaler:
@@ -23,14 +27,11 @@ class LocalScaler:
     def __init__(self, place: LocalPlace) -> None:
         self._fleet = LocalFleet(Path(place.folder))
         self._service = place.service
+        self._telling: set[asyncio.Task[None]] = set()
 
     async def replicas(self, target: Target) -> Replicas:
         """See `Scaler.replicas`."""
-        try:
-            told = await self._fleet.replicas(target.namespace, self._service, target.name)
-        except HeadraceError as error:
-            raise ScalerFailed(error.message) from None
-        return Replicas(told["wanted"], told["ready"])
+        return await self._after(target, _NOT_KNOWN)
 
     async def scale(self, target: Target, replicas: int) -> None:
         """See `Scaler.scale`."""
@@ -39,9 +40,37 @@ class LocalScaler:
         except HeadraceError as error:
             raise ScalerFailed(error.message) from None
 
-    def watch(self, target: Target) -> AsyncIterator[Replicas]:
-        """See `Scaler.watch`."""
-        return polled(self.replicas, target, _LOOK_SECONDS)
+    async def watch(self, target: Target) -> AsyncIterator[Replicas]:
+        """See `Scaler.watch`: the daemon answers when it is otherwise."""
+        known = _NOT_KNOWN
+        while True:
+            found = await self._after(target, known)
+            if found != known:
+                known = found
+                yield found
 
     async def close(self) -> None:
         """Nothing is open between two questions."""
+        for each in self._telling:
+            each.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
+
+    def tell(self, target: Target, parts: Mapping[str, float]) -> None:
+        """Of a cold start, for `headrace describe`. Nothing depends on it."""
+        task = asyncio.ensure_future(self._tell(target, parts))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _tell(self, target: Target, parts: Mapping[str, float]) -> None:
+        try:
+            await self._fleet.woken(target.namespace, self._service, parts)
+        except HeadraceError as error:
+            log.info("nobody was told of a cold start: %s", error.message)
+
+    async def _after(self, target: Target, known: Replicas) -> Replicas:
+        seen = {"wanted": known.wanted, "ready": known.ready}
+        try:
+            told = await self._fleet.replicas(target.namespace, self._service, target.name, seen)
+        except HeadraceError as error:
+            raise ScalerFailed(error.message) from None
+        return Replicas(told["wanted"], told["ready"], told.get("started", 0.0), told.get("found", 0.0))

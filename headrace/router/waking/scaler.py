@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.router.waking.settings import Target
@@ -22,6 +22,10 @@ class Replicas:
     """As many as there should be."""
     ready: int
     """As many as can answer. One that is being stopped is not among them."""
+    started: float = field(default=0.0, compare=False)
+    """When the process of one that is ready began, since the epoch; 0 where nobody tells."""
+    found: float = field(default=0.0, compare=False)
+    """When it was found to be ready, in the same way."""
 
 
 class ScalerFailed(Exception):

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 from headrace.fleet.autoscaling.deciding import Aim
 from headrace.fleet.autoscaling.meter import CONCURRENCY, RPS
@@ -51,6 +52,12 @@ class LocalPlace:
     """Of `headrace up`."""
     service: str
     """The InferenceService that the targets are of."""
+
+
+def never_idle(settings: ActivationSettings) -> ActivationSettings:
+    """For what shall not sleep any more, and may have somebody waiting for it: nobody is put to sleep, nor scaled."""
+    targets = tuple(replace(each, scale=None) for each in settings.targets)
+    return replace(settings, targets=targets, idle_seconds=inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,18 @@ class Targets:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._scaler.close()
 
+    def renew(self, targets: Sequence[Target]) -> None:
+        """Others, or the same with other numbers: what is known of those that stay counts on."""
+        before = {str(each): each for each in self.all}
+        self.all = tuple(targets)
+        stay = [(before[str(each)], each) for each in targets if str(each) in before]
+        self._seen = {new: self._seen[old] for old, new in stay if old in self._seen}
+        self._failure = {new: self._failure[old] for old, new in stay if old in self._failure}
+        self._woken = {new: self._woken[old] for old, new in stay if old in self._woken}
+        for task in self._tasks:
+            task.cancel()
+        self.start()
+
     async def scale(self, target: Target, replicas: int) -> None:
         """There should be so many. Raises `ScalerFailed`."""
         try:
@@ -87,6 +99,12 @@ class Targets:
     def ready(self) -> bool:
         """Whether all that were ever seen are there."""
         return all(seen.wanted and seen.ready for seen in self._seen.values())
+
+    def moments(self) -> dict[str, float]:
+        """Of those that are ready: when the last of them began, and was found to be; nothing where nobody tells."""
+        started = max((each.started for each in self._seen.values()), default=0.0)
+        found = max((each.found for each in self._seen.values()), default=0.0)
+        return {"started": started, "loading": found}
 
     @property
     def wanted(self) -> bool:

@@ -38,7 +38,7 @@ if more.pop("without_cgroups", False):
     from headrace.fleet.local.cgroups import Cgroups
     process_driver.find_cgroups = lambda: Cgroups({})
 sys.exit(run_local(LocalSettings(
-    Path(sys.argv[1]), int(sys.argv[2]), back_off_seconds=0.2, retry_seconds=0.2, quick_seconds=0.05,
+    Path(sys.argv[1]), int(sys.argv[2]), back_off_seconds=0.2, retry_seconds=0.2,
     pod_ports=(int(sys.argv[3]), int(sys.argv[3]) + 999), **more)))
 """
 
@@ -173,6 +173,10 @@ class LocalSite:
             return text(found, "status", "url") if whole and generation and there and len(pods) == replicas else ""
 
         return until(look)
+
+    def url(self, name: str) -> str:
+        """Where it is, once its router is there: asleep or not."""
+        return until(lambda: text(self.get(name), "status", "url"))
 
     def says(self, name: str, words: str, kind: str = "Ready") -> Document:
         """The condition, once its message has these words."""

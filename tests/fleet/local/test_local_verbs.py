@@ -132,7 +132,42 @@ def test_a_language_model_answers_the_openai_client(machine: Machine) -> None:
         )
         text = "".join(each.choices[0].delta.content or "" for each in pieces if each.choices)
         assert text == answer.choices[0].message.content
+    _measured_by_hand(machine, url)
+    _measured_by_a_document(machine)
     machine.run("delete", "isvc", "tiny", "--yes")
+
+
+def _measured_by_hand(machine: Machine, url: str) -> None:
+    load = ("--scenario", "D(20,4)", "--scenario", "N(20,5)/(4,1)", "--concurrency", "1,2", "--max-requests", "3")
+    page, numbers = machine.root / "tiny.html", machine.root / "tiny.json"
+    shown = machine.run("bench", "--service", "tiny", *load, "--report", page, "--json", numbers)
+    assert f"tiny at {url}" in shown and "N(20,5)/(4,1)" in shown
+    told = json.loads(numbers.read_text())
+    assert [run["answered"] for run in told["runs"]] == [3, 3, 3, 3]
+    assert told["about"]["service"] == "default/tiny" and told["about"]["replicas"] == "1 of 1 ready"
+    assert page.read_text().count("<svg") == 5 and "default/tiny" in page.read_text()
+    assert "there is no InferenceService nobody" in machine.run("bench", "--service", "nobody", code=1)
+    assert "name it by --service" in machine.run("bench", "tiny", "-n", "team", code=2)
+
+
+def _measured_by_a_document(machine: Machine) -> None:
+    results = machine.root / "numbers"
+    spec = {
+        "endpoint": {"inferenceService": {"name": "tiny", "namespace": "default"}},
+        "task": "text-to-text",
+        "trafficScenarios": ["D(20,4)"],
+        "numConcurrency": [2],
+        "maxTimePerIteration": 1,
+        "maxRequestsPerIteration": 4,
+        "outputLocation": {"storageUri": f"local://{results}"},
+    }
+    machine.run("apply", "-f", "-", given=json.dumps(document("BenchmarkJob", "tiny", spec)))
+    until(lambda: "Completed" in machine.run("get", "benchmarkjobs", "tiny"), 120.0)
+    assert f"results are in {results}/tiny" in machine.run("describe", "benchmarkjob", "tiny")
+    assert json.loads((results / "tiny" / "results.json").read_text())["runs"][0]["answered"] == 4
+    assert "D(20,4)" in machine.run("logs", "benchmarkjob/tiny")
+    assert "deleted" in machine.run("delete", "benchmarkjob", "tiny", "--yes")
+    assert not list((machine.root / "state" / "benchmarks" / "default").iterdir())
 
 
 def test_what_is_wrong_is_told_in_a_sentence(machine: Machine, tmp_path: Path) -> None:

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BenchmarkJobs of this machine: a process that runs once, its status, its results; a real language model answers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llm_models import tiny_llama
+from local_site import LocalSite, document, runtime, service, until
+from serving import Serving, serving
+
+from headrace.api.openai.http import OpenAiHttp
+from headrace.engine.engine import EngineSettings, open_engine
+from headrace.fleet.client.describing import describe
+from headrace.fleet.client.kinds import kind_named
+from headrace.fleet.local.store import read_json
+from headrace.fleet.words import Document
+from headrace.launch.identity import stat_of
+from headrace.wire.http.routes import Routes
+from headrace.wire.site import Site
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+KIND = kind_named("BenchmarkJob")
+ENDLESS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("models")
+    tiny_llama(folder / "tiny" / "1")
+    (folder / "tiny" / "config.pbtxt").write_text('backend: "llm"\n')
+    engines: list[Any] = []
+
+    async def site() -> Site:
+        opened = open_engine(EngineSettings(repositories=(folder,), gpus=0))
+        await opened.start()
+        engines.append(opened)
+        routes = Routes()
+        OpenAiHttp(opened.plane).add_to(routes)
+        return Site(routes)
+
+    with serving(site) as started:
+        yield started
+        started.call(engines[0].close, 10)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
+    made = LocalSite(tmp_path_factory.mktemp("benchmarks"), 14_700)
+    made.up()
+    made.apply(made.model, runtime())
+    yield made
+    for each in made.ask(lambda fleet: fleet.list(KIND)):
+        remove(made, each["metadata"]["name"])
+    made.close()
+
+
+def benchmark(name: str, endpoint: dict[str, Any], requests: int = 3, **spec: Any) -> dict[str, Any]:
+    spec = {
+        "endpoint": endpoint,
+        "task": "text-to-text",
+        "trafficScenarios": ["D(20,4)"],
+        "numConcurrency": [1, 2],
+        "maxTimePerIteration": 60,
+        "maxRequestsPerIteration": requests,
+        "outputLocation": {"storageUri": "pvc://results/here"},
+        **spec,
+    }
+    return document("BenchmarkJob", name, spec)
+
+
+def at(server: Serving) -> dict[str, Any]:
+    return {"endpoint": {"url": f"http://127.0.0.1:{server.port}", "modelName": "tiny"}}
+
+
+def of(name: str) -> dict[str, Any]:
+    return {"inferenceService": {"name": name, "namespace": "default"}}
+
+
+def status(site: LocalSite, name: str) -> dict[str, Any]:
+    found = site.ask(lambda fleet: fleet.get(KIND, "default", name))
+    return dict((found or {}).get("status", {}))
+
+
+def has(site: LocalSite, name: str, state: str) -> dict[str, Any]:
+    """Its status, once it has that state; fails at once with what it says if it has failed."""
+
+    def look() -> dict[str, Any]:
+        told = status(site, name)
+        assert state == "Failed" or told.get("state") != "Failed", told
+        return told if told.get("state") == state else {}
+
+    return until(look, 180.0)
+
+
+def pid_of(site: LocalSite, name: str) -> int:
+    return int((read_json(site.root / "benchmarks" / "default" / name / "process.json") or {}).get("pid", 0))
+
+
+def lives(pid: int) -> bool:
+    stat = stat_of(pid)
+    return stat is not None and stat.lives
+
+
+def remove(site: LocalSite, name: str) -> None:
+    site.ask(lambda fleet: fleet.delete(document("BenchmarkJob", name, {})))
+    until(lambda: site.ask(lambda fleet: fleet.get(KIND, "default", name)) is None)
+
+
+def log_of(site: LocalSite, name: str) -> str:
+    ((_, said),) = site.ask(lambda fleet: fleet.logs("default", name, kind="BenchmarkJob"))
+    return said
+
+
+def test_it_measures_and_its_status_names_the_folder(site: LocalSite, server: Serving) -> None:
+    site.apply(benchmark("load", at(server), serviceMetadata={"engine": "headrace"}))
+    told = has(site, "load", "Completed")
+    assert told["startTime"] and told["completionTime"] and told["observedGeneration"] == 1
+    folder = Path(told["details"].removeprefix("results are in "))
+    assert folder == site.root / "claims" / "default" / "results" / "here" / "load"
+    results = json.loads((folder / "results.json").read_text())
+    assert [(run["concurrency"], run["answered"]) for run in results["runs"]] == [(1, 3), (2, 3)]
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") == 5
+    assert not any(each in page for each in ("src=", "href=", "url(", "@import", "<link", "<script")), "it asks nobody"
+    assert "D(20,4)" in log_of(site, "load")
+    shown = site.ask(lambda fleet: described(fleet, "load"))
+    assert "BenchmarkCompleted" in [each["reason"] for each in shown.as_json()["events"]]
+    remove(site, "load")
+    assert not (site.root / "benchmarks" / "default" / "load").exists() and (folder / "report.html").exists()
+
+
+async def described(fleet: Any, name: str) -> Any:
+    found: Document = await fleet.get(KIND, "default", name)
+    return await describe(fleet, found)
+
+
+def test_the_daemon_may_die_while_it_runs_and_hears_how_it_ended(site: LocalSite, server: Serving) -> None:
+    site.apply(benchmark("survivor", at(server)))
+    has(site, "survivor", "Running")
+    pid = pid_of(site, "survivor")
+    site.kill()
+    until(lambda: (site.root / "benchmarks" / "default" / "survivor" / "exit").exists(), 180.0)
+    until(lambda: not lives(pid))
+    site.up()
+    assert Path(has(site, "survivor", "Completed")["details"].removeprefix("results are in ")).is_dir()
+    assert pid_of(site, "survivor") == pid, "it was not run twice"
+    remove(site, "survivor")
+
+
+def test_what_runs_is_found_again_and_ended_by_its_deletion(site: LocalSite, server: Serving) -> None:
+    site.apply(benchmark("endless", at(server), ENDLESS))
+    has(site, "endless", "Running")
+    pid = pid_of(site, "endless")
+    site.kill()
+    site.up()
+    assert lives(pid) and status(site, "endless")["state"] == "Running"
+    remove(site, "endless")
+    assert not lives(pid)
+
+
+def test_an_edit_ends_what_runs_and_measures_anew(site: LocalSite, server: Serving) -> None:
+    site.apply(benchmark("edited", at(server), ENDLESS))
+    has(site, "edited", "Running")
+    pid = pid_of(site, "edited")
+    site.apply(benchmark("edited", at(server), 2))
+    told = has(site, "edited", "Completed")
+    assert not lives(pid) and told["observedGeneration"] == 2
+    remove(site, "edited")
+
+
+def test_it_waits_for_its_service_and_says_what_went_wrong(site: LocalSite) -> None:
+    """The stub speaks no OpenAI: `headrace bench` says so, and that is the status."""
+    site.apply(benchmark("patient", of("stub-load")))
+    told = has(site, "patient", "Pending")
+    assert "there is no InferenceService default/stub-load" in told["details"]
+    site.apply(service("stub-load"))
+    told = has(site, "patient", "Failed")
+    assert "`headrace bench` ended with" in told["failureMessage"] and "model" in told["failureMessage"]
+    assert told["completionTime"]
+    remove(site, "patient")
+    site.delete("stub-load")
+
+
+@pytest.mark.parametrize(
+    ("spec", "state", "says"),
+    [
+        ({"podOverride": {"image": "other/bench:1"}}, "Pending", "needs Docker"),
+        ({"podOverride": {"resources": {"requests": {"cpu": "4096"}}}}, "Pending", "4096 cores"),
+        ({"huggingFaceSecretReference": {"name": "none"}}, "Pending", "Secret none is not here"),
+        ({"dataset": {"storageUri": "pvc://nothing/here"}}, "Pending", "is not on this machine"),
+        ({"trafficScenarios": ["E(10)"]}, "Failed", "is not for text-to-text"),
+        ({}, "Failed", "does not answer"),
+    ],
+)
+def test_what_cannot_be_run_says_why(site: LocalSite, spec: dict[str, Any], state: str, says: str) -> None:
+    site.apply(benchmark("wrong", {"endpoint": {"url": "http://127.0.0.1:9", "modelName": "m"}}, **spec))
+
+    def look() -> bool:
+        told = status(site, "wrong")
+        return told.get("state") == state and says in told.get("details", "") + told.get("failureMessage", "")
+
+    until(look)
+    remove(site, "wrong")
