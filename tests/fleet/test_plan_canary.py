@@ -36,7 +36,8 @@ def image_of(made: Plan, name: str) -> str:
 
 def shares(made: Plan) -> list[str]:
     config = json.loads(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
-    return [each.partition("//")[2].replace(".default.svc.cluster.local:9000", "") for each in config["backends"]]
+    found = [each.partition("//")[2].partition(",revision=")[0] for each in config["backends"]]
+    return [each.replace(".default.svc.cluster.local:9000", "") for each in found]
 
 
 def test_the_first_revision_is_alone() -> None:
@@ -165,8 +166,10 @@ def test_our_own_router_knows_both_revisions() -> None:
     begun = live(plan(asked("engine:2", 20, router={}), facts(), live(first)))
     made = plan(asked("engine:2", 20, router={}), facts(), begun)
     args = one(made, "Deployment", "chat-router")["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert "http://chat-engine.default.svc.cluster.local:9000,weight=80" in args
-    assert "http://chat-engine-canary.default.svc.cluster.local:9000,weight=20" in args
+    rollout = made.rollouts["engine"]
+    assert f"http://chat-engine.default.svc.cluster.local:9000,weight=80,revision={rollout.stable}" in args
+    assert f"http://chat-engine-canary.default.svc.cluster.local:9000,weight=20,revision={rollout.latest}" in args
+    assert made.counted == {"engine"}
 
 
 def test_groups_have_two_revisions_too() -> None:

@@ -43,6 +43,8 @@ class LocalSettings:
     """Between two looks for room, and at models that could not be brought."""
     forget_seconds: float = 5.0
     """The longest wait for routers to send nothing more to who is about to be ended."""
+    drain_seconds: float = 300.0
+    """The longest wait for the answers that it still owes to clients of those routers."""
     ephemeral: bool = False
     """End everything that runs when the daemon ends."""
 

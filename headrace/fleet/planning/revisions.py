@@ -8,17 +8,21 @@ nothing that has to be remembered:
 - the percentage is removed, or 100: *promotion*. The component's own workload gets the new pods; the canary keeps its share
   of the requests until they are all up, and goes.
 - the service asks for what was rolled out again, or the percentage is 0: *rollback*. All requests go to the old pods.
+
+Where a service has steps (`fleet.rollouts`), the percentage is the step's that its status tells of.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from headrace.fleet.merging import Component
 from headrace.fleet.planning.site import REVISION_LABEL, available, digest_of
-from headrace.fleet.words import NOTHING, Document, annotations_of, labels_of, part, text, whole
+from headrace.fleet.rollouts.policy import Policy
+from headrace.fleet.rollouts.state import asked_share, state_of
+from headrace.fleet.words import NOTHING, Document, annotations_of, items, labels_of, part, text, whole
 
 SHARE = "ome.io/canary-traffic-percent"
 """Annotation of a canary's workload: the share that it was given last."""
@@ -34,11 +38,17 @@ class Rollout:
     stable: str
     """The one under the component's own name; the same as `latest` but in a canary."""
     asked: int | None = None
-    """`canaryTrafficPercent`."""
+    """`canaryTrafficPercent`, or the share of the step."""
     percent: int = 100
     """What `latest` gets now: nothing before one of its pods answers."""
     kept: Document | None = None
     """The live workload whose pods stay as they are."""
+    policy: Policy | None = None
+    """Its steps, if it has any."""
+    settled: bool = False
+    """In a canary: whether all pods of the newest answer."""
+    stuck: str = ""
+    """In a canary: why they will not, as far as one can tell."""
 
     @property
     def two(self) -> bool:
@@ -53,10 +63,21 @@ def revision_of(component: Component) -> str:
 
 
 def rollout(
-    component: Component, stable: Document | None, canary: Document | None, told: Document = NOTHING
+    component: Component,
+    stable: Document | None,
+    canary: Document | None,
+    told: Document = NOTHING,
+    policy: Policy | None = None,
 ) -> Rollout:
     """What to do with a component, by its live workloads and what its status told last."""
-    latest, asked = revision_of(component), component.extension.canary_traffic_percent
+    latest = revision_of(component)
+    asked = asked_share(policy, state_of(told), latest, component.extension.canary_traffic_percent)
+    return replace(_rollout(latest, asked, stable, canary, told), policy=policy)
+
+
+def _rollout(
+    latest: str, asked: int | None, stable: Document | None, canary: Document | None, told: Document
+) -> Rollout:
     if stable is None or _never_answered(stable, told):
         return Rollout("single", latest, latest, asked)
     running = labels_of(stable).get(REVISION_LABEL, "")
@@ -66,8 +87,13 @@ def rollout(
             return Rollout("promoting", latest, latest, asked, _share(stable, canary))
         return Rollout("single", latest, latest, asked)
     if asked is not None and asked < 100:
-        ready = second == latest and available(canary) > 0
-        return Rollout("canary", latest, running, asked, asked if ready else 0, kept=stable)
+        mine = canary if second == latest else None
+        ready = available(mine) > 0
+        whole_one = mine is not None and ready and settled(mine)
+        percent = asked if ready else 0
+        return Rollout(
+            "canary", latest, running, asked, percent, kept=stable, settled=whole_one, stuck=stuck_because(mine)
+        )
     if second == latest:
         return Rollout("promoting", latest, latest, asked, _share(stable, canary))
     return Rollout("single", latest, latest, asked)
@@ -81,6 +107,14 @@ def settled(live: Document) -> bool:
     if seen is not None and generation is not None and seen < generation:
         return False
     return (whole(status, "updatedReplicas") or 0) >= wanted and available(live) >= wanted
+
+
+def stuck_because(live: Document | None) -> str:
+    """Why the pods of a live workload will not come, where it says so; "" while they may."""
+    for each in items(live, "status", "conditions"):
+        if (text(each, "type"), text(each, "status")) == ("Progressing", "False"):
+            return text(each, "message") or text(each, "reason") or "its pods do not come up"
+    return ""
 
 
 def _never_answered(stable: Document, told: Document) -> bool:
