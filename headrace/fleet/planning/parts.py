@@ -20,7 +20,7 @@ from headrace.fleet.names import (
 from headrace.fleet.planning.front import Sleeper, counted_by, front_name
 from headrace.fleet.planning.groups import GROUPS, group_objects, leader_pod, leaders_of
 from headrace.fleet.planning.keda import keda_problems, scaled_object
-from headrace.fleet.planning.knative import knative_service
+from headrace.fleet.planning.knative import knative_rollout, knative_service
 from headrace.fleet.planning.pods import pod_problems
 from headrace.fleet.planning.raw import DEPLOYMENT, canary_name, raw_objects
 from headrace.fleet.planning.ray import heads_of, ray_objects
@@ -29,7 +29,7 @@ from headrace.fleet.planning.routers import Share
 from headrace.fleet.planning.scaling import Scaler, autoscaler, scaler_of, scaling_problems, wakes
 from headrace.fleet.planning.services import HTTP, port_of
 from headrace.fleet.planning.site import Object, Site, full_name
-from headrace.fleet.rollouts.policy import STEPPED, policy_of
+from headrace.fleet.rollouts.policy import STEPPED, STEPS, policy_of
 from headrace.fleet.words import Document, Problem, whole
 from headrace.fleet.words import part as within
 
@@ -98,12 +98,15 @@ def part_of(site: Site, component: Component) -> Part:
     policy = policy_of(site.annotations) if component.name in STEPPED else None
     scaler: Scaler = scaler_of(site, component, mode) if mode in (RAW, MULTI_NODE) else "none"
     workload = (*DEPLOYMENT, name) if mode == RAW else (*GROUPS, lws_name(name))
+    told = within(site.service, "status", "components", component.name)
+    if mode == SERVERLESS:
+        live = site.found("Service", trunc63(name))
+        return Part(component, mode, name, scaler, knative_rollout(component, live, told, policy), None, workload)
     if mode not in (RAW, MULTI_NODE):
         latest = revision_of(component)
         return Part(component, mode, name, scaler, Rollout("single", latest, latest), None, workload)
     second = canary_name(name) if mode == RAW else lws_name(canary_name(name))
     live = site.found(workload[1], workload[2])
-    told = within(site.service, "status", "components", component.name)
     roll = rollout(component, live, site.found(workload[1], second), told, policy)
     return Part(component, mode, name, scaler, roll, live, workload)
 
@@ -128,6 +131,9 @@ def part_problems(site: Site, part: Part) -> Iterator[Problem]:
         _, needed, fix = _NEEDS[part.mode]
         said = f"{part.mode} needs {needed}, which this cluster does not have"
         yield Problem(f"spec.{component.name}", said, fix)
+    if part.mode == MULTI_NODE_RAY and component.name in STEPPED and policy_of(site.annotations) is not None:
+        said = f"{part.mode} has one revision at a time, so that there are no steps"
+        yield Problem(f"metadata.annotations[{STEPS}]", said, "remove it")
     if part.mode in (RAW, MULTI_NODE):
         yield from scaling_problems(site, component, part.scaler)
     if part.scaler == "keda":
@@ -138,7 +144,7 @@ def part_objects(site: Site, part: Part, entry_port: int, found: bool) -> list[O
     """The objects of a component. `found`: a router finds its pods by their labels."""
     component = part.component
     if part.mode == SERVERLESS:
-        return [knative_service(site, component)]
+        return [knative_service(site, component, part.rollout)]
     if part.mode == MULTI_NODE_RAY:
         return ray_objects(site, component, part.rollout.latest)
     make = raw_objects if part.mode == RAW else group_objects

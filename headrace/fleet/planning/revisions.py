@@ -49,6 +49,13 @@ class Rollout:
     """In a canary: whether all pods of the newest answer."""
     stuck: str = ""
     """In a canary: why they will not, as far as one can tell."""
+    trial: bool = False
+    """Knative has the newest beside the one before, and its steps judge it."""
+
+    @property
+    def judged(self) -> bool:
+        """Whether the newest revision stands beside the one before, and may yet be taken back."""
+        return self.trial or self.state == "canary"
 
     @property
     def two(self) -> bool:

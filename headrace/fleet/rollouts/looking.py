@@ -32,9 +32,7 @@ def rolled_on(service: Document, plan: Plan, counted: Counted | None, now: datet
         before = part(told, name)
         ready = roll.percent > 0 or roll.settled
         seen = name in plan.counted
-        look = Look(
-            name, roll.latest, roll.stable, roll.state == "canary", ready, roll.settled, roll.stuck, seen, counted
-        )
+        look = Look(name, roll.latest, roll.stable, roll.judged, ready, roll.settled, roll.stuck, seen, counted)
         state, said = advance(roll.policy, state_of(before), look, now)
         notes += said
         after = {key: value for key, value in before.items() if key != "rollout"}
