@@ -109,7 +109,13 @@ def test_promotion_keeps_the_canary_until_the_pods_are_all_new(percent: int | No
     rolling = plan(asked("engine:2", percent), facts(), live(promoted, ready="chat-engine-canary chat-front"))
     assert rolling.rollouts["engine"].state == "promoting"
     assert shares(rolling) == ["chat-engine-canary,weight=100"]
-    done = plan(asked("engine:2", percent), facts(), live(promoted))
+    # Nobody goes before the front has heard that there is nothing more for them.
+    draining = plan(asked("engine:2", percent), facts(), live(promoted))
+    assert shares(draining) == ["chat-engine,weight=100"]
+    assert one(draining, "Deployment", "chat-engine-canary")["spec"]["replicas"] == 2
+    late = plan(asked("engine:2", percent), facts(), live(draining, ready="chat-engine chat-engine-canary"))
+    assert names(late) == names(draining)
+    done = plan(asked("engine:2", percent), facts(), live(draining))
     assert names(done) == names(first)
     assert image_of(done, "chat-engine") == "engine:2"
     assert done.rollouts["engine"].state == "single"

@@ -13,7 +13,9 @@ from headrace.fleet.names import (
     MULTI_NODE,
     MULTI_NODE_RAY,
     RAW,
+    ROUTER,
     SERVERLESS,
+    component_name,
     lws_name,
     trunc63,
 )
@@ -24,7 +26,7 @@ from headrace.fleet.planning.knative import knative_rollout, knative_service
 from headrace.fleet.planning.pods import pod_problems
 from headrace.fleet.planning.raw import DEPLOYMENT, canary_name, raw_objects
 from headrace.fleet.planning.ray import heads_of, ray_objects
-from headrace.fleet.planning.revisions import Rollout, revision_of, rollout
+from headrace.fleet.planning.revisions import Rollout, revision_of, rollout, settled
 from headrace.fleet.planning.routers import Share
 from headrace.fleet.planning.scaling import Scaler, autoscaler, scaler_of, scaling_problems, wakes
 from headrace.fleet.planning.services import HTTP, port_of
@@ -107,7 +109,9 @@ def part_of(site: Site, component: Component) -> Part:
         return Part(component, mode, name, scaler, Rollout("single", latest, latest), None, workload)
     second = canary_name(name) if mode == RAW else lws_name(canary_name(name))
     live = site.found(workload[1], workload[2])
-    roll = rollout(component, live, site.found(workload[1], second), told, policy)
+    splitters = (site.found("Deployment", each) for each in (front_name(site), component_name(site.name, ROUTER)))
+    calm = all(each is None or settled(each) for each in splitters)
+    roll = rollout(component, live, site.found(workload[1], second), told, policy, calm)
     return Part(component, mode, name, scaler, roll, live, workload)
 
 

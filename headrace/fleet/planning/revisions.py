@@ -9,6 +9,9 @@ nothing that has to be remembered:
   of the requests until they are all up, and goes.
 - the service asks for what was rolled out again, or the percentage is 0: *rollback*. All requests go to the old pods.
 
+Pods that are to go get no requests first, and go when whoever splits the requests knows of that: the share that a canary was
+given last is written on it.
+
 Where a service has steps (`fleet.rollouts`), the percentage is the step's that its status tells of.
 """
 
@@ -49,6 +52,8 @@ class Rollout:
     """In a canary: whether all pods of the newest answer."""
     stuck: str = ""
     """In a canary: why they will not, as far as one can tell."""
+    held: int | None = None
+    """Replicas of a canary that gets no more requests, as long as some may still be on their way to it."""
     trial: bool = False
     """Knative has the newest beside the one before, and its steps judge it."""
 
@@ -75,23 +80,31 @@ def rollout(
     canary: Document | None,
     told: Document = NOTHING,
     policy: Policy | None = None,
+    calm: bool = True,
 ) -> Rollout:
-    """What to do with a component, by its live workloads and what its status told last."""
+    """What to do with a component, by its live workloads and what its status told last.
+
+    calm: who splits the requests does so as it was told last.
+    """
     latest = revision_of(component)
     asked = asked_share(policy, state_of(told), latest, component.extension.canary_traffic_percent)
-    return replace(_rollout(latest, asked, stable, canary, told), policy=policy)
+    found = _rollout(latest, asked, stable, canary, told, calm)
+    idle = found.two and found.percent == 0 and canary is not None and not _drained(canary, calm)
+    return replace(found, policy=policy, held=whole(canary, "spec", "replicas") if idle else None)
 
 
 def _rollout(
-    latest: str, asked: int | None, stable: Document | None, canary: Document | None, told: Document
+    latest: str, asked: int | None, stable: Document | None, canary: Document | None, told: Document, calm: bool
 ) -> Rollout:
     if stable is None or _never_answered(stable, told):
         return Rollout("single", latest, latest, asked)
     running = labels_of(stable).get(REVISION_LABEL, "")
     second = labels_of(canary).get(REVISION_LABEL, "") if canary is not None else ""
     if running == latest:
-        if second == latest and not settled(stable):
+        if canary is not None and second == latest and not settled(stable):
             return Rollout("promoting", latest, latest, asked, _share(stable, canary))
+        if canary is not None and second == latest and not _drained(canary, calm):
+            return Rollout("promoting", latest, latest, asked, 0)
         return Rollout("single", latest, latest, asked)
     if asked is not None and asked < 100:
         mine = canary if second == latest else None
@@ -129,6 +142,11 @@ def _never_answered(stable: Document, told: Document) -> bool:
     if not told or text(told, "latestRolledoutRevision") or text(told, "latestReadyRevision"):
         return False
     return available(stable) == 0 and whole(stable, "spec", "replicas") != 0
+
+
+def _drained(canary: Document, calm: bool) -> bool:
+    """Whether a canary was told to get nothing at an earlier look, and that has arrived."""
+    return available(canary) == 0 or (calm and annotations_of(canary).get(SHARE) == "0")
 
 
 def _share(stable: Document, canary: Document | None) -> int:

@@ -218,6 +218,9 @@ def test_the_operator_takes_a_revision_back_and_another_operator_keeps_it_so() -
     cluster.look(LOOK_SECONDS)
     cluster.look()
     assert cluster.shares == [100] and cluster.rollout["phase"] == "RolledBack"
+    # Its pods stay until the front has heard of that.
+    assert cluster.objects["Deployment", "chat-engine-canary"]["spec"]["replicas"] == 2
+    cluster.look()
     assert cluster.objects["Deployment", "chat-engine-canary"]["spec"]["replicas"] == 0
     assert cluster.events[-1] == "engine: rolled back: 7.5 % errors of 120 requests at 10 %, 1 % allowed"
     other = FakeCluster()
