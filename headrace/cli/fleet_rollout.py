@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace rollout`: a canary promoted, taken back, or looked at."""
+"""`headrace rollout`: a canary promoted, taken back, stopped at its step, or looked at."""
 
 from __future__ import annotations
 
@@ -25,33 +25,49 @@ from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
     from headrace.fleet.client.contract import Fleet
+    from headrace.fleet.client.rollouts import ComponentRollout
     from headrace.fleet.client.waiting import Outcome
     from headrace.fleet.words import Document
 
 rollout = typer.Typer(
-    name="rollout", help="Move a canary on: promote it, undo it, see how far it is.", no_args_is_help=True
+    name="rollout",
+    help="Move a canary on: promote it, undo it, pause and resume its steps, see how far it is.",
+    no_args_is_help=True,
 )
 
 _TRIES = 5
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The InferenceService.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Until it has arrived; 1 if it does not.")]
 
-_PROMOTE = """Give the newest revision all requests: canaryTrafficPercent becomes 100.
+_PROMOTE = """Give the newest revision all requests: canaryTrafficPercent becomes 100. Steps that are left are passed over.
 
 Example:
 
     headrace rollout promote llama-chat --kube --wait
 """
-_UNDO = """Give all requests to what ran before: canaryTrafficPercent becomes 0. The new pods stay until a file is applied.
+_UNDO = """Give all requests to what ran before: canaryTrafficPercent becomes 0. The new pods stay until a file is applied;
+where there are steps, they end.
 
 Example:
 
     headrace rollout undo llama-chat --kube
 """
+_PAUSE = """Keep a rollout at its step. Errors still take it back.
+
+Example:
+
+    headrace rollout pause llama-chat
+"""
+_RESUME = """Let a paused rollout go on. One that was rolled back begins anew, with the same pods.
+
+Example:
+
+    headrace rollout resume llama-chat
+"""
 
 
 def _moving(done: str) -> Callable[..., None]:
-    """A verb that changes the share of the newest revision."""
+    """A verb that changes a rollout."""
 
     def move(
         name: Name,
@@ -64,9 +80,9 @@ def _moving(done: str) -> Callable[..., None]:
         namespace: Namespace = "",
         as_json: Json = False,
     ) -> None:
-        from headrace.fleet.client.rollouts import promotion, rollback
+        from headrace.fleet.client.rollouts import pause, promotion, resume, rollback
 
-        change = {"promoted": promotion, "undone": rollback}[done]
+        change = {"promoted": promotion, "undone": rollback, "paused": pause, "resumed": resume}[done]
         progress = Progress(silent=as_json)
 
         async def work(fleet: Fleet) -> list[Outcome]:
@@ -86,6 +102,8 @@ def _moving(done: str) -> Callable[..., None]:
 
 rollout.command("promote", help=_PROMOTE)(_moving("promoted"))
 rollout.command("undo", help=_UNDO)(_moving("undone"))
+rollout.command("pause", help=_PAUSE)(_moving("paused"))
+rollout.command("resume", help=_RESUME)(_moving("resumed"))
 
 
 @rollout.command()
@@ -99,7 +117,7 @@ def status(
     namespace: Namespace = "",
     as_json: Json = False,
 ) -> None:
-    """Show the revisions of a service and their shares of the requests.
+    """Show the revisions of a service, their shares of the requests, and how far a rollout by steps is.
 
     Example:
 
@@ -172,6 +190,7 @@ def _show(service: Document, as_json: bool) -> None:
                 "component": each.component,
                 "state": each.state,
                 "canaryTrafficPercent": each.asked,
+                **_steps_json(each),
                 "traffic": [
                     {"revision": share.revision, "percent": share.percent, "latest": share.latest}
                     for share in each.shares
@@ -194,5 +213,23 @@ def _show(service: Document, as_json: bool) -> None:
         for share in each.shares
     ]
     console.print(table(("COMPONENT", "ROLLOUT", "REVISION", "SHARE", ""), cells))
+    for each in found:
+        if each.rollout is not None and each.steps:
+            marks = " ".join(_marked(each, number) for number in range(len(each.steps)))
+            console.print(line(f"{each.component} steps: {marks}: {each.rollout.message}"), soft_wrap=True)
     if reason_of(service):
         console.print(line(reason_of(service)), soft_wrap=True)
+
+
+def _marked(rollout: ComponentRollout, number: int) -> str:
+    """A step: with brackets the one that it is at."""
+    said, state = f"{rollout.steps[number]}%", rollout.rollout
+    return f"[{said}]" if state is not None and not state.over and state.step == number else said
+
+
+def _steps_json(rollout: ComponentRollout) -> dict[str, Any]:
+    state = rollout.rollout
+    if state is None or not rollout.steps:
+        return {}
+    told = {"phase": state.phase, "step": state.step + 1, "message": state.message, "paused": rollout.paused}
+    return {"steps": {"percents": list(rollout.steps), **told}}

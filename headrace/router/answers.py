@@ -55,7 +55,7 @@ class AnswerHead:
         """Bytes of the whole answer, where those are all that comes and another may follow them; else -1."""
         self.head = head
         self.status = head.status
-        self.outcome = Outcome.REFUSED if 502 <= head.status <= 504 else Outcome.OK
+        self.outcome = _outcome(head.status)
         self.length = length
         """Bytes of the body, or CHUNKED or UNTIL_CLOSE. The answer to HEAD has none, whatever this says."""
         self.told = told
@@ -69,6 +69,12 @@ class AnswerHead:
         where the body is too long to be copied."""
         if 0 <= length <= JOIN_BYTES and head.status >= 200 and head.status not in _BODILESS:
             self.written = b"%bcontent-length: %d\r\n" % (head.http1, length)
+
+
+def _outcome(status: int) -> int:
+    if status < 500:
+        return Outcome.OK
+    return Outcome.REFUSED if 502 <= status <= 504 else Outcome.ERRED
 
 
 class Answers:

@@ -23,16 +23,19 @@ class Outcome:
     """It could not be reached, closed too early, sent garbage, or took too long."""
     CANCELLED = 3
     """The client went away, or the router stops: says nothing of the backend."""
+    ERRED = 4
+    """It answered with another 5xx (gRPC: INTERNAL, UNKNOWN, DATA_LOSS): an error, but nothing against its health."""
 
 
 class Stats:
     """Counts of one backend, for the status and the metrics."""
 
-    __slots__ = ("_backend", "cancelled", "failed", "ok", "refused", "retries")
+    __slots__ = ("_backend", "cancelled", "erred", "failed", "ok", "refused", "retries")
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.ok = 0
+        self.erred = 0
         self.refused = 0
         self.failed = 0
         self.cancelled = 0
@@ -42,7 +45,17 @@ class Stats:
     @property
     def requests(self) -> int:
         """All that were given to it: those that are over, and those that it has."""
-        return self.ok + self.refused + self.failed + self.cancelled + self._backend.outstanding
+        return self.done + self.cancelled + self._backend.outstanding
+
+    @property
+    def done(self) -> int:
+        """Those that are over, but for what clients gave up."""
+        return self.ok + self.erred + self.refused + self.failed
+
+    @property
+    def well(self) -> int:
+        """Those that say nothing against its health."""
+        return self.ok + self.erred
 
 
 class Backend:

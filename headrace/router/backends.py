@@ -98,6 +98,9 @@ class Backends:
         if outcome == Outcome.CANCELLED:
             stats.cancelled += 1
             return
+        if outcome == Outcome.ERRED:
+            stats.erred += 1
+            return
         if outcome == Outcome.REFUSED:
             stats.refused += 1
         else:
@@ -118,7 +121,7 @@ class Backends:
     def tick(self, now: float) -> None:
         """Let time pass: ejections end, windows close, slow starts go on. Call about once a second or more often."""
         for backend in self.all:
-            if backend.health.tick(now, backend.stats.ok):
+            if backend.health.tick(now, backend.stats.well):
                 self._renew(backend, now)
             if backend.ramp < 1.0:
                 self._set_ramp(backend, now)
@@ -213,7 +216,7 @@ class Backends:
         return max(1.0, self.all[0].health.recovery_seconds if self.all else 1.0)
 
     def _failed(self, backend: Backend, now: float, why: str) -> None:
-        if not backend.health.failed(backend.stats.ok):
+        if not backend.health.failed(backend.stats.well):
             return
         ejected = sum(each.health.ejected for each in self.all)
         if (ejected + 1) * 2 > len(self.all):

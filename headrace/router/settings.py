@@ -21,7 +21,8 @@ from headrace.router.waking.settings import ActivationSettings
 POLICIES = ("p2c", "round-robin", "least", "weighted", "random", "cache_aware", "prefix_hash")
 ALIASES = {"power_of_two": "p2c", "round_robin": "round-robin", "least_loaded": "least"}
 """What other routers, and `router.config` of a service, call the same policies."""
-_FORM = "write http://host:port[,weight=N][,grpc=host:port]"
+_FORM = "write http://host:port[,weight=N][,grpc=host:port][,revision=NAME]"
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _HOST = re.compile(r"[A-Za-z0-9.:_-]+")
 _PORTS = {"http": 80, "https": 443}
 _MOST_WEIGHT = 1000.0
@@ -40,6 +41,8 @@ class BackendAddress:
     grpc_host: str = ""
     """Where its gRPC port is; the same host and port as for HTTP unless told (one port of Headrace speaks both)."""
     grpc_port: int = 0
+    revision: str = ""
+    """What it is a replica of: requests are also counted by this."""
 
     @classmethod
     def parse(cls, text: str) -> BackendAddress:
@@ -51,17 +54,21 @@ class BackendAddress:
             raise InvalidArgument(f"backend {text!r} has no host; {_FORM}")
         where, *options = text.strip().split(",")
         scheme, host, port = _split_url(where if "://" in where else f"http://{where}", text)
-        weight, grpc = 1.0, (host, port)
+        weight, grpc, revision = 1.0, (host, port), ""
         for option in options:
             name, _, value = option.strip().partition("=")
             if name == "weight":
                 weight = _weight(value, text)
             elif name == "grpc":
                 grpc = _split_url(f"{scheme}://{value}", text)[1:]
+            elif name == "revision" and _REVISION.fullmatch(value):
+                revision = value
+            elif name == "revision":
+                raise InvalidArgument(f"backend {text!r}: a revision is up to 63 letters, digits, '.', '_' and '-'")
             else:
                 raise InvalidArgument(f"backend {text!r}: there is no option {name!r}; {_FORM}")
         shown = f"[{host}]" if ":" in host else host
-        return cls(f"{scheme}://{shown}:{port}", scheme, host, port, weight, *grpc)
+        return cls(f"{scheme}://{shown}:{port}", scheme, host, port, weight, *grpc, revision)
 
 
 def _split_url(url: str, text: str) -> tuple[str, str, int]:

@@ -13,6 +13,7 @@ import orjson
 
 from headrace.core.errors import NotFound, Unavailable
 from headrace.router.choosing.counting import Choices
+from headrace.router.revisions import Revisions
 from headrace.telemetry.exposition import Format, negotiate, render
 from headrace.version import __version__
 from headrace.wire.http.heads import CONTENT_TYPE, OK_JSON, OK_PLAIN, ResponseHead
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from headrace.wire.http.exchange import Exchange
     from headrace.wire.http.routes import Routes
 
-_OUTCOMES = ("ok", "refused", "failed", "cancelled")
+_OUTCOMES = ("ok", "erred", "refused", "failed", "cancelled")
 
 
 class RouterStatus:
@@ -49,6 +50,7 @@ class RouterStatus:
         self._backends = backends
         self._pools = pools
         self._budget = budget
+        self._revisions = Revisions(backends)
         self.choices = Choices(registry, backends, settings.policy)
         """Why backends were chosen."""
         self._heads = {each: ResponseHead(200, [(CONTENT_TYPE, each.value)]) for each in Format}
@@ -81,6 +83,7 @@ class RouterStatus:
 
     def leave(self, backend: Backend) -> None:
         """A backend has gone; its times go with it, unless another of its name has come."""
+        self._revisions.leave(backend)
         if all(each.name != backend.name for each in self._backends.all):
             self._family.remove(backend=backend.name)
 
@@ -94,6 +97,7 @@ class RouterStatus:
             "retries": {"spent": self._budget.spent, "refused": self._budget.refused},
             "backends": [self._of(backend) for backend in self._backends.all],
             "leaving": [{"url": each.name, "outstanding": each.outstanding} for each in self._backends.leaving],
+            "revisions": self._revisions.as_json(),
         }
         if self._waking is not None:
             # A number: KEDA's metrics-api trigger reads it.
@@ -146,9 +150,16 @@ class RouterStatus:
         registry, of = self._registry, ["backend"]
         registry.callback(
             "headrace_router_requests_total",
-            "Requests that a backend is done with: ok, refused (502, 503, 504), failed, or cancelled by the client.",
+            "Requests that a backend is done with: ok, erred (other 5xx), refused (502, 503, 504), failed, or cancelled.",
             outcomes,
             ["backend", "outcome"],
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_revision_requests_total",
+            "Requests that the backends of a revision are done with: ok, or error (5xx, or none).",
+            self._revisions.outcomes,
+            ["revision", "outcome"],
             kind="counter",
         )
         registry.callback(

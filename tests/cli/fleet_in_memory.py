@@ -62,8 +62,10 @@ class MemoryFleet:
 
     async def patch(self, kind: Kind, namespace: str, name: str, change: Document) -> Document:
         document = self.documents[(kind.name, namespace, name)]
-        for component, fields in change["spec"].items():
+        for component, fields in change.get("spec", {}).items():
             document["spec"][component] |= fields
+        said = document["metadata"].setdefault("annotations", {}) | change.get("metadata", {}).get("annotations", {})
+        document["metadata"]["annotations"] = {key: value for key, value in said.items() if value is not None}
         return document
 
     async def delete(self, live: Document) -> None:
@@ -146,6 +148,21 @@ def canary(name: str = "digits", percent: int = 20) -> Any:
         {"revisionName": f"{name}-engine-00002", "percent": percent, "latestRevision": True},
         {"revisionName": f"{name}-engine-00001", "percent": 100 - percent, "latestRevision": False, "tag": "prev"},
     ]
+    return made
+
+
+def stepping(name: str = "digits", phase: str = "Stepping") -> Any:
+    """One that is at the second of its steps."""
+    made = canary(name, 25)
+    del made["spec"]["engine"]["canaryTrafficPercent"]
+    made["metadata"]["annotations"] = {"ome.io/rollout-steps": "10,25,50"}
+    made["status"]["components"]["engine"]["rollout"] = {
+        "revision": "f00",
+        "phase": phase,
+        "step": 2,
+        "since": "2026-01-15T10:30:00Z",
+        "message": "step 25 %: 212 requests, 0.0 % errors",
+    }
     return made
 
 

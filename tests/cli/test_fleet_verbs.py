@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fleet_in_memory import MemoryFleet, canary, model, service
+from fleet_in_memory import MemoryFleet, canary, model, service, stepping
 from typer.testing import CliRunner, Result
 
 from headrace.cli.main import app
@@ -286,6 +286,46 @@ def test_a_canary_is_moved(fleet: MemoryFleet) -> None:
     assert told == {"name": "digits", "rollout": "promoted"} and engine["canaryTrafficPercent"] == 100
     none = headrace("rollout", "promote", "bad", "--kube")
     assert none.exit_code == 1 and "has no canary" in none.output
+
+
+def test_a_rollout_by_steps_is_looked_at_and_moved(fleet: MemoryFleet) -> None:
+    key = ("InferenceService", "default", "digits")
+    fleet.documents[key] = stepping()
+
+    def annotations() -> dict[str, str]:
+        found: dict[str, str] = fleet.documents[key]["metadata"]["annotations"]
+        return found
+
+    shown = headrace("rollout", "status", "digits", "--kube").output
+    assert "step 2 of 3 at 25%" in shown
+    assert "engine steps: 10% [25%] 50%: step 25 %: 212 requests, 0.0 % errors" in shown
+    (told,) = json.loads(headrace("rollout", "status", "digits", "--kube", "--json").output)["components"]
+    assert told["steps"]["percents"] == [10, 25, 50] and (told["steps"]["step"], told["steps"]["paused"]) == (2, False)
+    early = headrace("rollout", "resume", "digits", "--kube")
+    assert early.exit_code == 1 and "is not paused" in early.output
+    assert headrace("rollout", "pause", "digits", "--kube").output == "inferenceservice.ome.io/digits paused\n"
+    assert annotations()["ome.io/rollout-paused"] == "true"
+    assert "step 2 of 3 at 25%, paused" in headrace("rollout", "status", "digits", "--kube").output
+    assert headrace("rollout", "resume", "digits", "--kube").output == "inferenceservice.ome.io/digits resumed\n"
+    assert "ome.io/rollout-paused" not in annotations()
+    for verb, done in (("promote", "promoted"), ("undo", "undone")):
+        assert headrace("rollout", verb, "digits", "--kube").output == f"inferenceservice.ome.io/digits {done}\n"
+        assert annotations()["ome.io/rollout-command"].startswith(f"{verb} 20")
+    assert "canaryTrafficPercent" not in fleet.documents[key]["spec"]["engine"]
+    headrace("rollout", "promote", "digits", "--component", "engine", "--kube")
+    assert annotations()["ome.io/rollout-command"].startswith("promote engine 20")
+
+
+def test_a_rollout_that_was_taken_back_begins_anew_when_it_is_resumed(fleet: MemoryFleet) -> None:
+    key = ("InferenceService", "default", "digits")
+    fleet.documents[key] = stepping(phase="RolledBack")
+    assert "rolled back" in headrace("rollout", "status", "digits", "--kube").output
+    again = headrace("rollout", "undo", "digits", "--kube")
+    assert again.exit_code == 1 and "undone already" in again.output
+    assert headrace("rollout", "resume", "digits", "--kube").exit_code == 0
+    assert fleet.documents[key]["metadata"]["annotations"]["ome.io/rollout-command"].startswith("retry 20")
+    none = headrace("rollout", "pause", "bad", "--kube")
+    assert none.exit_code == 1 and "has no steps: give it the annotation ome.io/rollout-steps" in none.output
 
 
 def test_what_is_printed_cannot_act_on_a_terminal(fleet: MemoryFleet) -> None:

@@ -36,7 +36,8 @@ def image_of(made: Plan, name: str) -> str:
 
 def shares(made: Plan) -> list[str]:
     config = json.loads(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
-    return [each.partition("//")[2].replace(".default.svc.cluster.local:9000", "") for each in config["backends"]]
+    found = [each.partition("//")[2].partition(",revision=")[0] for each in config["backends"]]
+    return [each.replace(".default.svc.cluster.local:9000", "") for each in found]
 
 
 def test_the_first_revision_is_alone() -> None:
@@ -108,7 +109,13 @@ def test_promotion_keeps_the_canary_until_the_pods_are_all_new(percent: int | No
     rolling = plan(asked("engine:2", percent), facts(), live(promoted, ready="chat-engine-canary chat-front"))
     assert rolling.rollouts["engine"].state == "promoting"
     assert shares(rolling) == ["chat-engine-canary,weight=100"]
-    done = plan(asked("engine:2", percent), facts(), live(promoted))
+    # Nobody goes before the front has heard that there is nothing more for them.
+    draining = plan(asked("engine:2", percent), facts(), live(promoted))
+    assert shares(draining) == ["chat-engine,weight=100"]
+    assert one(draining, "Deployment", "chat-engine-canary")["spec"]["replicas"] == 2
+    late = plan(asked("engine:2", percent), facts(), live(draining, ready="chat-engine chat-engine-canary"))
+    assert names(late) == names(draining)
+    done = plan(asked("engine:2", percent), facts(), live(draining))
     assert names(done) == names(first)
     assert image_of(done, "chat-engine") == "engine:2"
     assert done.rollouts["engine"].state == "single"
@@ -165,8 +172,10 @@ def test_our_own_router_knows_both_revisions() -> None:
     begun = live(plan(asked("engine:2", 20, router={}), facts(), live(first)))
     made = plan(asked("engine:2", 20, router={}), facts(), begun)
     args = one(made, "Deployment", "chat-router")["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert "http://chat-engine.default.svc.cluster.local:9000,weight=80" in args
-    assert "http://chat-engine-canary.default.svc.cluster.local:9000,weight=20" in args
+    rollout = made.rollouts["engine"]
+    assert f"http://chat-engine.default.svc.cluster.local:9000,weight=80,revision={rollout.stable}" in args
+    assert f"http://chat-engine-canary.default.svc.cluster.local:9000,weight=20,revision={rollout.latest}" in args
+    assert made.counted == {"engine"}
 
 
 def test_groups_have_two_revisions_too() -> None:

@@ -28,6 +28,7 @@ MODES = {
     "serverless": {"engine": "Serverless"},
     "scale-to-zero": {"engine": "RawDeployment"},
     "canary": {"engine": "RawDeployment"},
+    "rollout-steps": {"engine": "RawDeployment"},
     "multi-node": {"engine": "MultiNode"},
     "multi-node-ray": {"engine": "MultiNodeRayVLLM"},
     "prefill-decode": {"engine": "RawDeployment", "decoder": "RawDeployment", "router": "RawDeployment"},
@@ -86,9 +87,10 @@ ANNOTATIONS = st.dictionaries(
             "ome.io/autoscalerClass",
             "ome.io/ingress-disable-creation",
             "ome.io/enable-tag-routing",
+            "ome.io/rollout-steps",
         ]
     ),
-    st.sampled_from(["RawDeployment", "Serverless", "MultiNode", "keda", "hpa", "external", "true", "false"]),
+    st.sampled_from(["RawDeployment", "Serverless", "MultiNode", "keda", "hpa", "external", "true", "false", "5,50"]),
 )
 COMPONENT = st.fixed_dictionaries(
     {},

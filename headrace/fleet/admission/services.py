@@ -20,6 +20,7 @@ from headrace.fleet.names import (
     SERVICE_TYPE,
     VIRTUAL,
 )
+from headrace.fleet.rollouts.policy import rollout_problems
 from headrace.fleet.words import ClusterFacts, Document, Problem, annotations_of, items, namespace_of, part, text, whole
 
 _TAKEN = {
@@ -46,6 +47,7 @@ def service_problems(service: Document, facts: ClusterFacts) -> list[Problem]:
         *_accelerators(service, facts),
         *_annotations(service),
         *scaling_problems(service),
+        *rollout_problems(service),
         *_containers(service),
         *_router(part(service, "spec", "router", "config")),
         *label_problems(service),

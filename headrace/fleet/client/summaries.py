@@ -15,7 +15,7 @@ from headrace.fleet.status.models import BLOCKED, INVALID
 from headrace.fleet.status.observed import condition_of, records
 from headrace.fleet.words import Document, annotations_of, name_of, part, text, whole
 
-_FAILURES = frozenset({"ReconcileError", "InternalError", "ProgressDeadlineExceeded"})
+_FAILURES = frozenset({"ReconcileError", "InternalError", "ProgressDeadlineExceeded", "RolledBack"})
 _WHOSE = re.compile(r"^[A-Z][A-Za-z]*Ready: ")
 
 NOT_SEEN = "the operator has not looked at it yet"

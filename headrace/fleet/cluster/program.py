@@ -68,7 +68,7 @@ class Controller:
         self._settings = settings
         self._queue = Queue(self._reconcile, settings.workers)
         self._view = View(api, settings.fleet, self._queue.add)
-        self._reconciler = Reconciler(api, self._view, Recorder(api, utc_now))
+        self._reconciler = Reconciler(api, self._view, Recorder(api, utc_now), later=self._queue.add_later)
         self._models = ModelStatuses(api, settings.namespace)
         self._seen = asyncio.Event()
 

@@ -21,9 +21,11 @@ from headrace.fleet.cluster.events import Recorder
 from headrace.fleet.cluster.leaving import let_go
 from headrace.fleet.cluster.queue import Key
 from headrace.fleet.cluster.resources import SERVICES
+from headrace.fleet.cluster.stepping import LOOK_SECONDS, Stepping
 from headrace.fleet.cluster.view import View
 from headrace.fleet.planning import Plan, plan
 from headrace.fleet.planning.site import live_key
+from headrace.fleet.rollouts.looking import under_way
 from headrace.fleet.status import Observed, status, status_of_problems
 from headrace.fleet.words import Document, Problem, items, kind_of, name_of, part, text
 
@@ -40,13 +42,24 @@ def utc_now() -> datetime:
 class Reconciler:
     """Brings services to what they ask for."""
 
-    def __init__(self, api: Api, view: View, recorder: Recorder, now: Callable[[], datetime] = utc_now) -> None:
+    def __init__(
+        self,
+        api: Api,
+        view: View,
+        recorder: Recorder,
+        now: Callable[[], datetime] = utc_now,
+        later: Callable[[Key, float], None] | None = None,
+        stepping: Stepping | None = None,
+    ) -> None:
+        """later: have another look at a service after so many seconds."""
         self._api = api
         self._view = view
         self._recorder = recorder
         self._applier = Applier(api, view)
         self._benchmarker = Benchmarker(api, view, recorder, now)
         self._now = now
+        self._later = later
+        self._stepping = stepping or Stepping(now)
 
     async def reconcile(self, key: Key) -> bool:
         """Look at a service once. False: try again later. Never raises but when cancelled."""
@@ -86,7 +99,13 @@ class Reconciler:
             return False
         objects, pods = self._view.owned(service), self._view.pods(service)
         seen = Observed(tuple(objects), tuple(pods))
-        await self._tell(service, status(service, planned, seen, self._now()))
+        moved, notes = await self._stepping.moved(service, planned, pods)
+        await self._tell(service, status(moved, planned, seen, self._now()))
+        # After the status: what could not be kept has not happened, and is decided anew.
+        for each in notes:
+            await self._recorder.record(service, each.kind, each.reason, each.message)
+        if self._later is not None and under_way(moved):
+            self._later((text(service, "metadata", "namespace"), name_of(service)), LOOK_SECONDS)
         return True
 
     def _plan(self, service: Document) -> Plan | Problem:

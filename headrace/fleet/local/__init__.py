@@ -30,6 +30,7 @@ the objects of a plan, and shows what it sees as Kubernetes documents, so that `
     routes        which Services need one, and who stands behind each
     asking        a page of a process of this machine
     scaling       replicas by load: another number of them, and why
+    stepping      what routers counted, for services whose rollouts go by steps
     objects       the live objects of a service
     controller    plan, bring about, tell
     questions     routers that wait for another number of replicas

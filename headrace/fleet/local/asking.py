@@ -3,43 +3,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from typing import Any
 
+from headrace.fleet import asking
 from headrace.fleet.local.commands import ADDRESS
-
-_SECONDS = 1.0
-_MOST_BYTES = 16 << 20
 
 
 async def page(port: int, path: str) -> bytes | None:
     """What a GET is answered with; None if it is not, or not with 200."""
-    writer = None
-    try:
-        async with asyncio.timeout(_SECONDS):
-            reader, writer = await asyncio.open_connection(ADDRESS, port)
-            # HTTP/1.0: so no server answers in chunks.
-            writer.write(f"GET {path} HTTP/1.0\r\nHost: {ADDRESS}\r\nConnection: close\r\n\r\n".encode())
-            answer = bytearray()
-            while piece := await reader.read(1 << 16):
-                answer += piece
-                if len(answer) > _MOST_BYTES:
-                    return None
-    except (OSError, TimeoutError, ValueError):
-        return None
-    finally:
-        if writer is not None:
-            writer.close()
-    head, _, body = bytes(answer).partition(b"\r\n\r\n")
-    return body if head.split(b" ", 2)[1:2] == [b"200"] else None
+    return await asking.page(ADDRESS, port, path)
 
 
 async def router_status(port: int) -> dict[str, Any] | None:
     """What a router tells of itself; None if it does not answer."""
-    found = await page(port, "/router/status")
-    try:
-        told = json.loads(found) if found else None
-    except ValueError:
-        return None
-    return told if isinstance(told, dict) else None
+    return await asking.router_status(ADDRESS, port)

@@ -25,12 +25,14 @@ from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.scaling.autoscaling import Autoscaling, Note
 from headrace.fleet.local.scaling.telling import with_scaling
 from headrace.fleet.local.settings import LocalSettings
+from headrace.fleet.local.stepping import Stepping
 from headrace.fleet.local.store import Store, utc_now
 from headrace.fleet.local.units import Units
 from headrace.fleet.local.workloads import scaler_of, wanted_of
 from headrace.fleet.names import COMPONENT_LABEL
 from headrace.fleet.planning import Plan, Rise, Urls, plan
 from headrace.fleet.planning.scaling import COUNTS_REQUESTS
+from headrace.fleet.rollouts.looking import rolled_on
 from headrace.fleet.status import Observed, status, status_of_problems
 from headrace.fleet.words import (
     ClusterFacts,
@@ -91,6 +93,7 @@ class Controller:
         self.questions = Questions(self.replicas)
         self._ready: dict[Service, set[str]] = {}
         """Pods that were ready when that was last told: only to be quick."""
+        self._stepping = Stepping(store, routers, self.ask)
         self._asked: set[Service] = set()
         self._any = asyncio.Event()
         self._facts: ClusterFacts | None = None
@@ -130,7 +133,7 @@ class Controller:
         known = {each.record.service for each in self._kubelet.replicas.values()}
         for service in known | self._routers.services() | self._objects.services():
             self.ask(service)
-        looking = asyncio.gather(self._sometimes(), self._autoscaling.run())
+        looking = asyncio.gather(self._sometimes(), self._autoscaling.run(), self._stepping.run())
         try:
             while True:
                 await self._any.wait()
@@ -304,6 +307,9 @@ class Controller:
         if planned.objects:
             planned = replace(planned, urls=Urls(url, url, components))
         pods = tuple(each.shown() for each in self._kubelet.of(key))
+        service, notes = rolled_on(service, planned, self._stepping.counted(key), utc_now())
+        for each in notes:
+            self._events.record(service, each.kind, each.reason, each.message)
         return status(service, planned, Observed(tuple(seen), pods), utc_now())
 
     def _tell(self, service: Document, told: Document) -> None:

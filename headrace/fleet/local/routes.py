@@ -11,7 +11,7 @@ from headrace.fleet.local.replica import Replica
 from headrace.fleet.local.routing import Backend, Routers
 from headrace.fleet.names import APP_LABEL, COMPONENT_LABEL, component_name, trunc63
 from headrace.fleet.planning.front import FRONT
-from headrace.fleet.planning.site import CLUSTER_DOMAIN
+from headrace.fleet.planning.site import CLUSTER_DOMAIN, REVISION_LABEL
 from headrace.fleet.status.observed import named
 from headrace.fleet.words import Document, items, kind_of, labels_of, name_of, part, text, whole
 
@@ -91,8 +91,9 @@ def _front_file(key: Service, name: str, objects: Sequence[Document]) -> Documen
 
 
 def _share(said: str) -> tuple[str, int]:
-    """`http://digits-engine.default.svc.cluster.local:8080,weight=90`."""
-    url, _, weight = said.partition(",weight=")
+    """`http://digits-engine.default.svc.cluster.local:8080,weight=90,revision=1f0c`."""
+    url, _, options = said.partition(",weight=")
+    weight = options.partition(",")[0]
     host = url.partition("://")[2].partition(".")[0]
     return host, int(weight) if weight.isdecimal() else 100
 
@@ -105,8 +106,12 @@ def _pods(service: Document, pods: Sequence[Replica], weight: float) -> list[Bac
         if each.ready and all(labels_of(each.record.document).get(name) == value for name, value in wanted.items())
     ]
     first: Document = next(iter(items(service, "spec", "ports")), {})
-    ports = [_port(each, first) for each in found]
-    return [Backend(port, weight / len(found)) for port in ports if port]
+    ports = [(each, _port(each, first)) for each in found]
+    return [
+        Backend(port, weight / len(found), labels_of(each.record.document).get(REVISION_LABEL, ""))
+        for each, port in ports
+        if port
+    ]
 
 
 def _port(replica: Replica, said: Document) -> int | None:

@@ -38,6 +38,8 @@ _GRACE_SECONDS = 30.0
 _PORTS = 1000
 _FOLLOW_SECONDS = 0.1
 _HEAR_SECONDS = 0.02
+_GETS, _LEAVES = "backends", "leaving"
+"""Where a router tells of those that get requests, and of those that get no more and have some to answer."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Backend:
 
     port: int
     weight: float = 100.0
+    revision: str = ""
 
 
 class Router:
@@ -98,7 +101,7 @@ class Router:
         split: their weights are shares that are to be kept exactly. activation: what it is to wake. heard: called when it
         has begun to send them requests after it had nobody.
         """
-        listed = [{"url": f"http://{ADDRESS}:{each.port}", "weight": round(each.weight, 3)} for each in backends]
+        listed = [_entry(each) for each in backends]
         if listed != self._backends:
             write_json(self.folder / "backends.json", listed, lasting=False)
             self._backends = listed
@@ -122,10 +125,13 @@ class Router:
 
     async def forgotten(self, port: int) -> None:
         """Wait until it sends nothing more to a port, and has all answers from it; not for ever."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.forget_seconds):
-                while self.up and await self._sends_to(port):  # noqa: ASYNC110  another process is asked
-                    await asyncio.sleep(0.05)
+        settings, now = self._settings, asyncio.get_running_loop().time
+        began = now()
+        while self.up and (place := await self._place_of(port)):
+            waited = now() - began
+            if waited >= (settings.forget_seconds if place == _GETS else settings.drain_seconds):
+                return
+            await asyncio.sleep(0.05)
 
     async def end(self) -> None:
         """Nothing is left of it after this."""
@@ -228,13 +234,16 @@ class Router:
             "discovery": {"file": str(self.folder / "backends.json"), "interval_seconds": _FOLLOW_SECONDS},
         }
 
-    async def _sends_to(self, port: int) -> bool:
+    async def _place_of(self, port: int) -> str:
+        """Where it tells of a port: among those that get requests, or that have some to answer; "" if nowhere."""
         told = await router_status(self.port)
         if told is None:
-            return False
-        # Those that leave have requests to answer still.
-        found = [each for name in ("backends", "leaving") for each in told.get(name, []) if isinstance(each, dict)]
-        return any(str(each.get("url", "")).endswith(f"{ADDRESS}:{port}") for each in found)
+            return _GETS  # too busy to answer, so most likely for somebody
+        for name in (_GETS, _LEAVES):
+            urls = [str(each.get("url", "")) for each in told.get(name, []) if isinstance(each, dict)]
+            if any(each.endswith(f"{ADDRESS}:{port}") for each in urls):
+                return name
+        return ""
 
 
 class Routers:
@@ -331,6 +340,11 @@ class Routers:
     def ending(self, service: Service) -> bool:
         """Whether something of a service is still being ended."""
         return service in self._ends.values()
+
+
+def _entry(backend: Backend) -> dict[str, Any]:
+    told = {"url": f"http://{ADDRESS}:{backend.port}", "weight": round(backend.weight, 3)}
+    return {**told, "revision": backend.revision} if backend.revision else told
 
 
 def _listed(path: Path) -> list[dict[str, Any]] | None:

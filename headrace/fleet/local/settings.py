@@ -50,6 +50,8 @@ class LocalSettings:
     """What runs containers: processes of this machine, or its Docker engine."""
     max_processes: int = 0
     """Processes and threads that a container may have; 0: any number."""
+    drain_seconds: float = 300.0
+    """The longest wait for the answers that it still owes to clients of those routers."""
     ephemeral: bool = False
     """End everything that runs when the daemon ends."""
 

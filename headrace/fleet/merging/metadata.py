@@ -65,7 +65,9 @@ def annotations_for(
     weights: Sequence[Document],
 ) -> dict[str, str]:
     """The annotations of a component."""
-    made = {key: value for key, value in annotations_of(service).items() if key not in _DENIED}
+    said = annotations_of(service).items()
+    # How a rollout goes on is told in the middle of it: pods must not be replaced for that.
+    made = {key: value for key, value in said if key not in _DENIED and not key.startswith(names.ROLLOUT)}
     made.update(_texts(component, "annotations"))
     if weights:
         made[names.FT_STRATEGY] = text(weights[0], "spec", "hyperParameters", "strategy")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from headrace.fleet.merging import Component
 from headrace.fleet.names import APP_LABEL, trunc63
 from headrace.fleet.planning.raw import DEPLOYMENT
-from headrace.fleet.planning.routers import ACCOUNT, role_objects
+from headrace.fleet.planning.routers import ACCOUNT, address, role_objects
 from headrace.fleet.planning.scaling import REQUEST_TARGETS, request_metric
 from headrace.fleet.planning.site import Object, Site, available, digest_of
 
@@ -41,6 +41,8 @@ class Backend:
     service: str
     port: int
     weight: int = 100
+    revision: str = ""
+    """What the router counts it by."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ def _config(site: Site, backends: list[Backend], sleepers: list[Sleeper], timeou
         # A Service answers for pods that the cluster has checked already.
         "health": {"path": ""},
         "backends": [
-            f"http://{site.host(each.service)}:{each.port},weight={each.weight}" for each in backends if each.weight > 0
+            address(f"http://{site.host(each.service)}:{each.port}", each.weight, each.revision)
+            for each in backends
+            if each.weight > 0
         ],
     }
     if timeout is not None:

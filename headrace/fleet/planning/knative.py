@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from headrace.fleet.merging import Component
@@ -14,15 +15,39 @@ from headrace.fleet.names import (
     trunc63,
 )
 from headrace.fleet.planning.pods import completed, main_container
-from headrace.fleet.planning.site import Object, Site, app_labels, full_name
-from headrace.fleet.words import Document, items, part, text
+from headrace.fleet.planning.revisions import Rollout, revision_of
+from headrace.fleet.planning.site import REVISION_LABEL, Object, Site, app_labels, full_name
+from headrace.fleet.rollouts.policy import Policy
+from headrace.fleet.rollouts.state import PROMOTED, asked_share, share_of, state_of
+from headrace.fleet.words import Document, items, labels_of, part, text, whole
 
 KNATIVE = ("serving.knative.dev/v1", "Service")
 _CLASS, _TARGET, _METRIC = (f"autoscaling.knative.dev/{each}" for each in ("class", "target", "metric"))
 _PORT_NAMES = ("http1", "h2c")
 
 
-def knative_service(site: Site, component: Component) -> Object:
+def knative_rollout(component: Component, live: Document | None, told: Document, policy: Policy | None) -> Rollout:
+    """Which share the newest revision gets. Knative keeps the revisions; which it has of ours, a label of it says."""
+    latest, state = revision_of(component), state_of(told)
+    if policy is None:
+        asked = asked_share(None, state, latest, component.extension.canary_traffic_percent)
+        return Rollout("single", latest, latest, asked)
+    alone = Rollout("single", latest, latest, policy=policy)
+    running = labels_of(live).get(REVISION_LABEL, "") if live is not None else ""
+    if not running or not text(told, "latestRolledoutRevision"):
+        return alone
+    mine = running == latest
+    known = state is not None and state.revision == latest
+    # Of one that is there already, and of which nobody has told, its traffic says whether it is on trial.
+    trial = known or not mine or len(items(live, "spec", "traffic")) > 1
+    if not trial or (state is not None and known and state.phase == PROMOTED):
+        return alone
+    share = share_of(policy, state, latest)
+    settled, stuck = (_settled(live), _stuck(live)) if mine else (False, "")
+    return replace(alone, asked=share, trial=True, settled=settled, stuck=stuck)
+
+
+def knative_service(site: Site, component: Component, roll: Rollout) -> Object:
     """The Knative Service of a component."""
     name = full_name(site, component)
     own = {key: value for key, value in component.annotations.items() if key != KNATIVE_ROLLOUT_DURATION}
@@ -36,14 +61,14 @@ def knative_service(site: Site, component: Component) -> Object:
     return site.made(
         KNATIVE,
         trunc63(name),
-        component.labels,
+        {**component.labels, REVISION_LABEL: roll.latest} if roll.policy is not None else component.labels,
         {KNATIVE_ROLLOUT_DURATION: duration} if duration else None,
         spec={
             "template": {
                 "metadata": {"labels": app_labels(component, name), "annotations": {**own, **_scaling(component)}},
                 "spec": spec,
             },
-            "traffic": _traffic(site, component),
+            "traffic": _traffic(site, component, roll.asked),
         },
     )
 
@@ -64,8 +89,24 @@ def _scaling(component: Component) -> dict[str, str]:
     return scaling
 
 
-def _traffic(site: Site, component: Component) -> list[Object]:
-    share = component.extension.canary_traffic_percent
+def _settled(live: Document | None) -> bool:
+    """Whether the newest revision is the one that answers."""
+    status = part(live, "status")
+    seen, generation = whole(status, "observedGeneration"), whole(live, "metadata", "generation")
+    if seen is not None and generation is not None and seen < generation:
+        return False
+    created = text(status, "latestCreatedRevisionName")
+    return bool(created) and created == text(status, "latestReadyRevisionName")
+
+
+def _stuck(live: Document | None) -> str:
+    for each in items(live, "status", "conditions"):
+        if (text(each, "type"), text(each, "status")) == ("ConfigurationsReady", "False"):
+            return text(each, "message") or text(each, "reason") or "its revision does not become ready"
+    return ""
+
+
+def _traffic(site: Site, component: Component, share: int | None) -> list[Object]:
     before = text(site.service, "status", "components", component.name, "latestRolledoutRevision")
     tag = {"tag": "latest"} if site.annotations.get(ENABLE_TAG_ROUTING) == "true" else {}
     if share is None or share >= 100 or not before:

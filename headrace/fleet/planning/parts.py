@@ -13,22 +13,25 @@ from headrace.fleet.names import (
     MULTI_NODE,
     MULTI_NODE_RAY,
     RAW,
+    ROUTER,
     SERVERLESS,
+    component_name,
     lws_name,
     trunc63,
 )
 from headrace.fleet.planning.front import Sleeper, counted_by, front_name
 from headrace.fleet.planning.groups import GROUPS, group_objects, leader_pod, leaders_of
 from headrace.fleet.planning.keda import keda_problems, scaled_object
-from headrace.fleet.planning.knative import knative_service
+from headrace.fleet.planning.knative import knative_rollout, knative_service
 from headrace.fleet.planning.pods import pod_problems
 from headrace.fleet.planning.raw import DEPLOYMENT, canary_name, raw_objects
 from headrace.fleet.planning.ray import heads_of, ray_objects
-from headrace.fleet.planning.revisions import Rollout, revision_of, rollout
+from headrace.fleet.planning.revisions import Rollout, revision_of, rollout, settled
 from headrace.fleet.planning.routers import Share
 from headrace.fleet.planning.scaling import Scaler, autoscaler, scaler_of, scaling_problems, wakes
 from headrace.fleet.planning.services import HTTP, port_of
 from headrace.fleet.planning.site import Object, Site, full_name
+from headrace.fleet.rollouts.policy import STEPPED, STEPS, policy_of
 from headrace.fleet.words import Document, Problem, whole
 from headrace.fleet.words import part as within
 
@@ -77,6 +80,12 @@ class Part:
         return [*found, (trunc63(canary_name(self.name)), self.port, share)] if self.rollout.two else found
 
     @property
+    def revisions(self) -> dict[str, str]:
+        """Of the Services in `shares`, where there are two."""
+        names = [each[0] for each in self.shares]
+        return dict(zip(names, (self.rollout.stable, self.rollout.latest), strict=True)) if self.rollout.two else {}
+
+    @property
     def selector(self) -> dict[str, str]:
         """The pods under its own name that answer."""
         if self.mode == MULTI_NODE:
@@ -88,15 +97,21 @@ def part_of(site: Site, component: Component) -> Part:
     """What is decided about a component."""
     mode = mode_of(site, component)
     name = full_name(site, component)
+    policy = policy_of(site.annotations) if component.name in STEPPED else None
     scaler: Scaler = scaler_of(site, component, mode) if mode in (RAW, MULTI_NODE) else "none"
     workload = (*DEPLOYMENT, name) if mode == RAW else (*GROUPS, lws_name(name))
+    told = within(site.service, "status", "components", component.name)
+    if mode == SERVERLESS:
+        live = site.found("Service", trunc63(name))
+        return Part(component, mode, name, scaler, knative_rollout(component, live, told, policy), None, workload)
     if mode not in (RAW, MULTI_NODE):
         latest = revision_of(component)
         return Part(component, mode, name, scaler, Rollout("single", latest, latest), None, workload)
     second = canary_name(name) if mode == RAW else lws_name(canary_name(name))
     live = site.found(workload[1], workload[2])
-    told = within(site.service, "status", "components", component.name)
-    roll = rollout(component, live, site.found(workload[1], second), told)
+    splitters = (site.found("Deployment", each) for each in (front_name(site), component_name(site.name, ROUTER)))
+    calm = all(each is None or settled(each) for each in splitters)
+    roll = rollout(component, live, site.found(workload[1], second), told, policy, calm)
     return Part(component, mode, name, scaler, roll, live, workload)
 
 
@@ -120,6 +135,9 @@ def part_problems(site: Site, part: Part) -> Iterator[Problem]:
         _, needed, fix = _NEEDS[part.mode]
         said = f"{part.mode} needs {needed}, which this cluster does not have"
         yield Problem(f"spec.{component.name}", said, fix)
+    if part.mode == MULTI_NODE_RAY and component.name in STEPPED and policy_of(site.annotations) is not None:
+        said = f"{part.mode} has one revision at a time, so that there are no steps"
+        yield Problem(f"metadata.annotations[{STEPS}]", said, "remove it")
     if part.mode in (RAW, MULTI_NODE):
         yield from scaling_problems(site, component, part.scaler)
     if part.scaler == "keda":
@@ -130,7 +148,7 @@ def part_objects(site: Site, part: Part, entry_port: int, found: bool) -> list[O
     """The objects of a component. `found`: a router finds its pods by their labels."""
     component = part.component
     if part.mode == SERVERLESS:
-        return [knative_service(site, component)]
+        return [knative_service(site, component, part.rollout)]
     if part.mode == MULTI_NODE_RAY:
         return ray_objects(site, component, part.rollout.latest)
     make = raw_objects if part.mode == RAW else group_objects
@@ -147,7 +165,7 @@ def part_objects(site: Site, part: Part, entry_port: int, found: bool) -> list[O
 
 @dataclass(frozen=True)
 class Rise:
-    """A workload that our router has put to sleep, and that may not sleep any more: nobody else would wake it."""
+    """A workload that was put to sleep, and that may not sleep any more: nobody else would wake it."""
 
     api_version: str
     kind: str
@@ -155,8 +173,24 @@ class Rise:
     replicas: int
 
 
-def rise_of(site: Site, part: Part) -> Rise | None:
-    """The part as one that has to be woken, if it has. Autoscalers leave alone what is at zero."""
+def rises_of(site: Site, part: Part) -> Iterator[Rise]:
+    """What of a part has to be woken. Autoscalers leave alone what is at zero."""
+    for each in (_own_rise(site, part), _canary_rise(site, part)):
+        if each is not None:
+            yield each
+
+
+def _canary_rise(site: Site, part: Part) -> Rise | None:
+    """The workload of a revision that was taken back has no pods; the next one is to have some."""
+    if part.scaler != "hpa" or part.rollout.state != "canary" or not part.rollout.asked:
+        return None
+    api, kind, _ = part.workload
+    name = canary_name(part.name)
+    live = site.found(kind, name)
+    return Rise(api, kind, name, 1) if live is not None and whole(live, "spec", "replicas") == 0 else None
+
+
+def _own_rise(site: Site, part: Part) -> Rise | None:
     least = part.component.extension.min_replicas
     if least < 1 or part.scaler != "hpa" or part.live is None or whole(part.live, "spec", "replicas") != 0:
         return None

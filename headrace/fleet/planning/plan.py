@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from headrace.fleet import admission
 from headrace.fleet.merging import Component, components
-from headrace.fleet.names import DEPLOYMENT_MODE, ROUTER, VIRTUAL
+from headrace.fleet.names import DEPLOYMENT_MODE, ROUTER, SERVERLESS, VIRTUAL
 from headrace.fleet.planning.model_config import model_config
-from headrace.fleet.planning.parts import Part, Rise, part_objects, part_of, part_problems, rise_of, sleeper_of
+from headrace.fleet.planning.parts import Part, Rise, part_objects, part_of, part_problems, rises_of, sleeper_of
 from headrace.fleet.planning.revisions import Rollout
 from headrace.fleet.planning.routers import access_objects, brings_none, prepared
-from headrace.fleet.planning.routes import Urls, routing, routing_objects, routing_problems, urls
+from headrace.fleet.planning.routes import Routing, Urls, routing, routing_objects, routing_problems, urls
 from headrace.fleet.planning.site import Object, Site, site_of
 from headrace.fleet.selection import Selection, select
 from headrace.fleet.words import NOTHING, ClusterFacts, Document, Problem, items, part, text
@@ -40,6 +40,8 @@ class Plan:
     """What is to be scaled up before the objects are applied."""
     notes: list[str] = field(default_factory=list)
     """What a reader should know that is no mistake."""
+    counted: frozenset[str] = frozenset()
+    """Components whose requests a router of ours splits, and counts by revision."""
 
     @property
     def modes(self) -> dict[str, str]:
@@ -73,8 +75,8 @@ def _planned(site: Site, selection: Selection) -> Plan:
     ours = False
     if ROUTER in merged:
         ours = brings_none(merged[ROUTER]) and "decoder" not in merged and "engine" in parts
-        shares = parts["engine"].shares if ours else []
-        parts[ROUTER] = part_of(site, prepared(site, merged[ROUTER], shares))
+        shares, revisions = (parts["engine"].shares, parts["engine"].revisions) if ours else ([], {})
+        parts[ROUTER] = part_of(site, prepared(site, merged[ROUTER], shares, revisions))
     planned = {name: replace(each.component, mode=each.mode, rule=_rule(each)) for name, each in parts.items()}
     problems = [problem for each in parts.values() for problem in part_problems(site, each)]
     if "engine" not in parts and not problems:
@@ -97,9 +99,17 @@ def _planned(site: Site, selection: Selection) -> Plan:
         objects=[*objects, *routing_objects(routes)],
         urls=urls(routes),
         rollouts={name: each.rollout for name, each in parts.items()},
-        rises=[rise for each in parts.values() if (rise := rise_of(site, each)) is not None],
+        rises=[rise for each in parts.values() for rise in rises_of(site, each)],
         notes=[] if ours else _notes(parts, routes.entry),
+        counted=frozenset(_counted(routes, ours)),
     )
+
+
+def _counted(routes: Routing, ours: bool) -> Iterator[str]:
+    if ours:
+        yield "engine"
+    elif routes.fronted and routes.entry.mode != SERVERLESS:
+        yield routes.entry.component.name
 
 
 def _rule(each: Part) -> str:

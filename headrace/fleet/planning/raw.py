@@ -82,6 +82,8 @@ def canary_replicas(site: Site, component: Component, scaler: Scaler, roll: Roll
 
     Where a router finds pods by their labels, their number is the share that they get.
     """
+    if roll.held is not None:
+        return roll.held
     share = _share(roll)
     if share <= 0:
         tagged = site.annotations.get(ENABLE_TAG_ROUTING) == "true"

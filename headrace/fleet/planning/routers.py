@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from headrace.fleet.merging import Component
 from headrace.fleet.names import ROUTER_CONTAINER
 from headrace.fleet.planning.pods import main_container
 from headrace.fleet.planning.site import Object, Site, full_name
-from headrace.fleet.words import Document, items, text
+from headrace.fleet.words import NOTHING, Document, items, text
 
 ACCOUNT = ("v1", "ServiceAccount")
 ROLE = ("rbac.authorization.k8s.io/v1", "Role")
@@ -41,11 +41,21 @@ def brings_none(component: Component) -> bool:
     return not text(main_container(component.pod), "image")
 
 
-def prepared(site: Site, component: Component, shares: Sequence[Share]) -> Component:
-    """The router with its account and its settings: ours before these Services, if any, else the one it brings."""
+def address(url: str, weight: int, revision: str = "") -> str:
+    """A backend as our router takes it."""
+    return f"{url},weight={weight}" + (f",revision={revision}" if revision else "")
+
+
+def prepared(
+    site: Site, component: Component, shares: Sequence[Share], revisions: Mapping[str, str] = NOTHING
+) -> Component:
+    """The router with its account and its settings: ours before these Services, if any, else the one it brings.
+
+    revisions: of the Services, where they are counted by these.
+    """
     pod: Document = {**component.pod, "serviceAccountName": account_of(site, component)}
     if shares:
-        pod = _ours(site, pod, shares)
+        pod = _ours(site, pod, shares, revisions)
     return replace(component, pod=_configured(pod, component))
 
 
@@ -82,13 +92,14 @@ def seconds(time: str) -> float | None:
     return float(found[1]) * _SECONDS[found[2] or ""] if found else None
 
 
-def _ours(site: Site, pod: Document, shares: Sequence[Share]) -> Document:
+def _ours(site: Site, pod: Document, shares: Sequence[Share], revisions: Mapping[str, str]) -> Document:
     """The pod with `headrace router`."""
     main = main_container(pod)
     listening = ["router", "--host", "0.0.0.0", "--port", str(PORT)]  # noqa: S104  in its pod
     for service, port, weight in shares:
         if weight:
-            listening += ["--backend", f"http://{site.host(service)}:{port},weight={weight}"]
+            url = f"http://{site.host(service)}:{port}"
+            listening += ["--backend", address(url, weight, revisions.get(service, ""))]
     router = {
         "name": ROUTER_CONTAINER,
         "args": [*listening, "--health-path", "", "--policy", "weighted"],

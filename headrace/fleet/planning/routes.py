@@ -91,9 +91,8 @@ def routing_objects(routes: Routing) -> list[Object]:
     objects: list[Object] = []
     if routes.fronted:
         timeout = entry.component.extension.timeout_seconds
-        objects += front_objects(
-            site, [Backend(*each) for each in entry.shares], routes.sleepers, timeout, entry.mode != SERVERLESS
-        )
+        backends = [Backend(*each, entry.revisions.get(each[0], "")) for each in entry.shares]
+        objects += front_objects(site, backends, routes.sleepers, timeout, entry.mode != SERVERLESS)
     if routes.by_istio:
         labels = site.own_labels("ingress")
         return [*objects, alias_service(site, KNATIVE_GATEWAY), virtual_service(way, entry.service, labels)]

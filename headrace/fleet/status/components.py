@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.fleet.names import MAIN_CONTAINER, component_name
 from headrace.fleet.planning.site import REVISION_LABEL
-from headrace.fleet.status.conditions import Condition, copied, ready_type
+from headrace.fleet.rollouts.state import PROMOTED, ROLLED_BACK, State
+from headrace.fleet.rollouts.state import state_of as rollout_of
+from headrace.fleet.status.conditions import Condition, Truth, copied, ready_type
 from headrace.fleet.status.models import Copies, copies_of
 from headrace.fleet.status.observed import Observed, condition_of
 from headrace.fleet.status.pods import FAILED, state_of
@@ -27,7 +29,7 @@ class Seen:
     """What was seen of one component."""
 
     conditions: tuple[Condition, ...]
-    """Its own first, then those of Knative."""
+    """Its own first, then those of Knative and of its rollout."""
     latest: Condition
     """Whether what was asked for last is what runs."""
     told: dict[str, Any]
@@ -56,6 +58,10 @@ def seen_of(service: Document, plan: Plan, component: Component, observed: Obser
         made = {_digest(each) for each in planned if observed.live(each) is not None}
         done = {_digest(each) for each in newest if _up(each, observed, pods)}
         told |= planned_revisions(component_name(name_of(service), name), shares, made, done, before)
+    state = rollout_of(before)
+    if state is not None:
+        told["rollout"] = dict(part(before, "rollout"))
+        conditions.append(rollout_condition(name, state))
     # Where a component once answered it stays, even while it does not.
     if url and (own.status == "True" or text(before, "url") == url):
         told["url"] = url
@@ -72,7 +78,17 @@ def seen_of(service: Document, plan: Plan, component: Component, observed: Obser
         current=current,
         revision=text(told, "latestCreatedRevision"),
     )
-    return Seen(tuple(conditions), _latest(own, newest, current, observed, recent), told, copies)
+    latest = _latest(own, newest, current, observed, recent)
+    if state is not None and (state.phase == ROLLED_BACK or (latest.status == "True" and state.phase != PROMOTED)):
+        latest = replace(rollout_condition(name, state), type=own.type)
+    return Seen(tuple(conditions), latest, told, copies)
+
+
+def rollout_condition(name: str, state: State) -> Condition:
+    """Whether what was asked for last has come through its steps. It informs: what ran before answers meanwhile."""
+    told: dict[str, Truth] = {PROMOTED: "True", ROLLED_BACK: "False"}
+    kind = f"{name.capitalize()}RolloutReady"
+    return Condition(kind, told.get(state.phase, "Unknown"), state.phase, state.message, informs=True)
 
 
 def _newest(planned: Sequence[Document], shares: Sequence[Share]) -> list[Document]:

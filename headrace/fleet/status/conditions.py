@@ -105,6 +105,6 @@ _OURS = frozenset(
     + [
         f"{component.capitalize()}{what}Ready"
         for component in (*COMPONENTS, "predictor")
-        for what in ("", "Route", "Configuration")
+        for what in ("", "Route", "Configuration", "Rollout")
     ]
 )

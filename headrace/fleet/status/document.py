@@ -38,10 +38,10 @@ def status(service: Document, plan: Plan, observed: Observed, now: datetime) -> 
     seen = {name: seen_of(service, plan, each, observed) for name, each in plan.components.items()}
     ingress = ingress_ready(service, plan.objects, observed)
     own = [each.conditions[0] for each in seen.values()]
-    knative = [condition for each in seen.values() for condition in each.conditions[1:]]
+    others = [condition for each in seen.values() for condition in each.conditions[1:]]
     latest = overall([each.latest for each in seen.values()], LATEST_DEPLOYMENT_READY, informs=True)
-    conditions = [overall([ingress, *own]), ingress, *own, *knative, latest]
-    routes = [each for each in knative if each.type.endswith("RouteReady")]
+    conditions = [overall([ingress, *own]), ingress, *own, *others, latest]
+    routes = [each for each in others if each.type.endswith("RouteReady")]
     if routes:
         conditions.append(overall(routes, ROUTES_READY, informs=True))
     made = _head(service, plan, conditions, now)

@@ -94,7 +94,7 @@ class HedgedFlow(ConsideredFlow):
 
     def answered(self, head: AnswerHead, body: Buffer) -> None:
         """See `customers.Customer`."""
-        if head.outcome and self._second is not None:
+        if head.outcome == Outcome.REFUSED and self._second is not None:
             # It cannot: the second may still be able to.
             self._over = True
             self._settle(head.outcome)

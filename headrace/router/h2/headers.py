@@ -31,6 +31,7 @@ _REMEMBERED_BYTES = 256 * 1024
 _FIELD_COST = 64
 _LONGEST_TIMEOUT_MILLISECONDS = 99_999_999
 _REFUSING = frozenset((502, 503, 504))
+_ERRED = frozenset((Status.UNKNOWN, Status.INTERNAL, Status.DATA_LOSS))
 _MOST_HOPS = 8
 """How often a call may have passed a router of this name: a chain of them has its uses, a circle has none."""
 _ADDRESSES = re.compile(rb"[A-Za-z0-9 ,.:;\[\]_-]{1,1024}")
@@ -128,7 +129,8 @@ class Answer:
             if name == b"grpc-status":
                 self.grpc_status = int(value) if value.isdigit() and len(value) < 4 else 2
         refused = self.grpc_status == Status.UNAVAILABLE or status in _REFUSING
-        self.outcome = Outcome.REFUSED if refused else Outcome.OK
+        erred = self.grpc_status in _ERRED or status >= 500
+        self.outcome = Outcome.REFUSED if refused else Outcome.ERRED if erred else Outcome.OK
         """What it says of the backend."""
         try:
             self.block = (encode_status(status) if status else b"") + encode_fields(kept)

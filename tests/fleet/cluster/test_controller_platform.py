@@ -14,6 +14,7 @@ SAMPLES = (
     "raw",
     "router",
     "canary",
+    "rollout-steps",
     "keda",
     "multi-node",
     "multi-node-ray",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small server for tests of the fleet: a program of somebody else's, which knows nothing of Headrace.
 
-GET /ready, /name (its text and process), /slow?N (answers after N seconds), /hang (answers nobody any more), /die (ends),
-/leak?N (keeps N MiB), /threads?N (starts as many).
+GET /ready, /name (its text and process), /slow?N (answers after N seconds), /stream?N (N pieces, one in 50 ms), /hang
+(answers nobody any more), /die (ends), /leak?N (keeps N MiB), /threads?N (starts as many). With --status=500 all but /ready
+is answered so; with --delay=N, after N seconds.
 """
 
 import argparse
@@ -41,11 +42,26 @@ class Handler(BaseHTTPRequestHandler):
                 threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
         if path == "/slow":
             time.sleep(float(query))
+        if path == "/stream":
+            self.stream(int(query))
+            return
+        if path != "/ready":
+            time.sleep(options.delay)
         told = f"{options.text} {os.getpid()} {os.environ.get('LWS_WORKER_INDEX', '')}".encode()
-        self.send_response(404 if path == "/never" else 200)
+        self.send_response(404 if path == "/never" else 200 if path == "/ready" else options.status)
         self.send_header("Content-Length", str(len(told)))
         self.end_headers()
         self.wfile.write(told)
+
+    def stream(self, pieces: int) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for number in range(pieces):
+            said = f"{options.text} {number}\n".encode()
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(said), said))
+            time.sleep(0.05)
+        self.wfile.write(b"0\r\n\r\n")
 
     def log_message(self, *_: object) -> None:
         pass
@@ -60,6 +76,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int, default=8080)
 parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--text", default="stub")
+parser.add_argument("--status", type=int, default=200)
+parser.add_argument("--delay", type=float, default=0.0)
 options = parser.parse_args()
 if options.text == "crash":
     sys.exit("this one crashes at its start")

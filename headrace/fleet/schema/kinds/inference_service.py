@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from headrace.fleet.names import LONGEST_LABEL
+from headrace.fleet.rollouts.state import PHASES
 from headrace.fleet.schema.fields import (
+    INT64,
     Column,
     Field,
     Kind,
     choice,
     many,
     mapping,
+    number,
     record,
     reference,
     renamed,
@@ -107,6 +110,32 @@ _COMPONENT = record(
     text("previousRolledoutRevision"),
     text("latestRolledoutRevision"),
     many("revisions", "Revisions that have a name.", record("", "", text("name"), text("digest", "Of their pods."))),
+    record(
+        "rollout",
+        "How far a rollout by steps is.",
+        text("revision", "Digest of the pods that come."),
+        choice("phase", "Where it is.", *PHASES),
+        many("steps", "Shares of the requests, in percent.", whole("", least=1, most=99)),
+        whole("step", "The one it is at, from 1.", least=1),
+        whole("percent", "The share that it is given.", least=0, most=100),
+        text("since", "When the step began, or the rollout ended."),
+        text("message", "In words."),
+        text("command", "The last one that was seen."),
+        many(
+            "counts",
+            "What routers had counted when the step began.",
+            record(
+                "",
+                "",
+                text("router"),
+                text("revision"),
+                whole("requests", least=0, most=INT64),
+                whole("errors", least=0, most=INT64),
+                number("seconds"),
+                text("times", "How many took how long, by bucket."),
+            ),
+        ),
+    ),
     many(
         "traffic",
         "",

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of services whose rollouts go by steps: the share follows from the status, and one look after another."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from plan_cases import facts, live, names, one, service
+
+from headrace.fleet.planning import Plan, Rise, plan
+from headrace.fleet.planning.revisions import revision_of
+from headrace.fleet.planning.site import live_key
+from headrace.fleet.rollouts.counts import Counted, Counts
+from headrace.fleet.rollouts.looking import rolled_on, under_way
+from headrace.fleet.rollouts.policy import policy_of
+from headrace.fleet.rollouts.state import State, told_of
+from headrace.fleet.status import Observed, status
+from headrace.fleet.words import ClusterFacts, Document, annotations_of
+
+NOW = datetime(2026, 1, 15, 10, 30, tzinfo=UTC)
+STEPS = {"ome_io__rollout_steps": "10,40", "ome_io__rollout_step_seconds": "60"}
+
+
+def asked(image: str, told: Document | None = None, **annotations: str) -> dict[str, Any]:
+    engine = {"minReplicas": 2, "maxReplicas": 4, "runner": {"name": "ome-container", "image": image}}
+    made = service({"engine": engine}, **(STEPS | annotations))
+    made["metadata"]["generation"] = 1
+    return made if told is None else {**made, "status": told}
+
+
+def at(document: dict[str, Any], made: Plan, phase: str, step: int = 0) -> dict[str, Any]:
+    """The service with a rollout of what it asks for now."""
+    state = State(revision_of(made.components["engine"]), phase, step, NOW)  # type: ignore[arg-type]
+    rollout = told_of(state, policy_of(annotations_of(document)))
+    return {**document, "status": {"components": {"engine": {"latestRolledoutRevision": "r1", "rollout": rollout}}}}
+
+
+def weights(made: Plan) -> list[str]:
+    """The shares of both revisions, as the front has them."""
+    config = json.loads(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
+    return [each.partition(",weight=")[2] for each in config["backends"]]
+
+
+def test_the_share_is_that_of_the_step() -> None:
+    first = plan(asked("engine:1"), facts())
+    assert first.rollouts["engine"].state == "single"
+    begun = plan(asked("engine:2"), facts(), live(first))
+    there = live(begun)
+    roll = plan(asked("engine:2"), facts(), there).rollouts["engine"]
+    assert (roll.state, roll.percent, roll.settled) == ("canary", 10, True)
+    second = plan(at(asked("engine:2"), begun, "Stepping", 1), facts(), there)
+    assert second.counted == {"engine"}
+    assert weights(second) == [f"60,revision={roll.stable}", f"40,revision={roll.latest}"]
+    back = plan(at(asked("engine:2"), begun, "RolledBack"), facts(), there)
+    assert weights(back) == [f"100,revision={roll.stable}"]
+    assert one(back, "Deployment", "chat-engine-canary")["spec"]["replicas"] == 0
+    promoted = plan(at(asked("engine:2"), begun, "Promoted", 1), facts(), there)
+    assert promoted.rollouts["engine"].state == "promoting"
+
+
+def test_what_was_taken_back_stays_so_without_its_steps_and_the_next_one_has_pods() -> None:
+    first = plan(asked("engine:1"), facts())
+    begun = plan(asked("engine:2"), facts(), live(first))
+    back = at(asked("engine:2"), begun, "RolledBack")
+    there = live(plan(back, facts(), live(begun)))
+    bare = {**back, "metadata": {**back["metadata"], "annotations": {}}}
+    assert weights(plan(bare, facts(), there)) == [f"100,revision={begun.rollouts['engine'].stable}"]
+    spec = {**bare["spec"], "engine": {**bare["spec"]["engine"], "canaryTrafficPercent": 100}}
+    assert plan({**bare, "spec": spec}, facts(), there).rollouts["engine"].state == "promoting"
+    # Its workload is at zero, which no autoscaler changes.
+    newer = plan({**asked("engine:3"), "status": back["status"]}, facts(), there)
+    assert newer.rises == [Rise("apps/v1", "Deployment", "chat-engine-canary", 1)]
+    assert newer.rollouts["engine"].asked == 10
+
+
+def test_what_is_told_of_a_rollout_reaches_no_pods() -> None:
+    calm, paused = (plan(asked("engine:1", **more), facts()) for more in ({}, {"ome_io__rollout_paused": "true"}))
+    assert calm.objects == paused.objects
+    assert "rollout" not in json.dumps(one(calm, "Deployment", "chat-engine"))
+
+
+def test_with_a_gateway_nobody_counts() -> None:
+    cluster = facts(disable_ingress_creation=False, enable_gateway_api=True, ingress_gateway="infra/public")
+    begun = plan(asked("engine:2"), cluster, live(plan(asked("engine:1"), cluster)))
+    assert begun.counted == frozenset() and "Deployment/chat-front" not in names(begun)
+
+
+def test_a_ray_cluster_has_no_steps() -> None:
+    made = plan(
+        service({"engine": {"minReplicas": 1}}, "chat", "groups", **STEPS, ome_io__deploymentMode="MultiNodeRayVLLM"),
+        facts(),
+    )
+    assert any("one revision at a time" in str(each) for each in made.problems)
+
+
+class Looks:
+    """A controller of one service that has no cluster: what was planned is live and ready at the next look."""
+
+    def __init__(self, document: dict[str, Any], cluster: ClusterFacts | None = None) -> None:
+        self.document = document
+        self.facts = cluster or facts()
+        self.live: dict[str, dict[str, Any]] = {}
+        self.seconds = 0.0
+        self.notes: list[str] = []
+        self.counts: dict[str, Counts] = {}
+
+    def look(self, seconds: float = 0.0) -> Plan:
+        self.seconds += seconds
+        now = NOW + timedelta(seconds=self.seconds)
+        made = plan(self.document, self.facts, self.live)
+        assert not made.problems, made.problems
+        told = Counted({("front", name): each for name, each in self.counts.items()}, (0.1,), ("front",))
+        moved, notes = rolled_on(self.document, made, told, now)
+        self.notes += [each.message for each in notes]
+        self.live = self.lived(made)
+        pods: tuple[Document, ...] = ()
+        after = status(moved, made, Observed(tuple(self.live.values()), pods), now)
+        self.document = {**self.document, "status": json.loads(json.dumps(after))}
+        return made
+
+    def lived(self, made: Plan) -> dict[str, dict[str, Any]]:
+        """What was planned, as a cluster has it when all is up."""
+        up = [{"type": "Available", "status": "True"}]
+        return {
+            name: {**each, "status": {**each["status"], "readyReplicas": each["spec"]["replicas"], "conditions": up}}
+            for name, each in live(made).items()
+        }
+
+    def edit(self, document: dict[str, Any]) -> None:
+        self.document = {**document, "status": self.document["status"]}
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        found: list[dict[str, Any]] = self.document["status"]["conditions"]
+        return next(each for each in found if each["type"] == kind)
+
+
+def started() -> tuple[Looks, str]:
+    """At the first step of a second revision."""
+    looks = Looks(asked("engine:1"))
+    looks.look()
+    looks.look()
+    assert "rollout" not in looks.document["status"]["components"]["engine"] and not under_way(looks.document)
+    looks.edit(asked("engine:2"))
+    for _ in range(4):
+        made = looks.look()
+    assert looks.condition("EngineRolloutReady")["reason"] == "Stepping" and under_way(looks.document)
+    return looks, made.rollouts["engine"].latest
+
+
+def test_looks_lead_to_the_end() -> None:
+    looks, new = started()
+    assert looks.condition("LatestDeploymentReady")["status"] == "Unknown"
+    assert looks.condition("LatestDeploymentReady")["message"].endswith("step 10 %: 0 requests, 0.0 % errors")
+    for requests in (60, 120):
+        looks.counts[new] = Counts(requests)
+        looks.look(61)
+        looks.look()
+    assert looks.notes[1:] == [
+        "engine: step 10 %: 60 requests, 0.0 % errors; 40 % now",
+        "engine: promoted: step 40 %: 60 requests, 0.0 % errors",
+    ]
+    looks.look()
+    made = looks.look()
+    assert made.rollouts["engine"].state == "single" and "Deployment/chat-engine-canary" not in names(made)
+    assert (
+        looks.condition("EngineRolloutReady")["status"] == looks.condition("LatestDeploymentReady")["status"] == "True"
+    )
+    before = looks.document
+    looks.look(1000)
+    assert looks.document == before
+
+
+def test_looks_lead_back_and_a_new_edit_begins_anew() -> None:
+    looks, new = started()
+    looks.counts[new] = Counts(30, 5)
+    looks.look(1)
+    made = looks.look(1)
+    assert weights(made) == [f"100,revision={made.rollouts['engine'].stable}"]
+    assert looks.notes[-1] == "engine: rolled back: 16.7 % errors of 30 requests at 10 %, 1 % allowed"
+    for kind in ("EngineRolloutReady", "LatestDeploymentReady"):
+        assert (looks.condition(kind)["status"], looks.condition(kind)["reason"]) == ("False", "RolledBack")
+    looks.edit(asked("engine:3"))
+    looks.look(1)
+    assert looks.document["status"]["components"]["engine"]["rollout"]["phase"] == "Waiting"
+    looks.edit(asked("engine:1"))
+    looks.look(1)
+    assert "rollout" not in looks.document["status"]["components"]["engine"]
+    assert not any(each["type"] == "EngineRolloutReady" for each in looks.document["status"]["conditions"])
+
+
+# Knative
+
+SERVERLESS = {"ome_io__deploymentMode": "Serverless"}
+
+
+class KnativeLooks(Looks):
+    """The same, with what Knative would tell of its Service."""
+
+    ready = True
+
+    def lived(self, made: Plan) -> dict[str, dict[str, Any]]:
+        ksvc = one(made, "ksvc", "chat-engine")
+        before = self.live.get(live_key("Service", "chat-engine"), {}).get("status", {})
+        created = f"rev-{ksvc['spec']['template']['spec']['containers'][0]['image']}"
+        told = {
+            "latestCreatedRevisionName": created,
+            "latestReadyRevisionName": created if self.ready else before["latestReadyRevisionName"],
+            "traffic": [{"revisionName": created, **each} for each in ksvc["spec"]["traffic"]],
+            "conditions": [{"type": "Ready", "status": "True"}],
+        }
+        return {**super().lived(made), live_key("Service", "chat-engine"): {**ksvc, "status": told}}
+
+    @property
+    def traffic(self) -> list[tuple[int, str]]:
+        found = self.live[live_key("Service", "chat-engine")]["spec"]["traffic"]
+        return [(each["percent"], each.get("revisionName", "")) for each in found]
+
+
+def knative() -> KnativeLooks:
+    looks = KnativeLooks(asked("engine:1", **SERVERLESS))
+    for _ in range(3):
+        looks.look()
+    assert looks.traffic == [(100, "")]
+    looks.edit(asked("engine:2", **SERVERLESS))
+    return looks
+
+
+def test_knative_goes_by_time() -> None:
+    looks = knative()
+    looks.ready = False
+    looks.look()
+    assert looks.traffic == [(10, ""), (90, "rev-engine:1")]
+    looks.look(500)
+    assert looks.document["status"]["components"]["engine"]["rollout"]["phase"] == "Waiting"
+    looks.ready = True
+    looks.look()
+    looks.look()
+    looks.look()
+    assert "errors are not seen here" in looks.condition("EngineRolloutReady")["message"]
+    looks.look(61)
+    looks.look()
+    assert looks.traffic == [(40, ""), (60, "rev-engine:1")]
+    looks.look(61)
+    looks.look()
+    assert looks.traffic == [(100, "")]
+    assert looks.notes[-1].startswith("engine: promoted: step 40 %: errors are not seen here")
+
+
+def test_knative_is_taken_back_by_hand_and_goes_on_when_nobody_has_told() -> None:
+    looks = knative()
+    looks.look()
+    # Killed before the status was told: what is live says that it is on trial.
+    looks.document["status"]["components"]["engine"].pop("rollout", None)
+    looks.look()
+    assert looks.traffic == [(10, ""), (90, "rev-engine:1")]
+    looks.look()
+    looks.edit(asked("engine:2", ome_io__rollout_command="undo t1", **SERVERLESS))
+    looks.look()
+    looks.look()
+    assert looks.traffic == [(0, ""), (100, "rev-engine:1")]
+    assert looks.document["status"]["components"]["engine"]["latestRolledoutRevision"] == "rev-engine:1"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1000.0])
+def test_knative_with_the_steps_of_a_service_that_runs(seconds: float) -> None:
+    bare = asked("engine:1", **SERVERLESS)
+    annotations = {name: value for name, value in annotations_of(bare).items() if "rollout" not in name}
+    looks = KnativeLooks({**bare, "metadata": {**bare["metadata"], "annotations": annotations}})
+    for _ in range(3):
+        looks.look()
+    looks.edit(bare)
+    looks.look(seconds)
+    looks.look(seconds)
+    assert looks.traffic == [(100, "")] and not under_way(looks.document)
