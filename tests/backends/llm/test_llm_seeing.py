@@ -28,6 +28,7 @@ from headrace.backends.llm.text.tokenizer import Tokenizer
 from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.generation import Clip, Generation, GenerationRequest, Picture, Sampling
+from headrace.core.handing import HandingSettings
 from headrace.modelconfig.schema import new_config
 from headrace.modelconfig.typed import typed_config
 from headrace.telemetry.registry import Registry
@@ -417,7 +418,9 @@ async def served(folder: Path, asked: list[Generation]) -> list[Any]:
     files = ModelFiles(folder, 1, folder)
     backend = LlmBackend()
     message.MergeFrom(backend.complete(typed_config(message, "llm"), files))
-    services: Any = SimpleNamespace(loop=asyncio.get_running_loop(), metrics=Registry(SystemClock()))
+    services: Any = SimpleNamespace(
+        loop=asyncio.get_running_loop(), metrics=Registry(SystemClock()), handing=HandingSettings()
+    )
     model = backend.load(typed_config(message, "llm"), files, services)
     instance: Any = await asyncio.to_thread(model.open, Placement("seer_0_cpu"))
     try:
