@@ -254,6 +254,7 @@ def test_a_decoder_that_cannot_is_no_error_for_the_client(answer: Callable[[Exch
     with paired(None, answer) as (router, prefill, decode):
         assert by(router.get(CHAT, "POST", BODY)) == "prefill"
         assert prefill.paths == [PREFILL_PATH, CHAT]
+        assert by(router.get("/v1/models")) == "prefill"
         assert [each.outstanding for each in router.proxy.backends.all] == [0, 0]
 
 

@@ -36,7 +36,8 @@ class TicketWriter:
     def add(self, request: int, response: InferResponse) -> None:
         """See `flows.Writer`."""
         told = response.parameters
-        self._told.append({name: told.get(name) for name in ("ticket", "prompt_tokens")})
+        # A backend that hands nothing over says no ticket.
+        self._told.append({name: told.get(name, nothing) for name, nothing in _NOTHING.items()})
 
     def end(self) -> None:
         """See `flows.Writer`. Pages of several prompts are not handed over: one request has one ticket."""

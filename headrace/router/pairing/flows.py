@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request that asks a prefill first, then goes to a decoder with the ticket. Made by `forwarding` where there are roles.
 
-A text is generated anew without harm, so these requests are tried again where others are not: when a backend dies before
+A text is generated anew without harm, so such requests are tried again as those that read are: when a backend dies before
 its answer begins, or says that it cannot (502, 503), another gets them; prefills too, when no decoder is left.
 """
 
@@ -50,7 +50,7 @@ class PairedFlow(ConsideredFlow):
     def answered(self, head: AnswerHead, body: Buffer) -> None:
         """See `customers.Customer`."""
         backend = self._backend
-        if head.status in _CANNOT and self._pairable and backend is not None and self._may_try_another():
+        if head.status in _CANNOT and self._repeatable and backend is not None and self._may_try_another():
             self._tries += 1
             self._tried = (*self._tried, backend)
             other = self._other()
