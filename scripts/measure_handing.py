@@ -87,8 +87,8 @@ def write_repository(folder: Path, model: Path | None, options: argparse.Namespa
 
 
 @contextmanager
-def running(repository: Path, roles: tuple[str, str], logs: Path) -> Iterator[int]:
-    """Two servers and a router; its port."""
+def running(repository: Path, roles: tuple[str, str], logs: Path) -> Iterator[list[int]]:
+    """Two servers and a router; their ports."""
     headrace = str(Path(sys.executable).with_name("headrace"))
     ports = [free_port() for _ in range(3)]
     processes: list[subprocess.Popen[bytes]] = []
@@ -112,7 +112,7 @@ def running(repository: Path, roles: tuple[str, str], logs: Path) -> Iterator[in
             wait_for(f"http://127.0.0.1:{port}/v2/health/ready")
         wait_for(f"http://127.0.0.1:{ports[2]}/v2/health/ready")
         time.sleep(6)  # both have to be up by the router's own checks
-        yield ports[2]
+        yield ports
     finally:
         for process in processes:
             process.terminate()
@@ -189,14 +189,29 @@ def told(values: list[float]) -> str:
     return f"{at[0.5]:8.1f} {at[0.95]:8.1f} {at[0.99]:8.1f} {statistics.fmean(values) * 1000:8.1f} {ordered[-1] * 1000:8.1f}"
 
 
-def handed(port: int) -> str:
-    """What the router says of prompts that were handed over."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/router/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    return (
-        ", ".join(line.partition("{")[2] for line in lines if line.startswith("headrace_router_handings_total{"))
-        or "none"
-    )
+def handed(ports: list[int]) -> str:
+    """What the servers and the router say of prompts that were handed over; a time is the mean of one."""
+    pages = [f"http://127.0.0.1:{port}/metrics" for port in ports[:2]] + [f"http://127.0.0.1:{ports[2]}/router/metrics"]
+    found: dict[str, float] = {}
+    for page in pages:
+        with urllib.request.urlopen(page, timeout=30) as answer:
+            for line in answer.read().decode().splitlines():
+                if "handing" in line and not line.startswith("#") and "_bucket" not in line:
+                    name, _, value = line.rpartition(" ")
+                    found[name] = float(value)
+    told = [f"{outcome}: {count:g}" for name, count in found.items() if (outcome := _outcome(name))]
+    for side, deed in (("prefill", "kept"), ("decode", "taken")):
+        seconds, count, size = (
+            sum(value for name, value in found.items() if what in name and f'side="{side}"' in name)
+            for what in ("handing_seconds_sum", "handing_seconds_count", "handing_bytes_total")
+        )
+        if count:
+            told.append(f"{deed} in {seconds / count * 1000:.1f} ms, {size / count / 2**20:.1f} MiB")
+    return "; ".join(told) or "nothing handed over"
+
+
+def _outcome(name: str) -> str:
+    return name.partition('headrace_router_handings_total{outcome="')[2].rstrip('"}')
 
 
 def main() -> None:
@@ -218,12 +233,11 @@ def main() -> None:
         write_repository(repository, options.model, options)
         print(f"{'milliseconds':32}{'p50':>8} {'p95':>8} {'p99':>8} {'mean':>8} {'max':>8}")
         for name, roles in _LAYOUTS.items():
-            with running(repository, roles, logs) as port:
-                seen = asyncio.run(load(port, options))
+            with running(repository, roles, logs) as ports:
+                seen = asyncio.run(load(ports[2], options))
                 print(f"{name + ': first token, long':32}{told(seen.first)}")
-                print(
-                    f"{name + ': gap between tokens':32}{told(seen.gaps)}   ({len(seen.gaps)}; handed: {handed(port)})"
-                )
+                print(f"{name + ': gap between tokens':32}{told(seen.gaps)}   ({len(seen.gaps)})")
+                print(f"  {handed(ports)}")
 
 
 if __name__ == "__main__":
