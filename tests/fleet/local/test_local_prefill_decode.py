@@ -25,7 +25,7 @@ from headrace.fleet.words import items, labels_of, text
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 RUNTIMES = Path(headrace.fleet.__file__).parent / "runtimes"
 LONG_SECONDS = 300.0
