@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances of the backend `llm` with tiny models, and ways to ask them: the real thread, a real loop."""
+"""Instances of the backend `llm` with tiny models, and ways to ask them: the real thread, a real loop.
+
+On a CPU; with HEADRACE_TEST_DEVICE=cuda, on the first GPU.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +26,11 @@ from headrace.core.handing import HandingSettings
 from headrace.core.messages import InferRequest
 from headrace.modelconfig.types import ModelConfig, OutputSpec
 from headrace.telemetry.registry import Registry
+
+ON_CUDA = os.environ.get("HEADRACE_TEST_DEVICE") == "cuda"
+"""For a machine with a GPU, which none that runs all tests has."""
+USUAL = {"threads": "1", **({"kv_cache_bytes": str(1 << 28)} if ON_CUDA else {})}
+PLACE = Placement("tiny_0_gpu0", "gpu", 0) if ON_CUDA else Placement("tiny_0_cpu")
 
 
 class Caller:
@@ -119,10 +128,10 @@ async def served(
             "llm",
             outputs=(OutputSpec("text_output", None, None),),
             decoupled=True,
-            parameters={"threads": "1", **parameters},
+            parameters={**USUAL, **parameters},
         )
         model = LlmBackend().load(config, ModelFiles(version.parent, 1, version), services)  # type: ignore[arg-type]
-        instance = await asyncio.to_thread(model.open, Placement("tiny_0_cpu"))
+        instance = await asyncio.to_thread(model.open, PLACE)
         assert isinstance(instance, LlmInstance)
         tiny = Served(instance, services.metrics)
         try:
