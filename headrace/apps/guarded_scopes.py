@@ -7,6 +7,7 @@ What is not known here needs `admin` if it can change anything: a route that is 
 from __future__ import annotations
 
 from headrace.access.settings import Scope
+from headrace.core.handing import PREFILL_PATH
 
 _OPEN = frozenset(("/healthz", "/livez", "/readyz", "/ready", "/health", "/api/health", "/console", "/console/"))
 _OPEN_UNDER = ("/v2/health/", "/api/health/", "/console/assets/")
@@ -15,7 +16,7 @@ _INFER_UNDER = ("/predict/", "/api/infer/")
 _INFER_ENDS = ("/infer", "/generate", "/generate_stream")
 _OPENAI_MODELS = "/v1/models"
 """Clients look there before they ask a model."""
-_OPENAI = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/embeddings"))
+_OPENAI = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/embeddings", PREFILL_PATH))
 _ADMIN_UNDER = ("/admin", "/api/profile")
 _READS_BY_POST = frozenset(("/v2/repository/index",))
 

@@ -146,7 +146,7 @@ def build_site(
         if predict is not None:
             predict.add_to(routes)
         if settings.openai is not None:
-            OpenAiHttp(plane, settings.openai, media).add_to(routes)
+            OpenAiHttp(plane, settings.openai, media, settings.engine.handing).add_to(routes)
         if traffic is not None and settings.allow_admin:
             _admin(traffic, worker, routes).add_to(routes)
     tables = [predict_table(), admin_table(), openai_table(), console_table()]

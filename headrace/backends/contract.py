@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy.typing as npt
 
 from headrace.core.errors import HeadraceError
+from headrace.core.handing import HandingSettings
 from headrace.core.messages import NO_PARAMETERS, InferRequest, InferResponse, Parameters
 from headrace.core.tensors import Tensor
 from headrace.modelconfig.types import ModelConfig
@@ -59,6 +60,8 @@ class EngineServices(Protocol):
 
     loop: asyncio.AbstractEventLoop
     metrics: Registry
+    handing: HandingSettings
+    """The server's part where prefill and decode are apart; without a role, where they are not."""
 
     def infer(self, request: InferRequest, answered: Callable[[Answer, bool], None]) -> Callable[[], None]:
         """Compute a request with another model; from the loop's thread, as the answers are: (answer, is it the last).

@@ -15,6 +15,7 @@ from headrace.configuration.table import KEYS, OPTIONS, OWN_FLAGS
 
 CONFIGURATION, ONE_MODEL, SAFEGUARDS = "Configuration", "One model without a folder of models", "Safeguards"
 MODELS, LISTENING, PROTOCOLS = "Models", "Listening", "Protocols"
+APART = "Prefill and decode apart"
 METRICS, LIMITS, LOGS = "Metrics", "Workers and limits", "Logs and traces"
 
 _PORT = 65535
@@ -168,6 +169,43 @@ _OTHERS: tuple[Flag, ...] = (
         aliases=("allow-console",),
     ),
     Flag("allow-profiling", PROTOCOLS, "Answer requests to profile with success.", "truth", False),
+    Flag(
+        "role",
+        APART,
+        "prefill: compute prompts for others. decode: go on from what another has computed.",
+        choices=("prefill", "decode"),
+    ),
+    Flag(
+        "handing-address",
+        APART,
+        "Where a prefill gives pages to decoders of other machines; a port of 0 takes a free one.",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+    ),
+    Flag(
+        "handing-key-file",
+        APART,
+        "The key that all servers and routers of a fleet share; or HEADRACE_HANDING_KEY. One machine needs none.",
+        metavar="FILE",
+    ),
+    Flag(
+        "handing-bytes",
+        APART,
+        "Pages that a prefill keeps until they are taken, in shared memory.",
+        "whole",
+        1024 * _MIB,
+        metavar="BYTES",
+        least=0,
+    ),
+    Flag(
+        "handing-seconds",
+        APART,
+        "How long it keeps what nobody takes.",
+        "number",
+        30.0,
+        metavar="SECONDS",
+        least=0.1,
+    ),
     Flag("allow-metrics", METRICS, "Serve metrics.", "truth", True),
     Flag("allow-gpu-metrics", METRICS, "Metrics of the GPUs, where there are some.", "truth", True),
     Flag("allow-cpu-metrics", METRICS, "Metrics of the machine's processors and memory.", "truth", True),
@@ -269,7 +307,7 @@ def _key_of(flag: Flag) -> Key:
 def _all_flags() -> tuple[Flag, ...]:
     """In the order of the help: by topic."""
     flags = [*_CONFIGURATION, *_OTHERS, *(_flag_of(key) for key in KEYS if key.flag in OWN_FLAGS)]
-    panels = [CONFIGURATION, MODELS, ONE_MODEL, LISTENING, PROTOCOLS, SAFEGUARDS, METRICS, LIMITS, LOGS]
+    panels = [CONFIGURATION, MODELS, ONE_MODEL, LISTENING, PROTOCOLS, SAFEGUARDS, APART, METRICS, LIMITS, LOGS]
     return tuple(sorted(flags, key=lambda flag: panels.index(flag.panel)))
 
 

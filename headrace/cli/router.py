@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headrace.wire.sockets import Address
 
 _LISTENING, _CHECKS, _RETRIES, _LOGS = "Listening", "Health", "Retries and time limits", "Logs and traces"
-_CHOICES, _FINDING = "Choice of a backend", "Finding backends"
+_CHOICES, _FINDING, _APART = "Choice of a backend", "Finding backends", "Prefill and decode apart"
 
 
 def router(
@@ -23,7 +23,9 @@ def router(
     backends: Annotated[
         list[str] | None,
         typer.Option(
-            "--backend", metavar="URL[,weight=N][,grpc=HOST:PORT]", help="A server to send requests to. Repeatable."
+            "--backend",
+            metavar="URL[,weight=N][,grpc=HOST:PORT][,role=prefill|decode]",
+            help="A server to send requests to. Repeatable.",
         ),
     ] = None,
     policy: Annotated[
@@ -125,12 +127,36 @@ def router(
             metavar="SELECTOR", help="A backend for each ready pod, such as app=chat.", rich_help_panel=_FINDING
         ),
     ] = None,
+    discover_prefill_pods: Annotated[
+        str | None,
+        typer.Option(metavar="SELECTOR", help="The same for those that prefill.", rich_help_panel=_FINDING),
+    ] = None,
+    discover_decode_pods: Annotated[
+        str | None,
+        typer.Option(metavar="SELECTOR", help="The same for those that decode.", rich_help_panel=_FINDING),
+    ] = None,
     discover_namespace: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of the pods. The router's own.", rich_help_panel=_FINDING)
     ] = None,
     discover_port: Annotated[
         int | None,
         typer.Option(min=1, max=65535, help="Of the pods. Their first one.", rich_help_panel=_FINDING),
+    ] = None,
+    handing_least_bytes: Annotated[
+        int | None,
+        typer.Option(min=0, help="Shorter requests are not handed to a prefill. 2048.", rich_help_panel=_APART),
+    ] = None,
+    handing_timeout: Annotated[
+        float | None,
+        typer.Option(min=0.01, metavar="SECONDS", help="For a prefill. 30.", rich_help_panel=_APART),
+    ] = None,
+    handing_key_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The key of the fleet; or HEADRACE_HANDING_KEY. One machine needs none.",
+            rich_help_panel=_APART,
+        ),
     ] = None,
     hedge_after: Annotated[
         float | None,
@@ -209,6 +235,8 @@ def router(
 
         headrace router --discover-dns chat-engine.default.svc:8080 --policy cache_aware
 
+        headrace router --backend http://a:8000,role=prefill --backend http://b:8000,role=decode
+
         curl -s http://127.0.0.1:8070/router/status
     """
     if context.invoked_subcommand is not None:
@@ -248,8 +276,13 @@ def router(
         "discovery.file": discover_file,
         "discovery.dns": discover_dns,
         "discovery.pods": discover_pods,
+        "discovery.prefill_pods": discover_prefill_pods,
+        "discovery.decode_pods": discover_decode_pods,
         "discovery.namespace": discover_namespace,
         "discovery.port": discover_port,
+        "pairing.least_bytes": handing_least_bytes,
+        "pairing.prefill_seconds": handing_timeout,
+        "pairing.key_file": handing_key_file,
         "access_log": access_log or None,
         "trace_endpoint": trace_endpoint,
     }

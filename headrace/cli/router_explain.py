@@ -131,11 +131,14 @@ def _show(told: dict[str, Any], console: Console) -> None:
     from headrace.cli.tables import table
 
     console.print(f"{told['backend'] or 'nobody'} ({told['policy']}, {told['why']}): {told['because']}", markup=False)
+    if "handing" in told["details"]:
+        details = told["details"]
+        console.print(f"{details.get('prefill', 'no prefill')}: {details['handing_because']}", markup=False)
     matched = told["details"].get("matched_characters", {})
     length = told["details"].get("prompt_characters", 0)
     rows = [
         (
-            each["url"],
+            f"{each['url']} ({each['role']})" if each.get("role") else each["url"],
             Text(each["state"], _STYLES.get(each["state"], "")),
             str(each["outstanding"]),
             f"{matched[each['url']]} of {length}" if each["url"] in matched else "",

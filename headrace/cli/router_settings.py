@@ -2,13 +2,13 @@
 """From options and a YAML file to a router's settings. Called by `router`; options count for more than the file.
 
 The file has the names of `headrace.router.settings`: `backends`, `policy`, `host`, `port`, and the sections `health`,
-`outliers`, `retries`, `timeouts`, `cache_aware`, `prefix_hash`, `sticky`, `hedging`, `queue` and `discovery`; `activation`
-is read by `router_activation`. A mistake is told with its file and line.
+`outliers`, `retries`, `timeouts`, `cache_aware`, `prefix_hash`, `sticky`, `hedging`, `queue`, `discovery` and `pairing`;
+`activation` is read by `router_activation`. A mistake is told with its file and line.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import isfinite
 from typing import Any
 
@@ -16,6 +16,7 @@ import yaml
 
 from headrace.apps.router import RouterAppSettings
 from headrace.cli.checks import address_of, collector_of, tls_of
+from headrace.cli.handing import handing_key
 from headrace.cli.router_activation import read_activation
 from headrace.core.errors import InvalidArgument
 from headrace.router.choosing.checking import check_choices
@@ -27,6 +28,7 @@ from headrace.router.choosing.settings import (
     StickySettings,
 )
 from headrace.router.discovery.settings import DiscoverySettings
+from headrace.router.pairing.settings import PairingSettings
 from headrace.router.settings import (
     ALIASES,
     POLICIES,
@@ -49,6 +51,7 @@ _SECTIONS: dict[str, Any] = {
     "hedging": HedgingSettings,
     "queue": QueueSettings,
     "discovery": DiscoverySettings,
+    "pairing": PairingSettings,
 }
 _KINDS: dict[str, str] = {
     "policy": "str",
@@ -102,6 +105,8 @@ def router_settings(given: dict[str, Any], config: str) -> RouterAppSettings:
     if health.path and (not health.path.startswith("/") or not health.path.isprintable() or " " in health.path):
         raise InvalidArgument(f"the health path begins with / and has no spaces: {health.path!r} is none")
     router = RouterSettings(tuple(BackendAddress.parse(text) for text in texts), **values, **sections)
+    if router.paired:
+        router = replace(router, handing_key=handing_key(router.pairing.key_file))
     check_choices(router)
     return RouterAppSettings(
         router=router,

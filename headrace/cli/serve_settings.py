@@ -17,6 +17,7 @@ from headrace.api.v2.settings import TraceDefaults, V2Settings
 from headrace.apps.ports import only_this_machine
 from headrace.apps.settings import ServerSettings
 from headrace.cli.flags import Given
+from headrace.cli.handing import handing_settings
 from headrace.cli.repositories import engine_settings
 from headrace.cli.serve_configuration import Configured
 from headrace.cli.serve_logs import trace_settings
@@ -61,7 +62,11 @@ def server_settings(configured: Configured, progress: Progress, staging: Staging
         traffic_file=configuration.file,
         measuring=measuring,
         limits=_limits(given),
-        engine=replace(engine, summary_quantiles=measuring.engine_quantiles if measuring else ()),
+        engine=replace(
+            engine,
+            summary_quantiles=measuring.engine_quantiles if measuring else (),
+            handing=handing_settings(given),
+        ),
         progress=progress,
     )
 

@@ -105,6 +105,11 @@ class Generation:
     adapter: str = ""
     """The LoRA adapter, by its name; "" for the model as it is."""
     stream: bool = False
+    hands: bool = False
+    """Only compute the prompt, and keep its pages for another: see `core.handing`. There is one answer, without a text; its
+    parameter `ticket` is what the other needs, "" where nothing is kept."""
+    ticket: str = ""
+    """Pages of the prompt that another has computed, if it is so."""
     path: str = ""
     """Where the request was sent (/v1/chat/completions), and ..."""
     body: Mapping[str, Any] = field(default_factory=dict)

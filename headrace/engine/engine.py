@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headrace.backends.devices import visible_gpus
 from headrace.core.clock import Clock, SystemClock
+from headrace.core.handing import HandingSettings
 from headrace.core.limits import MIB
 from headrace.engine.builtin import open_builtin_models
 from headrace.engine.cache import ResponseCache
@@ -47,6 +48,8 @@ class EngineSettings:
     """How old a kept answer may be; 0 for any age."""
     rate_limit_resources: Mapping[str, int] = field(default_factory=dict)
     """How much there is of a resource that instances share (`rate_limiter`), by its name."""
+    handing: HandingSettings = field(default_factory=HandingSettings)
+    """The server's part where prefill and decode are apart."""
     summary_quantiles: tuple[float, ...] = ()
     """Quantiles of every version's times to keep, dearer than the histograms there always are; none for no summaries."""
 
@@ -59,7 +62,7 @@ class Engine:
         self._threads = ThreadPoolExecutor(
             settings.repository.model_load_thread_count, thread_name_prefix="headrace-load"
         )
-        services = ModelServices(self.metrics)
+        services = ModelServices(self.metrics, settings.handing)
         self.cache = (
             ResponseCache(settings.cache_bytes, settings.cache_ttl_seconds, clock) if settings.cache_bytes else None
         )

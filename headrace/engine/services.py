@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.backends.contract import Answer
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, Internal, Unavailable
+from headrace.core.handing import HandingSettings
 from headrace.core.messages import InferRequest, InferResponse
 from headrace.telemetry.registry import Registry
 
@@ -26,9 +27,10 @@ log = logging.getLogger("headrace.engine")
 class ModelServices:
     """The services of one engine. `plane` is set once there is one: it needs the models, which need this."""
 
-    def __init__(self, metrics: Registry) -> None:
+    def __init__(self, metrics: Registry, handing: HandingSettings | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.metrics = metrics
+        self.handing = handing or HandingSettings()
         self.plane: DataPlane | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 

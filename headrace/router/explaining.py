@@ -40,6 +40,7 @@ WORDS = {
     Why.OVERFLOW: "the one that the prompt's first characters stand for is down or has too much to do",
     Why.STICKY: "the session belongs to it",
     Why.MOVED: "the session's own backend is down or full",
+    Why.AGGREGATED: "no decoder can take a request, and a prefill can serve all of it",
 }
 
 
@@ -76,6 +77,7 @@ class Explaining:
             "backends": [
                 {
                     "url": each.name,
+                    **({"role": each.address.role} if each.address.role else {}),
                     "state": each.state,
                     "reason": each.health.reason,
                     "weight": each.weight,

@@ -13,6 +13,7 @@ from headrace.router.backends import Backends
 from headrace.router.choosing.flows import ConsideredFlow, ConsideredStreamedFlow
 from headrace.router.choosing.hedging import HedgedFlow, Hedger
 from headrace.router.flows import Flow, wrong_length
+from headrace.router.pairing.flows import PairedFlow
 from headrace.router.requests import RequestPlan, plan_of
 from headrace.router.streaming import StreamedFlow
 from headrace.router.waking.held import HeldFlow
@@ -20,6 +21,7 @@ from headrace.router.waking.held import HeldFlow
 if TYPE_CHECKING:
     from headrace.router.choosing.chooser import Chooser
     from headrace.router.choosing.queueing import WaitingLine
+    from headrace.router.pairing.pairs import Pairs
     from headrace.router.pools import CoarseClock, Pool
     from headrace.router.retries import RetryBudget
     from headrace.router.settings import RouterSettings
@@ -51,6 +53,8 @@ class Forwarder:
         self.flow: type[Flow] = ConsideredFlow
         """What requests become then; or one that is asked of two."""
         self.hedger: Hedger | None = None
+        self.pairs: Pairs | None = None
+        """Where prefill and decode are apart: who does which."""
         self.line: WaitingLine | None = None
         """Where requests wait when every backend has all it may have."""
 
@@ -76,10 +80,10 @@ class Forwarder:
         flow.take(self, exchange, plan)
         flow.start()
 
-    def consider(self, chooser: Chooser | None, hedger: Hedger | None) -> None:
+    def consider(self, chooser: Chooser | None, hedger: Hedger | None, pairs: Pairs | None) -> None:
         """From now on, have these choose; None: by number alone."""
-        self.chooser, self.hedger = chooser, hedger
-        self.flow = ConsideredFlow if hedger is None else HedgedFlow
+        self.chooser, self.hedger, self.pairs = chooser, hedger, pairs
+        self.flow = PairedFlow if pairs is not None else ConsideredFlow if hedger is None else HedgedFlow
 
     def nobody(self, flow: Flow, exchange: Exchange) -> None:
         """No backend can take the request: it waits, or its client is told."""

@@ -22,6 +22,7 @@ from headrace.router.choosing.limits import LimitedBackends
 from headrace.router.discovery.discoverer import Discoverer, Source, make_sources
 from headrace.router.explaining import Explaining
 from headrace.router.forwarding import Forwarder
+from headrace.router.pairing.pairs import Pairs
 from headrace.router.pools import CoarseClock, Pool
 from headrace.router.retries import RetryBudget
 from headrace.router.status import RouterStatus
@@ -52,7 +53,7 @@ FIXED = (
 )
 """Settings that connections and requests under way have taken for granted: they need a new start."""
 _WORK = ("health", "outliers", "policy", "slow_start_seconds")
-_CHOICES = ("policy", "cache_aware", "prefix_hash", "sticky", "hedging")
+_CHOICES = ("policy", "cache_aware", "prefix_hash", "sticky", "hedging", "pairing", "paired")
 
 
 class RouterProxy:
@@ -182,9 +183,12 @@ class RouterProxy:
             self.chooser.keep(now)
 
     def _consider(self) -> None:
-        self.chooser = self.backends.chooser = make_chooser(self.settings, self.backends)
+        pairs = Pairs(self.settings, self.backends) if self.settings.paired else None
+        made = pairs.chooser if pairs is not None else make_chooser(self.settings, self.backends)
+        self.chooser = self.backends.chooser = made
         hedging = self.settings.hedging
-        self._forwarder.consider(self.chooser, Hedger(hedging) if hedging.wanted else None)
+        self._forwarder.consider(made, Hedger(hedging) if hedging.wanted else None, pairs)
+        self._status.choices.pairs = pairs
         self._status.choices.renew(self.settings.policy, self.chooser, self._forwarder.hedger)
 
     def _join(self, backend: Backend) -> None:

@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.handing import HEADER
 
 if TYPE_CHECKING:
     from headrace.router.settings import RouterSettings
@@ -41,6 +42,9 @@ _OWN = frozenset((b"host", b"content-length", b"expect", b"x-forwarded-for"))
 """Written here, if at all. The wire has said "100 Continue" itself by the time a body comes."""
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-proto", b"x-forwarded-host", b"x-forwarded-port", b"x-real-ip"))
 """What only a proxy of ours may say."""
+
+_TICKETS = frozenset((HEADER,))
+"""What a router says that pairs backends, and no client."""
 
 _NONE: frozenset[bytes] = frozenset()
 _NEVER = HOP_BY_HOP | _OWN
@@ -106,7 +110,7 @@ def plan_of(head: RequestHead, settings: RouterSettings) -> RequestPlan:
     lines = [b"%b %b HTTP/1.1" % (method, target)]
     if settings.keep_host and host:
         lines.append(b"host: " + host)
-    forwarded_for = _pass_on(head, settings.trust_forwarded, lines)
+    forwarded_for = _pass_on(head, settings, lines)
     if upgrade:
         lines.append(b"connection: upgrade\r\nupgrade: websocket")
     lines.append(b"via: %b %b" % (head.version.encode(), VIA_NAME))
@@ -150,9 +154,11 @@ def _length_of(head: RequestHead) -> int:
     return int(length)
 
 
-def _pass_on(head: RequestHead, trusts: bool, lines: list[bytes]) -> bytes:
+def _pass_on(head: RequestHead, settings: RouterSettings, lines: list[bytes]) -> bytes:
     """Add the fields for the backend; returns the addresses that came in X-Forwarded-For, each with a comma after it."""
-    left_out = _NEVER if trusts else _UNTRUSTED
+    left_out = _NEVER if settings.trust_forwarded else _UNTRUSTED
+    if settings.paired:
+        left_out = left_out | _TICKETS
     if b"connection" in head.by_name:
         left_out = left_out | nominated_fields(head.by_name[b"connection"], head.fields)
     forwarded_for = b""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from headrace.core.errors import InvalidArgument
+from headrace.core.handing import ROLES
 from headrace.router.choosing.settings import (
     CacheAwareSettings,
     HedgingSettings,
@@ -16,12 +17,13 @@ from headrace.router.choosing.settings import (
     StickySettings,
 )
 from headrace.router.discovery.settings import DiscoverySettings
+from headrace.router.pairing.settings import PairingSettings
 from headrace.router.waking.settings import ActivationSettings
 
 POLICIES = ("p2c", "round-robin", "least", "weighted", "random", "cache_aware", "prefix_hash")
 ALIASES = {"power_of_two": "p2c", "round_robin": "round-robin", "least_loaded": "least"}
 """What other routers, and `router.config` of a service, call the same policies."""
-_FORM = "write http://host:port[,weight=N][,grpc=host:port][,revision=NAME]"
+_FORM = "write http://host:port[,weight=N][,grpc=host:port][,revision=NAME][,role=prefill|decode]"
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _HOST = re.compile(r"[A-Za-z0-9.:_-]+")
 _PORTS = {"http": 80, "https": 443}
@@ -43,6 +45,8 @@ class BackendAddress:
     grpc_port: int = 0
     revision: str = ""
     """What it is a replica of: requests are also counted by this."""
+    role: str = ""
+    """`prefill` or `decode`, where they are apart; "" for all of it. See `core.handing`."""
 
     @classmethod
     def parse(cls, text: str) -> BackendAddress:
@@ -54,11 +58,13 @@ class BackendAddress:
             raise InvalidArgument(f"backend {text!r} has no host; {_FORM}")
         where, *options = text.strip().split(",")
         scheme, host, port = _split_url(where if "://" in where else f"http://{where}", text)
-        weight, grpc, revision = 1.0, (host, port), ""
+        weight, grpc, revision, role = 1.0, (host, port), "", ""
         for option in options:
             name, _, value = option.strip().partition("=")
             if name == "weight":
                 weight = _weight(value, text)
+            elif name == "role" and value in ROLES:
+                role = value
             elif name == "grpc":
                 grpc = _split_url(f"{scheme}://{value}", text)[1:]
             elif name == "revision" and _REVISION.fullmatch(value):
@@ -68,7 +74,7 @@ class BackendAddress:
             else:
                 raise InvalidArgument(f"backend {text!r}: there is no option {name!r}; {_FORM}")
         shown = f"[{host}]" if ":" in host else host
-        return cls(f"{scheme}://{shown}:{port}", scheme, host, port, weight, *grpc, revision)
+        return cls(f"{scheme}://{shown}:{port}", scheme, host, port, weight, *grpc, revision, role)
 
 
 def _split_url(url: str, text: str) -> tuple[str, str, int]:
@@ -188,3 +194,13 @@ class RouterSettings:
     queue: QueueSettings = field(default_factory=QueueSettings)
     discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
     """Where backends are found beside those that are named."""
+    pairing: PairingSettings = field(default_factory=PairingSettings)
+    """How prompts are handed from prefills to decoders, where backends have such roles."""
+    handing_key: bytes = field(default=b"", repr=False)
+    """What prefills of other machines want to see: what stands in `pairing.key_file`."""
+
+    @property
+    def paired(self) -> bool:
+        """Whether backends may have roles."""
+        found = self.discovery.prefill_pods or self.discovery.decode_pods
+        return self.pairing.enabled or bool(found) or any(address.role for address in self.backends)

@@ -108,6 +108,7 @@ class RouterStatus:
         stats, pool = backend.stats, self._pools[backend]
         return {
             "url": backend.name,
+            **({"role": backend.address.role} if backend.address.role else {}),
             "state": backend.state,
             "reason": backend.health.reason,
             "weight": backend.weight,

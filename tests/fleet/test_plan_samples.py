@@ -32,6 +32,7 @@ MODES = {
     "multi-node": {"engine": "MultiNode"},
     "multi-node-ray": {"engine": "MultiNodeRayVLLM"},
     "prefill-decode": {"engine": "RawDeployment", "decoder": "RawDeployment", "router": "RawDeployment"},
+    "prefill-decode-headrace": {"engine": "RawDeployment", "decoder": "RawDeployment", "router": "RawDeployment"},
     "router": {"engine": "RawDeployment", "router": "RawDeployment"},
     "keda": {"engine": "RawDeployment"},
     "virtual": {},
@@ -44,6 +45,7 @@ RUNTIMES = {
     "raw": "headrace-gpu",
     "multi-node": "vllm-multi-node",
     "prefill-decode": "sglang-prefill-decode",
+    "prefill-decode-headrace": "headrace-prefill-decode",
     "cpu": "headrace-cpu",
 }
 

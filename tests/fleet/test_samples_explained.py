@@ -93,7 +93,12 @@ def test_runtimes_get_the_image_that_was_installed() -> None:
     assert [name_of(each) for each in before] == [name_of(each) for each in after]
     changed = {name_of(each): images(each) for each, old in zip(after, before, strict=True) if each != old}
     torch = {"r.example/torch:3"}
-    assert changed == {"headrace-cpu": {"r.example/h:2"}, "headrace-cpu-formats": torch, "headrace-gpu": torch}
+    assert changed == {
+        "headrace-cpu": {"r.example/h:2"},
+        "headrace-cpu-formats": torch,
+        "headrace-gpu": torch,
+        "headrace-prefill-decode": {"r.example/h:2", *torch},
+    }
     assert all(kind_of(each) == "ClusterServingRuntime" for each in after)
 
 

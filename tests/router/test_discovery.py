@@ -288,8 +288,8 @@ def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
             )
         )
 
-        async def look(namespace: str, port: int) -> Any:
-            source = connect_pods("app=chat", namespace, port, 0.01, str(config))
+        async def look(namespace: str, port: int, role: str = "") -> Any:
+            source = connect_pods("app=chat", namespace, port, 0.01, str(config), role=role)
             follow = source.follow()
             try:
                 return await anext(follow)
@@ -299,6 +299,7 @@ def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
         found = asyncio.run(look("models", 0))
         assert [each.url for each in found] == ["http://10.0.0.1:8080", "http://[fd00::4]:8080"]
         assert [each.port for each in asyncio.run(look("models", 9000))] == [9000, 9000]
+        assert [each.role for each in asyncio.run(look("models", 0, "prefill"))] == ["prefill", "prefill"]
         assert b"labelSelector=app%3Dchat" in asked[0][0] and asked[0][1] == b"Bearer secret"
         assert isinstance(asyncio.run(look("secret", 0)), InvalidArgument)
 

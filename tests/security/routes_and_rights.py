@@ -44,6 +44,7 @@ SERVER: Rights = {
         POST /v1/chat/completions
         POST /v1/completions
         POST /v1/embeddings
+        POST /v1/headrace/prefill
         GET /v1/models
         GET /v1/models/{}
         POST /v2/models/{}/generate

@@ -29,6 +29,7 @@ from headrace.apps.protocols import Protocols, build_protocols
 from headrace.apps.router import RouterAppSettings, build_router_site
 from headrace.apps.settings import ServerSettings
 from headrace.core.clock import SystemClock
+from headrace.core.handing import HandingSettings
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.fleet.agent.serving import AgentMetrics
@@ -110,7 +111,8 @@ def inference_server(folder: Path, *, keys: bool, models: Path | None = None, **
         more["access"] = AccessSettings(keys_file=file)
     repository = RepositorySettings(mode="explicit", load_models=("*",))
     repositories = () if models is None else (str(models),)
-    more.setdefault("engine", EngineSettings(repositories=repositories, repository=repository, gpus=0))
+    handing = HandingSettings("prefill")  # it has a route more
+    more.setdefault("engine", EngineSettings(repositories=repositories, repository=repository, gpus=0, handing=handing))
 
     async def build() -> Site:
         settings = server_settings(**more)

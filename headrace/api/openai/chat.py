@@ -23,6 +23,7 @@ from headrace.api.openai.passing import pass_on
 from headrace.api.openai.sampling import read_sampling
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openai.streams import ChatChunks
+from headrace.api.openai.tickets import TicketWriter, prompt_alone, with_ticket
 from headrace.api.openai.tools import Tools, read_tools
 from headrace.api.openai.wholes import WholeChat
 from headrace.core.generation import Generation, GenerationRequest
@@ -58,13 +59,24 @@ class Chat:
         """One request."""
         document = read_document(exchange.body)
         exchange.body = b""
-        fields = Fields(document)
+        self.begin(exchange, Fields(document))
+
+    def begin(self, exchange: Exchange, fields: Fields, wanted: TicketWriter | None = None) -> None:
+        """What its body says. `wanted`: only the prompt is, and this is who answers then."""
         target = self._models.that_generates(fields)
         if target.proxied:
-            pass_on(self._plane, exchange, target, document, self._settings)
+            if wanted is not None:
+                wanted.end()
+            else:
+                pass_on(self._plane, exchange, target, fields.members, self._settings)
             return
         conversation, tools, generation = self._read(fields, target)
-        writer = self._writer(exchange, fields, target, tools, generation)
+        writer: Writer
+        if wanted is not None:
+            writer, generation = wanted, prompt_alone(generation)
+        else:
+            generation = with_ticket(exchange, generation)
+            writer = self._writer(exchange, fields, target, tools, generation)
         names = {**{name: name for name in fields.members}, "response_format": tools.held_by or format_field(fields)}
         if not conversation.media:
             self._begin(exchange, writer, target, generation, names)

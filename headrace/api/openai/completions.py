@@ -20,6 +20,7 @@ from headrace.api.openai.passing import pass_on
 from headrace.api.openai.sampling import read_sampling, token_ids
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openai.streams import CompletionChunks
+from headrace.api.openai.tickets import TicketWriter, prompt_alone, with_ticket
 from headrace.api.openai.wholes import WholeCompletion
 from headrace.core.generation import Generation, GenerationRequest
 from headrace.engine.dataplane import DataPlane
@@ -43,10 +44,16 @@ class Completions:
         """One request."""
         document = read_document(exchange.body)
         exchange.body = b""
-        fields = Fields(document)
+        self.begin(exchange, Fields(document))
+
+    def begin(self, exchange: Exchange, fields: Fields, wanted: TicketWriter | None = None) -> None:
+        """What its body says. `wanted`: only the prompt is, and this is who answers then."""
         target = self._models.that_generates(fields)
         if target.proxied:
-            pass_on(self._plane, exchange, target, document, self._settings)
+            if wanted is not None:
+                wanted.end()
+            else:
+                pass_on(self._plane, exchange, target, fields.members, self._settings)
             return
         fields.refuse({"suffix": "text is only written after the prompt, not into it"})
         prompts = self._prompts(fields)
@@ -63,9 +70,17 @@ class Completions:
             stream=fields.boolean("stream"),
             path="/v1/completions",
         )
-        writer = self._writer(exchange, fields, target, prompts, generation)
+        writer: Writer
+        if wanted is None:
+            generation = with_ticket(exchange, generation)
+            writer = self._writer(exchange, fields, target, prompts, generation)
+        elif len(prompts) > 1:
+            wanted.end()
+            return
+        else:
+            writer, generation = wanted, prompt_alone(generation)
         name = target.config.name
-        own = {**{member: member for member in document}, "response_format": format_field(fields)}
+        own = {**{member: member for member in fields.members}, "response_format": format_field(fields)}
 
         def names(number: int) -> dict[str, str]:
             return {**own, "prompt": f"prompt[{number}]"} if len(prompts) > 1 else own

@@ -12,8 +12,10 @@ from headrace.api.openai.embeddings import Embeddings
 from headrace.api.openai.errors import Told, error_json
 from headrace.api.openai.media import Reader
 from headrace.api.openai.models import Models
+from headrace.api.openai.prefill import Prefill
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.errors import NotFound
+from headrace.core.handing import PREFILL_PATH, HandingSettings
 from headrace.engine.dataplane import DataPlane
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
@@ -26,15 +28,23 @@ class OpenAiHttp:
     """Handlers over one data plane. Without a reader of media, conversations with images and videos are refused."""
 
     def __init__(
-        self, plane: DataPlane, settings: OpenAiSettings | None = None, media_reader: Reader | None = None
+        self,
+        plane: DataPlane,
+        settings: OpenAiSettings | None = None,
+        media_reader: Reader | None = None,
+        handing: HandingSettings | None = None,
     ) -> None:
         settings = settings or OpenAiSettings()
         self._models = Models(plane)
+        chat = Chat(plane, settings, self._models, media_reader)
+        completions = Completions(plane, settings, self._models)
         self._posts = {
-            "/v1/chat/completions": Chat(plane, settings, self._models, media_reader).handle,
-            "/v1/completions": Completions(plane, settings, self._models).handle,
+            "/v1/chat/completions": chat.handle,
+            "/v1/completions": completions.handle,
             "/v1/embeddings": Embeddings(plane, settings, self._models).handle,
         }
+        if handing is not None and handing.role == "prefill":
+            self._posts[PREFILL_PATH] = Prefill(chat, completions, handing).handle
 
     def add_to(self, routes: Routes) -> None:
         """Serve the paths."""

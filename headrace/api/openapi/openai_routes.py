@@ -18,6 +18,7 @@ from headrace.api.openapi.describing import (
     json_of,
     operation,
 )
+from headrace.core.handing import PREFILL_PATH
 
 OPENAI = "OpenAI"
 
@@ -132,6 +133,13 @@ _ONE_MODEL: Schema = {
 }
 
 
+_TICKET: Schema = {
+    "type": "object",
+    "required": ["ticket", "prompt_tokens"],
+    "properties": {"ticket": _TEXT, "prompt_tokens": {"type": "integer"}},
+}
+
+
 def openai_table() -> Table:
     """By (method, path)."""
     listed = {"type": "object", "required": ["data"], "properties": {"data": {"type": "array", "items": _ONE_MODEL}}}
@@ -139,6 +147,11 @@ def openai_table() -> Table:
         ("POST", "/v1/chat/completions"): _asked("The next message of a conversation", _CHAT),
         ("POST", "/v1/completions"): _asked("What comes after a text", _COMPLETION),
         ("POST", "/v1/embeddings"): _asked("Vectors for texts", _EMBEDDING, streams=False),
+        ("POST", PREFILL_PATH): _operation(
+            "Compute a prompt for a decoder: the body of a chat or a completions request. For routers.",
+            {"200": answer("A ticket for the decoder; empty if there is nothing to take.", json_of(_TICKET))},
+            body={JSON: {"schema": _THING}},
+        ),
         ("GET", "/v1/models"): _operation(
             "Models that generate or embed", {"200": answer("All of them.", json_of(listed))}
         ),

@@ -21,6 +21,8 @@ from headrace.backends.llm.embedding.folder import embeds
 from headrace.backends.llm.embedding.model import EmbeddingModel
 from headrace.backends.llm.embedding.model import complete as complete_embedding
 from headrace.backends.llm.engine import Limits, Opened, open_scheduler
+from headrace.backends.llm.handing.hands import SharedHands
+from headrace.backends.llm.handing.identity import pages_identity, weights_identity
 from headrace.backends.llm.instance import LlmInstance
 from headrace.backends.llm.metrics import LlmMetrics
 from headrace.backends.llm.running.loading import context_of, load_model, open_runner
@@ -48,6 +50,7 @@ class LlmBackend:
 
     def __init__(self) -> None:
         self._metrics: WeakKeyDictionary[Registry, LlmMetrics] = WeakKeyDictionary()
+        self._hands: WeakKeyDictionary[Registry, SharedHands] = WeakKeyDictionary()
         self._lock = threading.Lock()
         """Models are loaded in several threads at once."""
 
@@ -82,14 +85,23 @@ class LlmBackend:
             metrics = self._metrics.get(services.metrics)
             if metrics is None:
                 metrics = self._metrics[services.metrics] = LlmMetrics(services.metrics)
-        return LlmModel(config, files.version, settings, services, metrics)
+            hands = self._hands.get(services.metrics)
+            if hands is None and services.handing.role:
+                hands = self._hands[services.metrics] = SharedHands(services.handing, services.metrics)
+        return LlmModel(config, files.version, settings, services, metrics, hands)
 
 
 class LlmModel:
     """See `contract.Model`."""
 
     def __init__(
-        self, config: ModelConfig, version: int, settings: LlmSettings, services: EngineServices, metrics: LlmMetrics
+        self,
+        config: ModelConfig,
+        version: int,
+        settings: LlmSettings,
+        services: EngineServices,
+        metrics: LlmMetrics,
+        hands: SharedHands | None = None,
     ) -> None:
         self._name = config.name
         self._config = config
@@ -104,6 +116,8 @@ class LlmModel:
         self._tokenizer = Tokenizer.load(
             settings.model_path, trust_remote_code=settings.trust_remote_code, chat_template=settings.chat_template
         )
+        self._shared_hands = hands
+        self._hands = hands.join().of(config.name, version) if hands is not None else None
 
     def open(self, placement: Placement) -> LlmInstance:
         """Read the weights and start an engine."""
@@ -116,26 +130,37 @@ class LlmModel:
             Constraints(self._tokenizer, vocabulary),
             self._metrics.of(self._name, self._version),
             self._services.loop,
-            _Opening(model, self._settings, device, self._tokenizer, self._config),
+            _Opening(model, self._settings, device, self._tokenizer, self._config, hands=self._hands is not None),
+            self._hands,
         )
         instance.start()
         return instance
 
     def close(self) -> None:
-        """The instances share a tokenizer, and nothing that would have to be freed."""
+        """The instances share a tokenizer, which need not be freed, and with all models what is handed over."""
+        if self._shared_hands is not None:
+            self._shared_hands.leave()
 
 
 class _Opening:
     """What an engine's thread does first. It lets go of the model: the runner has it then."""
 
     def __init__(
-        self, model: Any, settings: LlmSettings, device: torch.device, tokenizer: Tokenizer, config: ModelConfig
+        self,
+        model: Any,
+        settings: LlmSettings,
+        device: torch.device,
+        tokenizer: Tokenizer,
+        config: ModelConfig,
+        *,
+        hands: bool,
     ) -> None:
         self._model = model
         self._settings = settings
         self._device = device
         self._tokenizer = tokenizer
         self._config = config
+        self._identity = weights_identity(model, settings.adapters) if hands else None
 
     def __call__(self) -> Opened:
         settings, device = self._settings, self._device
@@ -164,6 +189,8 @@ class _Opening:
             Sampler(runner.model.config.get_text_config().vocab_size, device),
             self._limits(runner, scheduler),
         )
+        if self._identity is not None:
+            opened.identity = pages_identity(self._identity, runner.cache)
         if adapters is not None:
             runner.before_forward = adapters.use
             opened.check_adapter = adapters.check

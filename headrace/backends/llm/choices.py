@@ -7,6 +7,7 @@ to the loop's thread by the engine, all of a step at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ Answer = tuple[Work, Several[Tensor] | HeadraceError | None, bool, Parameters]
 class Job:
     """One request."""
 
-    __slots__ = ("arrived_ns", "ask", "choices", "constraint", "left", "over", "seen", "work")
+    __slots__ = ("arrived_ns", "ask", "brought", "choices", "constraint", "give", "left", "over", "seen", "work")
 
     def __init__(
         self, work: Work, ask: Ask, constraint: Constraint | None, arrived_ns: int, seen: Prepared | None = None
@@ -54,10 +55,20 @@ class Job:
         """Choices that are not finished."""
         self.over = False
         """Whether it has had its last answer."""
+        self.give: Callable[[Job, Sequence], None] | None = None
+        """For a prompt that another is to go on from: called when it is computed, and answers."""
+        self.brought: Any = None
+        """Pages of its prompt that came from another: see `Sequence.brought`."""
 
-    def open(self, tokenizer: Tokenizer, *, salt: bytes = b"", extras: Any = None) -> list[Sequence]:
+    @property
+    def salt(self) -> bytes:
+        """Of its sequences."""
+        salt = self.ask.adapter.encode()
+        return salt if self.seen is None else salt + b"\0" + self.seen.digest
+
+    def open(self, tokenizer: Tokenizer, *, extras: Any = None) -> list[Sequence]:
         """Make its choices; returns their sequences."""
-        ask, sampling, tokens = self.ask, self.ask.sampling, self.ask.tokens
+        ask, sampling, tokens, salt = self.ask, self.ask.sampling, self.ask.tokens, self.salt
         limit = len(tokens) + (sampling.max_tokens or 1)
         for index in range(sampling.n):
             constraint = self.constraint.fresh() if self.constraint is not None and index else self.constraint
@@ -66,6 +77,7 @@ class Job:
             choice.sequence = Sequence(tokens, limit, salt=salt, adapter=ask.adapter, extras=extras, owner=choice)
             self.choices.append(choice)
         self.left = len(self.choices)
+        self.choices[0].sequence.brought, self.brought = self.brought, None
         return [choice.sequence for choice in self.choices]
 
     @property
@@ -142,7 +154,7 @@ class Choice:
             parameters = self.parameters
             if self._told:
                 parameters = {**parameters, "logprobs": self._logprobs()}
-            answers.append((job.work, (_tensor(text),), False, parameters))
+            answers.append((job.work, (text_tensor(text),), False, parameters))
 
     def _rest(self) -> str:
         """What was held back, now that nothing follows it."""
@@ -170,10 +182,10 @@ class Choice:
         self.parameters = parameters
         if not job.ask.one_answer:
             job.over = not job.left
-            answers.append((job.work, (_tensor("".join(self.texts)),), job.over, parameters))
+            answers.append((job.work, (text_tensor("".join(self.texts)),), job.over, parameters))
         elif not job.left:
             job.over = True
-            answers.append((job.work, (_tensor(*map(_text, job.choices)),), True, _of_all(job.choices)))
+            answers.append((job.work, (text_tensor(*map(_text, job.choices)),), True, _of_all(job.choices)))
 
 
 def _text(choice: Choice) -> str:
@@ -188,7 +200,8 @@ def _of_all(choices: Several[Choice]) -> Parameters:
     return first
 
 
-def _tensor(*texts: str) -> Tensor:
+def text_tensor(*texts: str) -> Tensor:
+    """What an answer says."""
     array = np.empty(len(texts), dtype=object)
     array[:] = [text.encode("utf-8", "replace") for text in texts]
     return Tensor(TEXT_OUTPUT, BYTES, array)

@@ -26,7 +26,7 @@ from headrace.backends.llm.sampling.rows import Row
 from headrace.backends.llm.sampling.sampler import Sampler, TokenLogprobs
 from headrace.backends.llm.scheduling.pages import PagePool
 from headrace.backends.llm.scheduling.scheduler import Scheduler
-from headrace.backends.llm.scheduling.sequences import Piece
+from headrace.backends.llm.scheduling.sequences import Piece, Sequence
 from headrace.backends.llm.seeing.prepared import Eyes, Prepared
 from headrace.backends.llm.text.tokenizer import Tokenizer
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, Internal, NotFound, Unavailable
@@ -60,6 +60,8 @@ class Opened:
     """With `eyes`: what a sequence brings, of what was seen and for which adapter. In the engine's thread."""
     check_adapter: Callable[[str], None] | None = None
     """Raises for a name that is not an adapter's; None for a model without."""
+    identity: str = ""
+    """What another must have in common with this to use its pages; "" where nothing is handed over."""
     close: Callable[[], None] = lambda: None
     """Called last, in the engine's thread."""
 
@@ -127,6 +129,11 @@ class Engine:
         return self._opened.eyes
 
     @property
+    def identity(self) -> str:
+        """The same."""
+        return self._opened.identity
+
+    @property
     def scheduler(self) -> Scheduler:
         """To look at."""
         return self._opened.scheduler
@@ -178,7 +185,6 @@ class Engine:
 
     def _let_in(self, job: Job) -> None:
         ask, extras = job.ask, None
-        salt = ask.adapter.encode()
         scheduler = self._opened.scheduler
         try:
             if ask.adapter:
@@ -186,8 +192,8 @@ class Engine:
                     raise NotFound(f"adapter '{ask.adapter[:64]}' is not there: this model has none")
                 self._opened.check_adapter(ask.adapter)
             if job.seen is not None and self._opened.look is not None:
-                extras, salt = self._opened.look(job.seen, ask.adapter), salt + b"\0" + job.seen.digest
-            first, *others = job.open(self._tokenizer, salt=salt, extras=extras)
+                extras = self._opened.look(job.seen, ask.adapter)
+            first, *others = job.open(self._tokenizer, extras=extras)
         except HeadraceError as error:
             job.end(self._answers, error)
         except Exception:
@@ -261,6 +267,9 @@ class Engine:
             job = choice.job
             if job.over:
                 continue  # another choice of it has failed in this step
+            if job.give is not None:
+                self._give(job, job.give, sequence)
+                continue
             if choice.last_ns:
                 metrics.next_token.observe((now - choice.last_ns) / 1e9)
             elif not choice.index:
@@ -271,6 +280,16 @@ class Engine:
                 self._leave(job)
             elif choice.finished:
                 scheduler.finish((sequence,))
+
+    def _give(self, job: Job, give: Callable[[Job, Sequence], None], sequence: Sequence) -> None:
+        """The prompt is computed, and it is another who goes on from there."""
+        job.over = True
+        try:
+            give(job, sequence)
+        except Exception:
+            log.exception("the pages of a prompt of model instance '%s' could not be given", self._name)
+            self._answers.append((job.work, Internal(INTERNAL_TEXT), True, {}))
+        self._leave(job)
 
     def _failed(self, plan: list[Piece], error: Exception, *, may_retreat: bool = True) -> None:
         """A step was not computed. Where it was memory that it lacked, smaller ones may be."""

@@ -16,11 +16,20 @@ from time import monotonic_ns
 from headrace.backends.contract import Work
 from headrace.backends.llm.choices import Answer, Job
 from headrace.backends.llm.engine import Engine, Opened
+from headrace.backends.llm.handing.hands import ModelHands
+from headrace.backends.llm.handing.jobs import JobHands
 from headrace.backends.llm.metrics import VersionMetrics
 from headrace.backends.llm.requests import read_request, with_prompt
 from headrace.backends.llm.sampling.constraints import Constraints
 from headrace.backends.llm.text.tokenizer import Tokenizer
-from headrace.core.errors import INTERNAL_TEXT, HeadraceError, Internal, InvalidArgument, Unavailable
+from headrace.core.errors import (
+    INTERNAL_TEXT,
+    FailedPrecondition,
+    HeadraceError,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+)
 
 log = logging.getLogger("headrace.backends.llm")
 
@@ -39,6 +48,7 @@ class LlmInstance:
         metrics: VersionMetrics,
         loop: asyncio.AbstractEventLoop,
         open: Callable[[], Opened],
+        hands: ModelHands | None = None,
     ) -> None:
         self._name = name
         self._tokenizer = tokenizer
@@ -48,6 +58,7 @@ class LlmInstance:
         """Requests that have not had their last answer."""
         self._threads = ThreadPoolExecutor(_PREPARING_THREADS, thread_name_prefix=f"llm {name} prompts")
         self.engine = Engine(name, open, tokenizer, metrics, self._tell)
+        self._hands = JobHands(name, hands, self.engine, self._tell) if hands is not None else None
 
     def start(self) -> None:
         """Open the model. Blocks: from a loader thread."""
@@ -80,7 +91,11 @@ class LlmInstance:
     def close(self) -> None:
         """See `contract.RequestInstance.close`."""
         self._threads.shutdown(cancel_futures=False)
+        if self._hands is not None:
+            self._hands.stop_taking()
         self.engine.close()
+        if self._hands is not None:
+            self._hands.close()
 
     def _prepare(self, work: Work, arrived_ns: int) -> None:
         """In a thread: what the request says, and its grammar."""
@@ -104,7 +119,21 @@ class LlmInstance:
             log.exception("a request to model instance '%s' could not be read", self._name)
             self._tell([(work, Internal(INTERNAL_TEXT), True, {})])
         else:
-            self.engine.add(Job(work, ask, constraint, arrived_ns, seen))
+            self._begin(Job(work, ask, constraint, arrived_ns, seen))
+
+    def _begin(self, job: Job) -> None:
+        generation, hands = job.ask.generation, self._hands
+        if generation.hands:
+            if hands is None:
+                error = FailedPrecondition("this server keeps no pages for others: start it with --role prefill")
+                self._tell([(job.work, error, True, {})])
+                return
+            job.give = hands.give
+            self.engine.add(job)
+        elif generation.ticket and hands is not None:
+            hands.begin(job)
+        else:
+            self.engine.add(job)
 
     def _tell(self, answers: list[Answer]) -> None:
         """From any thread."""

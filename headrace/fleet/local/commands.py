@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from headrace.fleet.local.selectors import with_services
+from headrace.fleet.names import SERVICE_LABEL
 from headrace.fleet.planning.pods import DEFAULT_PORT, main_container
 from headrace.fleet.selection.measures import quantity
 from headrace.fleet.words import Document, annotations_of, items, labels_of, name_of, part, text, whole
@@ -82,7 +84,10 @@ def line_of(around: Surroundings, container: Document | None = None) -> Line:
     if ours and command[:1] == ["headrace"]:
         command, args = [], [*command[1:], *args]
     ours = ours and not command
-    words = _here([*command, *args], around)
+    said = [*command, *args]
+    if ours and said[:1] == ["router"]:
+        said = with_services(said, _service_of(around.pod), text(around.pod, "metadata", "namespace"))
+    words = _here(said, around)
     if ours and words[:1] == ["serve"]:
         words += _of_serve(words, around)
     made = {name: _moved(value, around) for name, value in variables.items()}
@@ -218,6 +223,11 @@ def _data(document: Document | None) -> dict[str, str]:
 
 def _is_ours(container: Document) -> bool:
     return bool(_OURS.fullmatch(text(container, "image")))
+
+
+def _service_of(pod: Document) -> str:
+    """The InferenceService that a pod belongs to."""
+    return labels_of(pod).get(SERVICE_LABEL, "")
 
 
 def _of_serve(words: Sequence[str], around: Surroundings) -> Iterator[str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from headrace.fleet.local.objects import WORKLOADS
 from headrace.fleet.local.replica import Replica
 from headrace.fleet.local.routing import Backend, Routers
+from headrace.fleet.local.selectors import selected
 from headrace.fleet.names import APP_LABEL, COMPONENT_LABEL, component_name, trunc63
 from headrace.fleet.planning.front import FRONT
 from headrace.fleet.planning.site import CLUSTER_DOMAIN, REVISION_LABEL
@@ -33,7 +34,14 @@ def needed(key: Service, objects: Sequence[Document]) -> list[str]:
     templates = [part(each, "spec") for each in objects if kind_of(each) in WORKLOADS and not is_front(each)]
     said = json.dumps(templates, default=str)
     names = [name_of(each) for each in named(objects, "Service")]
-    return [each for each in names if each == entry or f"{each}.{key[0]}.{CLUSTER_DOMAIN}" in said]
+    found = {trunc63(component_name(key[1], each)) for template in templates for each in _looked_for(template)}
+    return [each for each in names if each == entry or each in found or f"{each}.{key[0]}.{CLUSTER_DOMAIN}" in said]
+
+
+def _looked_for(template: Document) -> set[str]:
+    """The components whose pods a router of ours looks for by their labels."""
+    containers = items(template, "template", "spec", "containers")
+    return selected([str(word) for each in containers for word in (*items(each, "command"), *items(each, "args"))])
 
 
 def is_front(workload: Document) -> bool:

@@ -28,5 +28,9 @@ def check_choices(settings: RouterSettings) -> None:
     for name, value in (("cookie", sticky.cookie), ("header", sticky.header)):
         if value and not _TOKEN.fullmatch(value):
             raise InvalidArgument(f"sticky.{name} is a name without spaces, not {value!r}")
+    if settings.paired and hedging.wanted:
+        raise InvalidArgument("hedging and roles of backends do not go together: leave one of them out")
+    if settings.pairing.prefill_seconds <= 0:
+        raise InvalidArgument("pairing.prefill_seconds is a number over 0")
     if settings.discovery.port > 65535:
         raise InvalidArgument("discovery.port is a port, up to 65535")

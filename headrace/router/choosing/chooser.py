@@ -109,7 +109,7 @@ def make_chooser(settings: RouterSettings, backends: Backends) -> Chooser | None
 
 def reads_bodies(settings: RouterSettings) -> bool:
     """Whether a choice looks into bodies, so that they have to be there before it is made."""
-    return settings.policy in PROMPT_POLICIES or bool(settings.sticky.body)
+    return settings.policy in PROMPT_POLICIES or bool(settings.sticky.body) or settings.paired
 
 
 def _prompt_policy(settings: RouterSettings, backends: Backends) -> PromptPolicy | None:

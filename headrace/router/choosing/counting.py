@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headrace.router.backends import Backends
     from headrace.router.choosing.chooser import Chooser
     from headrace.router.choosing.hedging import Hedger
+    from headrace.router.pairing.pairs import Pairs
     from headrace.telemetry.registry import Registry
 
 
@@ -23,6 +24,8 @@ class Choices:
         self._backends = backends
         self._chooser: Chooser | None = None
         self._hedger: Hedger | None = None
+        self.pairs: Pairs | None = None
+        """Where prefill and decode are apart."""
         self._declare(registry)
 
     def renew(self, policy: str, chooser: Chooser | None, hedger: Hedger | None) -> None:
@@ -58,6 +61,19 @@ class Choices:
             "Second requests to another backend: asked, won by it, and refused for want of budget.",
             self._hedges,
             ["outcome"],
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_handings_total",
+            "Requests with a prompt, by what came of handing it over: handed, or why the one who answers computes it.",
+            lambda: {(outcome,): count for outcome, count in self.pairs.counts.items()} if self.pairs else {},
+            ["outcome"],
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_prefill_seconds_total",
+            "Time that prefills took for prompts that were handed over.",
+            lambda: self.pairs.seconds if self.pairs else 0.0,
             kind="counter",
         )
         registry.callback("headrace_router_leaving", "Backends that drain.", lambda: len(self._backends.leaving))

@@ -12,6 +12,7 @@ from headrace.router.streaming import StreamedFlow
 
 if TYPE_CHECKING:
     from headrace.router.backend import Backend
+    from headrace.router.choosing.chooser import Chooser
 
 
 class _Considered(Flow):
@@ -27,19 +28,23 @@ class _Considered(Flow):
             # The settings have changed while it waited.
             super().start()
             return
-        request = self._request
-        if request is None:
-            request = self._request = Request(exchange.head, exchange.body)
-            if chooser.sessions is not None:
-                request.session, line = chooser.sessions.cookie_for(request)
-                exchange.more_lines += line
-        backend = chooser.pick(request)
+        backend = chooser.pick(self._considered(chooser))
         if backend is None:
             router.nobody(self, exchange)
             return
         router.budget.earn()
         exchange.on_disconnect = self
         self._give(backend)
+
+    def _considered(self, chooser: Chooser) -> Request:
+        """The request as choices see it; with its session, if there are sessions."""
+        request, exchange = self._request, self._exchange
+        if request is None:
+            request = self._request = Request(exchange.head, exchange.body)
+            if chooser.sessions is not None:
+                request.session, line = chooser.sessions.cookie_for(request)
+                exchange.more_lines += line
+        return request
 
     def _other(self) -> Backend | None:
         chooser, request = self._router.chooser, self._request

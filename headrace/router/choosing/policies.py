@@ -43,6 +43,8 @@ class Why:
     """The session's backend is gone, down or full."""
     RETRY = "retry"
     HEDGE = "hedge"
+    AGGREGATED = "aggregated"
+    """It is a prefill, and no decoder was left."""
 
 
 class PromptPolicy(Protocol):

@@ -106,8 +106,10 @@ def make_sources(settings: DiscoverySettings) -> list[Source]:
         sources.append(FileSource(settings.file, every))
     if settings.dns:
         sources.append(NameSource(settings.dns, every))
-    if settings.pods:
-        from headrace.router.discovery.pods import connect_pods
+    of_roles = (("", settings.pods), ("prefill", settings.prefill_pods), ("decode", settings.decode_pods))
+    for role, selector in of_roles:
+        if selector:
+            from headrace.router.discovery.pods import connect_pods
 
-        sources.append(connect_pods(settings.pods, settings.namespace, settings.port, every))
+            sources.append(connect_pods(selector, settings.namespace, settings.port, every, role=role))
     return sources

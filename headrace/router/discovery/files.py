@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends in a file: a list of addresses, or of `{url, weight, grpc, revision}`. Followed by `discoverer`."""
+"""Backends in a file: a list of addresses, or of `{url, weight, grpc, revision, role}`. Followed by `discoverer`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.router.discovery.watching import FILE_SECONDS, changes, mark_of
 from headrace.router.settings import BackendAddress
 
 _MOST_BYTES = 1 << 20
-_NAMES = {"url", "weight", "grpc", "revision"}
+_MEMBERS = {"url", "weight", "grpc", "revision", "role"}
 _FORM = "write a list such as '- {url: http://10.0.0.7:8000, weight: 2}'"
 
 
@@ -76,10 +76,10 @@ def _document(text: str) -> Any:
 def _address(each: Any, path: str) -> BackendAddress:
     if isinstance(each, str):
         return BackendAddress.parse(each)
-    if not isinstance(each, dict) or not isinstance(each.get("url"), str) or set(each) - _NAMES:
+    if not isinstance(each, dict) or not isinstance(each.get("url"), str) or set(each) - _MEMBERS:
         raise InvalidArgument(f"{path}: {each!r} is no backend; {_FORM}")
     text = each["url"]
-    for name in ("weight", "grpc", "revision"):
+    for name in ("weight", "grpc", "revision", "role"):
         if name in each:
             text += f",{name}={each[name]}"
     return BackendAddress.parse(text)

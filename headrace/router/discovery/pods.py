@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,22 @@ _REFUSALS = {
 class PodSource:
     """See the module."""
 
-    def __init__(self, client: AsyncClient, selector: str, namespace: str, port: int, interval_seconds: float) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        selector: str,
+        namespace: str,
+        port: int,
+        interval_seconds: float,
+        *,
+        role: str = "",
+    ) -> None:
         self._client = client
         self._selector = selector
         self._namespace = namespace
         self._port = port
         self._seconds = interval_seconds
+        self._role = role
 
     def __str__(self) -> str:
         return f"pods with {self._selector} in {self._namespace}"
@@ -84,16 +95,19 @@ class PodSource:
             host, port = pod["status"].get("podIP"), self._port or _first_port(pod)
             if not ready or not host or not port:
                 return None
-            return BackendAddress.parse(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            found = BackendAddress.parse(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            return replace(found, role=self._role)
         except (KeyError, TypeError, AttributeError, HeadraceError):
             return None
 
 
-def connect_pods(selector: str, namespace: str, port: int, interval_seconds: float, kubeconfig: str = "") -> PodSource:
+def connect_pods(
+    selector: str, namespace: str, port: int, interval_seconds: float, kubeconfig: str = "", *, role: str = ""
+) -> PodSource:
     """The cluster that we are in; outside of one, that of a kubeconfig. Raises FailedPrecondition."""
     config = read_kubeconfig(kubeconfig)
     client = open_client(config, _CALL_SECONDS)
-    return PodSource(client, selector, namespace or _own_namespace(config), port, interval_seconds)
+    return PodSource(client, selector, namespace or _own_namespace(config), port, interval_seconds, role=role)
 
 
 def _own_namespace(config: Any) -> str:

@@ -11,11 +11,15 @@ class DiscoverySettings:
     """See the module. What is found counts beside the backends that are named."""
 
     file: str = ""
-    """JSON or YAML: a list of addresses, or of `{url, weight}`."""
+    """JSON or YAML: a list of addresses, or of `{url, weight, grpc, role}`."""
     dns: str = ""
     """`name:port`: one backend for each address of the name."""
     pods: str = ""
     """A selector such as `app=chat-engine`: one backend for each ready pod."""
+    prefill_pods: str = ""
+    """A selector of pods that have the role prefill, ..."""
+    decode_pods: str = ""
+    """... and of those that have the role decode."""
     namespace: str = ""
     """Of the pods; the router's own unless given."""
     port: int = 0
@@ -26,4 +30,4 @@ class DiscoverySettings:
     @property
     def wanted(self) -> bool:
         """Whether anything is to be found."""
-        return bool(self.file or self.dns or self.pods)
+        return bool(self.file or self.dns or self.pods or self.prefill_pods or self.decode_pods)

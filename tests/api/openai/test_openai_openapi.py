@@ -9,12 +9,13 @@ from headrace.api.openai.http import OpenAiHttp
 from headrace.api.openapi.describing import anonymous
 from headrace.api.openapi.document import base_document, undescribed
 from headrace.api.openapi.openai_routes import openai_table
+from headrace.core.handing import HandingSettings
 from headrace.wire.http.routes import Routes
 
 
 def routes() -> Routes:
     made = Routes()
-    OpenAiHttp(cast("Any", None)).add_to(made)
+    OpenAiHttp(cast("Any", None), handing=HandingSettings("prefill")).add_to(made)
     return made
 
 

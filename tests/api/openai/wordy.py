@@ -29,6 +29,7 @@ from headrace.backends.contract import Work
 from headrace.core.dtypes import BOOL, BYTES, FP32, INT32
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.generation import Clip, Generation, GenerationRequest, Picture, Sampling
+from headrace.core.handing import HandingSettings
 from headrace.core.tensors import Tensor
 from headrace.modelconfig.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
 from headrace.wire.http.routes import Routes
@@ -143,6 +144,8 @@ class _Saying:
 
     def _about(self, index: int, words: Sequence[str], *, last: bool) -> dict[str, Any]:
         about: dict[str, Any] = {"index": index}
+        if self._generation.hands:
+            about["ticket"] = "made.up"
         if last:
             about["finish_reason"] = self._reason
             about["prompt_tokens"] = len(self._all)
@@ -304,7 +307,10 @@ class Wordy:
 
 @contextmanager
 def wordy_served(
-    settings: OpenAiSettings | None = None, make_routes: Callable[[], Routes] = Routes, reader: Any = None
+    settings: OpenAiSettings | None = None,
+    make_routes: Callable[[], Routes] = Routes,
+    reader: Any = None,
+    handing: HandingSettings | None = None,
 ) -> Iterator[Wordy]:
     """`reader` is one of media, in place of `Colours`."""
     parrot, proxy, letters, colours = Parrot(), Proxy(), Letters(), Colours()
@@ -330,7 +336,7 @@ def wordy_served(
         plane = await plane_of(models)
         routes = make_routes()
         V2Http(plane).add_to(routes)
-        OpenAiHttp(plane, settings, reader or colours).add_to(routes)
+        OpenAiHttp(plane, settings, reader or colours, handing).add_to(routes)
         return Site(routes)
 
     with serving(site) as server:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,14 +16,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from llm_instances import Caller, Services, runs, served
 
-from headrace.backends.contract import ModelFiles, Placement
+from headrace.backends.contract import ModelFiles
 from headrace.backends.llm.backend import LlmBackend
-from headrace.backends.llm.instance import LlmInstance
-from headrace.core.clock import SystemClock
 from headrace.core.errors import (
     FailedPrecondition,
-    HeadraceError,
     Internal,
     InvalidArgument,
     NotFound,
@@ -41,123 +37,6 @@ from headrace.telemetry.registry import Registry
 PROMPTS = [("the quick brown fox jumps over Grüße " * 3)[number : 3 + 5 * number] for number in range(20)]
 NEW = 12
 GREEDY = Sampling(temperature=0.0, max_tokens=NEW)
-
-
-class Caller:
-    """Who waits for the answers to one request. See `contract.Work`."""
-
-    def __init__(self, request: InferRequest) -> None:
-        self.request = request
-        self.cancelled = False
-        self.late = 0
-        """Answers after the last."""
-        self.answers: list[tuple[str, dict[str, Any]]] = []
-        self.error: HeadraceError | None = None
-        self.ended = asyncio.Event()
-        self.came = asyncio.Event()
-
-    def reply(self, outputs: Any, *, final: bool = True, parameters: Any = None) -> None:
-        self.late += self.ended.is_set()
-        if isinstance(outputs, HeadraceError):
-            self.error = outputs
-            final = True
-        elif outputs is not None:
-            (tensor,) = outputs
-            self.answers.append((b"\n".join(tensor.array.tolist()).decode(), dict(parameters)))
-        self.came.set()
-        if final:
-            self.ended.set()
-
-    @property
-    def text(self) -> str:
-        return "".join(text for text, _ in self.answers)
-
-    @property
-    def last(self) -> dict[str, Any]:
-        return self.answers[-1][1]
-
-    def texts(self) -> dict[int, str]:
-        """By choice."""
-        found: dict[int, str] = {}
-        for text, parameters in self.answers:
-            found[parameters["index"]] = found.get(parameters["index"], "") + text
-        return found
-
-
-class Services:
-    """Of the server's engine: only what is used."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.metrics = Registry(SystemClock())
-
-
-class Served:
-    """An instance, and ways to ask it."""
-
-    def __init__(self, instance: LlmInstance, metrics: Registry) -> None:
-        self.instance = instance
-        self.engine = instance.engine
-        self.metrics = metrics
-        self.callers: list[Caller] = []
-
-    def begin(self, generation: Generation | InferRequest) -> Caller:
-        request = generation if isinstance(generation, InferRequest) else GenerationRequest("tiny", generation)
-        caller = Caller(request)
-        self.callers.append(caller)
-        self.instance.execute([caller], lambda: None)
-        return caller
-
-    async def ask(self, generation: Generation | InferRequest) -> Caller:
-        caller = self.begin(generation)
-        await asyncio.wait_for(caller.ended.wait(), 60)
-        if caller.error is not None:
-            raise caller.error
-        return caller
-
-    async def quiet(self) -> None:
-        """Until the engine has nothing to do."""
-        while self.engine._jobs:
-            await asyncio.sleep(0.005)
-
-    def value(self, name: str) -> float:
-        (family,) = (family for family in self.metrics.families if family.name == name)
-        return sum(getattr(series, "value", sum(getattr(series, "counts", ()))) for _, series in family.collect())
-
-
-@asynccontextmanager
-async def served(folder: Path | None = None, **parameters: str) -> AsyncIterator[Served]:
-    with TemporaryDirectory() as place:
-        version = folder or llm_models.tiny_llama(Path(place) / "tiny" / "1")
-        services = Services()
-        config = ModelConfig(
-            "tiny",
-            "llm",
-            outputs=(OutputSpec("text_output", None, None),),
-            decoupled=True,
-            parameters={"threads": "1", **parameters},
-        )
-        model = LlmBackend().load(config, ModelFiles(version.parent, 1, version), services)  # type: ignore[arg-type]
-        instance = await asyncio.to_thread(model.open, Placement("tiny_0_cpu"))
-        assert isinstance(instance, LlmInstance)
-        tiny = Served(instance, services.metrics)
-        try:
-            yield tiny
-        finally:
-            await asyncio.to_thread(instance.close)
-            model.close()
-        await asyncio.sleep(0)  # the last answers are on their way to the loop
-        assert all(caller.ended.is_set() and not caller.late for caller in tiny.callers)
-
-
-def runs(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """A test that is a coroutine."""
-
-    def ran() -> None:
-        asyncio.run(test())
-
-    ran.__name__, ran.__doc__ = test.__name__, test.__doc__
-    return ran
 
 
 @cache

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llm_instances import served as instance_of
 from llm_models import tiny_tokenizer
 
 from headrace.backends.contract import ModelFiles, Placement
@@ -28,6 +30,7 @@ from headrace.backends.llm.text.tokenizer import Tokenizer
 from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.generation import Clip, Generation, GenerationRequest, Picture, Sampling
+from headrace.core.handing import HandingSettings
 from headrace.modelconfig.schema import new_config
 from headrace.modelconfig.typed import typed_config
 from headrace.telemetry.registry import Registry
@@ -417,7 +420,9 @@ async def served(folder: Path, asked: list[Generation]) -> list[Any]:
     files = ModelFiles(folder, 1, folder)
     backend = LlmBackend()
     message.MergeFrom(backend.complete(typed_config(message, "llm"), files))
-    services: Any = SimpleNamespace(loop=asyncio.get_running_loop(), metrics=Registry(SystemClock()))
+    services: Any = SimpleNamespace(
+        loop=asyncio.get_running_loop(), metrics=Registry(SystemClock()), handing=HandingSettings()
+    )
     model = backend.load(typed_config(message, "llm"), files, services)
     instance: Any = await asyncio.to_thread(model.open, Placement("seer_0_cpu"))
     try:
@@ -448,3 +453,27 @@ def test_through_the_backend(made: Any) -> None:
         assert parameters["prompt_tokens"] == len(seer.sequence(generation).tokens)
     assert isinstance(refused[0][0], InvalidArgument)
     assert "do not write the model's placeholder tokens into texts" in refused[0][0].message
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Llava"])
+def test_pages_of_a_prompt_with_pictures_are_handed_over(made: Any, kind: str) -> None:
+    """And those of another picture are not taken for them."""
+    folder, key = made(kind).folder, b"k" * 32
+    sampling = Sampling(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    seen = asking(picture(1, 48, 48), text="the quick brown fox jumps over the lazy dog " * 3, sampling=sampling)
+    other = replace(seen, media=(picture(2, 48, 48),))
+
+    async def asked() -> None:
+        async with (
+            instance_of(folder, page_size="8") as alone,
+            instance_of(folder, HandingSettings("prefill", key), page_size="8") as prefill,
+            instance_of(folder, HandingSettings("decode", key), page_size="8") as decode,
+        ):
+            ticket = (await prefill.ask(replace(seen, hands=True))).last["ticket"]
+            assert (await decode.ask(replace(seen, ticket=ticket))).text == (await alone.ask(seen)).text
+            assert decode.value("headrace_llm_handings_total") == 1
+            ticket = (await prefill.ask(replace(seen, hands=True))).last["ticket"]
+            assert (await decode.ask(replace(other, ticket=ticket))).text == (await alone.ask(other)).text
+            assert decode.value("headrace_llm_handing_fallbacks_total") == 1
+
+    asyncio.run(asked())

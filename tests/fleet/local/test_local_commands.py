@@ -104,6 +104,28 @@ def test_a_server_of_ours_opens_no_port_that_a_second_one_would_need() -> None:
     assert told.words == ("serve", "--http-port", "23", "--grpc-port=9", "--metrics-port=0")
 
 
+def test_a_router_that_looks_for_pods_gets_their_services() -> None:
+    words = [
+        "router",
+        "--port=8080",
+        "--health-path=",
+        "--discover-prefill-pods=component=engine,ome.io/inferenceservice=chat",
+        "--discover-decode-pods",
+        "component=decoder,ome.io/inferenceservice=chat",
+        "--discover-pods=app=other",
+    ]
+    domain = "team.svc.cluster.local"
+    hosts = {f"chat-engine.{domain}": "127.0.0.1:9001", f"chat-decoder.{domain}": "127.0.0.1:9002"}
+    assert line({"args": words}, ports={8080: 31000}, hosts=hosts).words == (
+        "router",
+        "--port=31000",
+        "--health-path=",
+        "--backend=http://127.0.0.1:9001,role=prefill",
+        "--backend=http://127.0.0.1:9002,role=decode",
+        "--discover-pods=app=other",
+    )
+
+
 def test_a_worker_reaches_its_leader_where_that_is() -> None:
     words = ["join", "$(LWS_LEADER_ADDRESS):8080", "--port=9"]
     found = line(

@@ -200,10 +200,12 @@ class Scheduler:
                 self.pool.share(page)
             sequence.pages = [*shared, *(self.pool.take() for _ in range(needed))]
             sequence.computed = len(shared) * size
+            if sequence.brought is not None:
+                self._fill(sequence, len(shared))
             if not sequence.preemptions:
                 sequence.tokens = list(sequence.tokens)
-                sequence.cached = sequence.computed
-                self.prefix_hits += sequence.computed
+                sequence.cached = len(shared) * size
+                self.prefix_hits += sequence.cached
                 self.prefix_looked += sequence.length
             sequence.seat = self._seats.pop()
             sequence.state = Sequence.RUNNING
@@ -227,6 +229,20 @@ class Scheduler:
                 break
             found.append(page)
         return found
+
+    def _fill(self, sequence: Sequence, shared: int) -> None:
+        """Use what came from elsewhere for the pages behind those that are shared."""
+        brought, sequence.brought = sequence.brought, None
+        if brought is None or not brought.first <= shared < brought.end:
+            return  # pages that were here when it was asked for are gone, or have come meanwhile
+        pool = self.pool
+        pages = sequence.pages[shared : brought.end]
+        if not brought.put(shared, pages):
+            return
+        sequence.computed = brought.end * pool.page_size
+        digests = extend_digests(sequence.digests, sequence.tokens, pool.page_size, sequence.salt, brought.end)
+        for page, digest in zip(pages, digests[shared : brought.end], strict=True):
+            pool.register(page, digest)
 
     def _grow(self, sequence: Sequence) -> bool:
         """A page for its next token. False: it has to wait, or has given way itself."""

@@ -8,7 +8,19 @@ theirs (`owner`, `extras`): nothing here looks at it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+
+class Brought(Protocol):
+    """Pages of a prompt that were computed elsewhere."""
+
+    first: int
+    """The first of them, by its place in the prompt, ..."""
+    end: int
+    """... and the first page that is not among them."""
+
+    def put(self, start: int, pages: list[int]) -> bool:
+        """Fill these pages, which are the prompt's from place `start` on; False if that could not be done."""
 
 
 class Sequence:
@@ -17,6 +29,7 @@ class Sequence:
     __slots__ = (
         "adapter",
         "arrived",
+        "brought",
         "cached",
         "computed",
         "digests",
@@ -78,6 +91,8 @@ class Sequence:
         self.digests: list[bytes] = []
         """Of its first pages, as far as they were needed."""
         self.preemptions = 0
+        self.brought: Brought | None = None
+        """Pages of its prompt that were computed elsewhere, until it first runs."""
 
     @property
     def length(self) -> int:

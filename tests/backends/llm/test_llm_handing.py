@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages from one instance to another: the answers are those of one instance alone, whatever becomes of the pages.
+
+Real tiny models, the real shared memory, real sockets. On CUDA: HEADRACE_TEST_DEVICE=cuda.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llm_models
+import pytest
+import torch
+from llm_instances import Caller, Served, runs, served
+
+from headrace.backends.llm.handing import jobs, keeping
+from headrace.backends.llm.handing.giving import ANSWER, MAGIC, QUESTION, REFUSED, VERSION
+from headrace.core.errors import FailedPrecondition
+from headrace.core.generation import Generation, OutputFormat, Sampling
+from headrace.core.handing import HandingSettings, Offer
+
+PREFILL = HandingSettings("prefill", b"k" * 32)
+DECODE = HandingSettings("decode", b"k" * 32)
+PROMPT = "the quick brown fox jumps over the lazy dog while the river runs to the sea " * 4
+GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
+ALONE = Sampling(temperature=0.0, max_tokens=1)
+
+
+@pytest.fixture(autouse=True)
+def own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of shared memory for each test."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(keeping, "_SHARED_MEMORY", folder)
+    monkeypatch.setattr(keeping.own_folder, "__defaults__", (folder,))
+    return folder
+
+
+@asynccontextmanager
+async def apart(
+    prefill: HandingSettings = PREFILL, decode: HandingSettings = DECODE, folder: Path | None = None, **parameters: str
+) -> AsyncIterator[tuple[Served, Served]]:
+    async with served(folder, prefill, **parameters) as one, served(folder, decode, **parameters) as other:
+        yield one, other
+
+
+async def ticket_of(prefill: Served, generation: Generation) -> str:
+    asked = replace(generation, hands=True, sampling=ALONE, output_format=None, stream=False)
+    caller = await prefill.ask(asked)
+    return str(caller.last["ticket"])
+
+
+async def handed(prefill: Served, decode: Served, generation: Generation) -> Caller:
+    ticket = await ticket_of(prefill, generation)
+    assert ticket
+    return await decode.ask(replace(generation, ticket=ticket))
+
+
+def fallbacks(instance: Served) -> dict[str, float]:
+    """By reason."""
+    (family,) = (each for each in instance.metrics.families if each.name == "headrace_llm_handing_fallbacks_total")
+    return {labels[-1]: series.value for labels, series in family.collect()}  # type: ignore[union-attr]
+
+
+def ways(instance: Served) -> dict[str, float]:
+    (family,) = (each for each in instance.metrics.families if each.name == "headrace_llm_handings_total")
+    return {labels[-1]: series.value for labels, series in family.collect()}  # type: ignore[union-attr]
+
+
+def computed(instance: Served) -> float:
+    """Tokens of prompts that were neither found nor brought."""
+    return instance.value("headrace_llm_prompt_tokens_total") - instance.value("headrace_llm_handing_tokens_total")
+
+
+def files(folder: Path) -> list[str]:
+    return [each.name for each in folder.rglob("*") if each.is_file() and each.name not in ("lock", "key")]
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seed": {"temperature": 0.9, "seed": 17},
+    "several": {"temperature": 1.0, "seed": 3, "n": 3},
+    "logprobs": {"logprobs": 4},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "top": {"temperature": 0.8, "seed": 5, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "bias": {"logit_bias": {70: 4.0, 80: -100.0}},
+    "least": {"min_tokens": 10, "ignore_eos": False},
+}
+
+
+@runs
+async def test_every_way_of_sampling_gives_what_one_instance_gives() -> None:
+    async with served() as alone, apart() as (prefill, decode):
+        for name, changes in SAMPLINGS.items():
+            prompt = f"{name} {PROMPT}"
+            asked = Generation(prompt=prompt, sampling=replace(GREEDY, **changes))
+            wanted, found = await alone.ask(asked), await handed(prefill, decode, asked)
+            assert found.texts() == wanted.texts(), name
+            assert [each[1].get("logprobs") for each in found.answers] == [
+                each[1].get("logprobs") for each in wanted.answers
+            ]
+            assert found.last["prompt_tokens"] == wanted.last["prompt_tokens"]
+            assert found.last["completion_tokens"] == wanted.last["completion_tokens"]
+        assert ways(decode) == {"shared_memory": len(SAMPLINGS)}
+        assert ways(prefill) == {"kept": len(SAMPLINGS)}
+        assert fallbacks(decode) == fallbacks(prefill) == {}
+        # All but the last few tokens of each prompt came from the other.
+        assert computed(decode) <= 17 * len(SAMPLINGS)
+
+
+@runs
+async def test_stops_streams_and_grammars_too() -> None:
+    async with served() as alone, apart() as (prefill, decode):
+        text = (await alone.ask(Generation(prompt=PROMPT, sampling=GREEDY))).text
+        stops = replace(GREEDY, stop=(text[8:11],))
+        for asked in (
+            Generation(prompt=PROMPT, sampling=stops),
+            Generation(prompt=PROMPT + "x", sampling=GREEDY, stream=True),
+            Generation(prompt=PROMPT + "y", sampling=GREEDY, output_format=OutputFormat("regex", regex="[a-d]{5,9}")),
+            Generation(messages=({"role": "user", "content": PROMPT},), sampling=GREEDY),
+        ):
+            assert (await handed(prefill, decode, asked)).text == (await alone.ask(asked)).text
+        assert fallbacks(decode) == {}
+
+
+@pytest.mark.parametrize("kind", [llm_models.tiny_mistral, llm_models.tiny_gemma3, llm_models.tiny_qwen2])
+def test_other_models(kind: Any, tmp_path: Path) -> None:
+    async def asking() -> None:
+        folder = kind(tmp_path / "model" / "1")
+        asked = Generation(prompt=PROMPT, sampling=GREEDY)
+        async with served(folder) as alone, apart(folder=folder) as (prefill, decode):
+            assert (await handed(prefill, decode, asked)).text == (await alone.ask(asked)).text
+            assert ways(decode) == {"shared_memory": 1}
+
+    asyncio.run(asking())
+
+
+@runs
+async def test_both_sides_remember_and_only_what_is_missing_is_sent() -> None:
+    async with apart() as (prefill, decode):
+        asked = Generation(prompt=PROMPT, sampling=GREEDY)
+        first = await handed(prefill, decode, asked)
+        sent = decode.value("headrace_llm_handing_bytes_total")
+        # The same again: the prefill computes next to nothing, and the decoder has every page.
+        again = await handed(prefill, decode, asked)
+        assert again.text == first.text
+        assert ways(decode) == {"shared_memory": 1, "not_needed": 1}
+        assert decode.value("headrace_llm_handing_bytes_total") == sent
+        assert again.last["cached_tokens"] > 0
+        # What begins alike: only the rest.
+        longer = replace(asked, prompt=PROMPT + "and a mill grinds corn near the river " * 3)
+        await handed(prefill, decode, longer)
+        assert 0 < decode.value("headrace_llm_handing_bytes_total") - sent < sent
+        assert prefill.value("headrace_llm_prefix_cache_hit_tokens_total") > 0
+
+
+@runs
+async def test_a_decoder_without_a_prefix_cache_takes_pages_too() -> None:
+    async with served(None, PREFILL) as prefill, served(None, DECODE, prefix_cache="false") as decode:
+        asked = Generation(prompt=PROMPT, sampling=replace(GREEDY, n=2, temperature=0.7, seed=1))
+        async with served() as alone:
+            wanted = (await alone.ask(asked)).texts()
+        for _ in range(2):
+            assert (await handed(prefill, decode, asked)).texts() == wanted
+        assert ways(decode) == {"shared_memory": 2}
+
+
+@runs
+async def test_many_at_once_in_a_small_cache() -> None:
+    # A token takes 512 bytes: 20 pages of 4 tokens, so that sequences have to give way.
+    small = {"kv_cache_bytes": str(512 * 80), "page_size": "4", "max_running": "6", "max_step_tokens": "5"}
+    prompts = [("the quick brown fox jumps over Grüße " * 3)[number : 3 + 5 * number] for number in range(20)]
+    asks = [Generation(prompt=prompt, sampling=replace(GREEDY, max_tokens=12)) for prompt in prompts]
+    async with (
+        served() as alone,
+        served(None, PREFILL, page_size="4") as prefill,
+        served(None, DECODE, **small) as decode,
+    ):
+        wanted = [(await alone.ask(each)).text for each in asks]
+        tickets = await asyncio.gather(*(ticket_of(prefill, each) for each in asks))
+        found = await asyncio.gather(
+            *(decode.ask(replace(each, ticket=ticket)) for each, ticket in zip(asks, tickets, strict=True))
+        )
+        assert [each.text for each in found] == wanted
+        assert not any(tickets[:1])  # it has not one full page
+        assert sum(ways(decode).values()) > 10
+        await decode.quiet()
+        assert decode.engine.scheduler.pool.used == 0
+
+
+@runs
+async def test_over_tcp_where_the_memory_is_not_shared() -> None:
+    async with apart() as (prefill, decode):
+        hands: Any = decode.instance._hands
+        hands._hands._hands.folder = Path("/nonexistent")
+        asked = Generation(prompt=PROMPT, sampling=GREEDY)
+        async with served() as alone:
+            wanted = (await alone.ask(asked)).text
+        assert (await handed(prefill, decode, asked)).text == wanted
+        longer = replace(asked, prompt=PROMPT + "and a mill grinds corn near the river " * 3)
+        await handed(prefill, decode, longer)  # from a page in the middle on
+        assert ways(decode) == {"tcp": 2}
+        keeper: Any = prefill.instance._hands._hands._hands.keeper  # type: ignore[union-attr]
+        await _until(lambda: not keeper._kept)
+        assert keeper.bytes == 0
+
+
+async def _until(true: Any) -> None:
+    for _ in range(3000):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to that")
+
+
+@runs
+async def test_whatever_is_wrong_with_a_ticket_the_prompt_is_computed() -> None:
+    async with apart() as (prefill, decode):
+        asked = Generation(prompt=PROMPT, sampling=GREEDY)
+        async with served() as alone:
+            wanted = (await alone.ask(asked)).text
+        ticket = await ticket_of(prefill, asked)
+        offer = Offer.read(ticket, PREFILL.key, 0)
+        other = await ticket_of(prefill, replace(asked, prompt="another " + PROMPT))
+        wrong = {
+            "bad_ticket": [
+                "nonsense",
+                ticket + "0",
+                offer.signed(b"another key of 32 bytes........."),
+                "ü",
+                "." * 3000,
+            ],
+            "other_model": [replace(offer, model="0" * 32).signed(DECODE.key)],
+            "other_prompt": [other, replace(offer, pages=1).signed(DECODE.key)],
+            "unreachable": [replace(offer, file="", port=_closed_port()).signed(DECODE.key)],
+            "gone": [
+                replace(offer, file="", id="0" * 32).signed(DECODE.key),
+                replace(offer, file="", port=0).signed(DECODE.key),
+            ],
+        }
+        for reason, tickets in wrong.items():
+            for each in tickets:
+                found = await decode.ask(replace(asked, prompt=PROMPT, ticket=each))
+                assert found.text == wanted, reason
+                decode.engine.scheduler.pool.forget()
+        assert fallbacks(decode) == {reason: len(tickets) for reason, tickets in wrong.items()}
+        assert ways(decode) == {}
+
+
+def _closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@runs
+async def test_other_weights_are_told_apart() -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as place:
+        other = llm_models.tiny_llama(Path(place) / "other" / "1", seed=8)
+        async with served(None, PREFILL) as prefill, served(other, DECODE) as decode, served(other) as alone:
+            asked = Generation(prompt=PROMPT, sampling=GREEDY)
+            assert (await handed(prefill, decode, asked)).text == (await alone.ask(asked)).text
+            assert fallbacks(decode) == {"other_model": 1}
+
+
+@runs
+async def test_pages_of_another_size_are_told_apart() -> None:
+    async with served(None, PREFILL) as prefill, served(None, DECODE, page_size="8") as decode:
+        await handed(prefill, decode, Generation(prompt=PROMPT, sampling=GREEDY))
+        assert fallbacks(decode) == {"other_model": 1}
+
+
+@runs
+async def test_a_prefill_keeps_no_more_than_it_may_and_not_for_ever() -> None:
+    little = replace(PREFILL, keep_bytes=50_000)
+    async with served(None, little) as prefill, served(None, DECODE) as decode:
+        first = await ticket_of(prefill, Generation(prompt=PROMPT, sampling=GREEDY))
+        assert first
+        assert not await ticket_of(prefill, Generation(prompt="again " + PROMPT, sampling=GREEDY))
+        assert fallbacks(prefill) == {"no_room": 1}
+        hands: Any = prefill.instance._hands
+        keeper: Any = hands._hands._hands.keeper
+        assert keeper.sweep(Offer.read(first, PREFILL.key, 0).expires + 1) == 1
+        assert keeper.bytes == 0
+        assert files(keeper._folder.parent) == []
+        # It is too late for this one, and there is room for another.
+        found = await decode.ask(Generation(prompt=PROMPT, sampling=GREEDY, ticket=first))
+        assert found.text
+        assert fallbacks(decode) == {"gone": 1}
+        assert await ticket_of(prefill, Generation(prompt="again " + PROMPT, sampling=GREEDY))
+
+
+@runs
+async def test_pages_that_cannot_be_used_are_computed() -> None:
+    async with apart() as (prefill, decode):
+        asked = Generation(prompt=PROMPT, sampling=GREEDY)
+        async with served() as alone:
+            wanted = (await alone.ask(asked)).text
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(jobs, "packed", _broken)
+            refused = prefill.begin(replace(asked, hands=True, sampling=ALONE))
+            await asyncio.wait_for(refused.ended.wait(), 60)
+            assert refused.error is not None
+        ticket = await ticket_of(prefill, asked)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("headrace.backends.llm.handing.layout.unpack", _broken)
+            assert (await decode.ask(replace(asked, ticket=ticket))).text == wanted
+        assert prefill.engine.scheduler.pool.used == 0
+
+
+def _broken(*_: Any) -> None:
+    raise RuntimeError("broken for a test")
+
+
+@runs
+async def test_a_server_without_a_role_says_so_and_ignores_tickets() -> None:
+    async with served() as alone, served(None, PREFILL) as prefill:
+        asked = Generation(prompt=PROMPT, sampling=GREEDY)
+        with pytest.raises(FailedPrecondition, match="--role prefill"):
+            await alone.ask(replace(asked, hands=True))
+        wanted = (await alone.ask(asked)).text
+        assert (await alone.ask(replace(asked, ticket=await ticket_of(prefill, asked)))).text == wanted
+
+
+@runs
+async def test_strangers_get_nothing() -> None:
+    async with served(None, PREFILL) as prefill:
+        ticket = await ticket_of(prefill, Generation(prompt=PROMPT, sampling=GREEDY))
+        offer = Offer.read(ticket, PREFILL.key, 0)
+        question = QUESTION.pack(MAGIC, VERSION, bytes.fromhex(offer.id), 0, offer.pages, b"n" * 16, b"p" * 32)
+        for said in (question, question[:20], b"GET / HTTP/1.1\r\n\r\n" * 5):
+            told = await asyncio.to_thread(_said, offer.port, said)
+            assert told == b"" or ANSWER.unpack(told)[:2] == (REFUSED, 0)
+        assert files(prefill.instance._hands._hands._hands.folder)  # type: ignore[union-attr]
+
+
+def _said(port: int, said: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), 30) as connection:
+        connection.sendall(said)
+        connection.shutdown(socket.SHUT_WR)
+        told = b""
+        try:
+            while piece := connection.recv(65536):
+                told += piece
+        except ConnectionError:
+            pass
+        return told
+
+
+@runs
+async def test_adapters() -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as place:
+        base = llm_models.tiny_llama(Path(place) / "base" / "1")
+        adapter = _adapter(base, Path(place) / "wide")
+        with_it = {"adapters": f"wide={adapter}"}
+        async with served(base, None, **with_it) as alone, apart(folder=base, **with_it) as (prefill, decode):
+            asked = Generation(prompt=PROMPT, sampling=GREEDY, adapter="wide")
+            plain = replace(asked, adapter="")
+            wanted = (await alone.ask(asked)).text
+            assert wanted != (await alone.ask(plain)).text
+            assert (await handed(prefill, decode, asked)).text == wanted
+            assert ways(decode) == {"shared_memory": 1}
+            # A ticket for the model with the adapter is none for the model without.
+            found = await decode.ask(replace(plain, ticket=await ticket_of(prefill, asked)))
+            assert found.text == (await alone.ask(plain)).text
+            assert fallbacks(decode) == {"other_prompt": 1}
+
+
+def _adapter(base: Path, folder: Path) -> Path:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(11)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        changed = get_peft_model(
+            model, LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
+        )
+        for name, parameter in changed.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(0, 0.3)
+        changed.save_pretrained(folder)
+    return folder
+
+
+def test_what_a_killed_server_left_is_removed_and_what_lives_is_not(tmp_path: Path) -> None:
+    folder = keeping.own_folder()
+    dead = keeping.Keeper(folder, most_bytes=1000, seconds=30)
+    dead.keep(memoryview(b"x" * 100), 1, 0)
+    living = keeping.Keeper(folder, most_bytes=1000, seconds=30)
+    living.keep(memoryview(b"y" * 100), 1, 0)
+    os.close(dead._held)  # as the system does when a process is killed
+    keeping.Keeper(folder, most_bytes=1000, seconds=30).close()
+    assert sorted(each.name for each in folder.iterdir()) == [living.name]
+    assert oct((folder / living.name).stat().st_mode & 0o777) == "0o700"
+    assert {oct(each.stat().st_mode & 0o777) for each in (folder / living.name).iterdir()} == {"0o600"}
+    living.close()
+
+
+def test_a_folder_that_others_may_use_is_refused(own_memory: Path) -> None:
+    (own_memory / f"headrace-handing-{os.getuid()}").mkdir(mode=0o777)
+    (own_memory / f"headrace-handing-{os.getuid()}").chmod(0o777)
+    with pytest.raises(FailedPrecondition, match="only this user"):
+        keeping.own_folder()
+
+
+def test_servers_of_one_machine_find_the_same_key() -> None:
+    folder = keeping.own_folder()
+    assert keeping.machine_key(folder) == keeping.machine_key(folder)
+    assert oct((folder / "key").stat().st_mode & 0o777) == "0o600"
+
+
+def test_full_shared_memory_is_no_room() -> None:
+    real = os.open
+    keeper = keeping.Keeper(keeping.own_folder(), most_bytes=1 << 20, seconds=30)
+    with pytest.MonkeyPatch.context() as patched:
+        # Whatever is written there, the system says that there is no space left.
+        patched.setattr(os, "open", lambda *_: real(os.devnull.replace("null", "full"), os.O_WRONLY))
+        with pytest.raises(keeping.NoRoom):
+            keeper.keep(memoryview(b"x" * 100), 1, 0)
+    assert keeper.bytes == 0
+    keeper.close()

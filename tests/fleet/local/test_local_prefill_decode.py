@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill and decode apart as processes of this machine: our own runtime, a real tiny model, OpenAI's client.
+
+The answers are those of one server alone, whoever is killed meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llm_models
+import openai
+import pytest
+from local_site import LocalSite, document, until
+
+import headrace.fleet
+from headrace.fleet import documents
+from headrace.fleet.local.store import read_json
+from headrace.fleet.words import items, labels_of, text
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(1800),
+]
+RUNTIMES = Path(headrace.fleet.__file__).parent / "runtimes"
+LONG_SECONDS = 300.0
+PROMPT = "the quick brown fox jumps over the lazy dog while the river runs to the sea and a mill grinds corn " * 25
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
+    made = LocalSite(tmp_path_factory.mktemp("fleet"), 14_100)
+    made.up()
+    yield made
+    made.close()
+
+
+class Chat:
+    """The service, asked by OpenAI's client."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def ask(self, prompt: str, **more: Any) -> tuple[str, list[float], int]:
+        """Text, log-probabilities and length of the prompt."""
+        messages: Any = [{"role": "user", "content": prompt}]
+        answer = self._client.chat.completions.create(
+            model=self.model, messages=messages, max_tokens=24, logprobs=True, **{"seed": 5, **more}
+        )
+        [choice] = answer.choices
+        assert choice.logprobs is not None and choice.logprobs.content is not None and answer.usage is not None
+        logprobs = [round(each.logprob, 3) for each in choice.logprobs.content]
+        return choice.message.content or "", logprobs, answer.usage.prompt_tokens
+
+    def streamed(self, prompt: str) -> str:
+        messages: Any = [{"role": "user", "content": prompt}]
+        pieces = self._client.chat.completions.create(
+            model=self.model, messages=messages, max_tokens=24, seed=5, stream=True
+        )
+        return "".join(each.choices[0].delta.content or "" for each in pieces if each.choices)
+
+    @property
+    def model(self) -> str:
+        return self._client.models.list().data[0].id
+
+
+def pids(site: LocalSite, component: str) -> list[int]:
+    """The processes of a component's pods."""
+    found = []
+    for path in site.root.glob("pods/*/pod.json"):
+        said = read_json(path) or {}
+        if labels_of(said.get("document", {})).get("component") == component:
+            found.append(int((read_json(path.parent / "process.json") or {}).get("pid", 0)))
+    return [each for each in found if each]
+
+
+def ready(site: LocalSite, name: str, components: int) -> str:
+    """Its URL, once as many components are ready."""
+
+    def look() -> str:
+        found = site.get(name)
+        conditions = {each["type"]: each["status"] for each in items(found, "status", "conditions")}
+        pods = [each for each in site.pods(name) if "deletionTimestamp" not in each["metadata"]]
+        told = [
+            each["status"] for pod in pods for each in items(pod, "status", "conditions") if each["type"] == "Ready"
+        ]
+        whole = told == ["True"] * components and conditions.get("Ready") == "True"
+        return text(found, "status", "url") if whole else ""
+
+    return until(look, LONG_SECONDS)
+
+
+def counts(site: LocalSite, outcome: str) -> float:
+    """How often the router said so, by its own metrics."""
+    [pid] = pids(site, "router")
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    [port] = [each.removeprefix("--port=") for each in words if each.startswith("--port=")]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/router/metrics", timeout=30) as answer:
+        told = answer.read().decode()
+    line = f'headrace_router_handings_total{{outcome="{outcome}"}}'
+    return sum(float(each.split()[-1]) for each in told.splitlines() if each.startswith(line))
+
+
+def kill(site: LocalSite, component: str) -> None:
+    for pid in pids(site, component):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_answers_are_those_of_one_server_whoever_is_killed(site: LocalSite, tmp_path: Path) -> None:
+    model = llm_models.tiny_llama(tmp_path / "tiny")
+    [runtime] = documents.read([RUNTIMES / "headrace-prefill-decode.yaml"]).documents
+    spec = {
+        "modelFormat": {"name": "safetensors", "version": "1.0.0"},
+        "modelFramework": {"name": "transformers", "version": "4.51.0"},
+        "modelArchitecture": "LlamaForCausalLM",
+        "modelParameterSize": "135M",
+        "storage": {"storageUri": f"local://{model}", "path": "/mnt/models/tiny"},
+    }
+    one = {"minReplicas": 1, "maxReplicas": 1}
+    service = {"model": {"name": "tiny"}, "runtime": {"name": "headrace-prefill-decode"}}
+    site.apply(
+        document("ClusterBaseModel", "tiny", spec),
+        runtime,
+        document("InferenceService", "apart", {**service, "engine": one, "decoder": one, "router": one}),
+    )
+    chat = Chat(ready(site, "apart", 3))
+    alone = Chat(text(site.get("apart"), "status", "components", "engine", "url"))
+
+    # A prompt is computed by one and answered by the other, and nobody can tell.
+    until(lambda: chat.ask(PROMPT) and counts(site, "handed") > 0, LONG_SECONDS)
+    handed = counts(site, "handed")
+    for number, more in enumerate(({}, {"temperature": 0}, {"stop": ["e"]}, {"frequency_penalty": 1.0})):
+        assert chat.ask(f"{number} {PROMPT}", **more) == alone.ask(f"{number} {PROMPT}", **more)
+    assert chat.streamed("s " + PROMPT) == alone.ask("s " + PROMPT)[0]
+    assert counts(site, "handed") == handed + 5
+    assert chat.ask("a short one") == alone.ask("a short one")
+    assert counts(site, "short") == 1
+
+    # Without the prefill: the decoder computes prompts, and no request fails.
+    wanted = alone.ask("p " + PROMPT)
+    kill(site, "engine")
+    assert chat.ask("p " + PROMPT) == wanted
+    ready(site, "apart", 3)
+    handed = counts(site, "handed")
+    until(lambda: chat.ask("q " + PROMPT) and counts(site, "handed") > handed, LONG_SECONDS)
+
+    # Without the decoder: the prefill serves all of it.
+    wanted = alone.ask("d " + PROMPT)
+    kill(site, "decoder")
+    assert chat.ask("d " + PROMPT) == wanted
+    ready(site, "apart", 3)
+    handed = counts(site, "handed")
+    until(lambda: chat.ask("e " + PROMPT) and counts(site, "handed") > handed, LONG_SECONDS)
+    site.delete("apart")
