@@ -75,18 +75,22 @@ class Control:
         address = Address.parse(f"unix:{self._settings.root / SOCKET}")
         return WireServer(site, address, partial(NegotiatingProtocol, site), unix_mode=0o600)
 
+    def do(self, verb: str, asked: Asked) -> Any:
+        """What a verb brings, for who is in this process. Raises classes of `core.errors`."""
+        work = self._verbs.get(verb)
+        if work is None:
+            raise NotFound(f"there is no verb {verb[:32]!a} here: is the other side another version?")
+        return work(asked)
+
     def _answer(self, exchange: Exchange) -> None:
         try:
-            verb = self._verbs.get(exchange.params[0])
-            if verb is None:
-                raise NotFound(f"there is no verb {exchange.params[0][:32]!a} here: is the other side another version?")
             try:
                 asked = json.loads(bytes(exchange.body) or b"{}")
             except ValueError:
                 raise InvalidArgument("what was sent is not JSON") from None
             if not isinstance(asked, dict):
                 raise InvalidArgument("what was sent is no mapping")
-            told = json.dumps(verb(asked), default=str).encode()
+            told = json.dumps(self.do(exchange.params[0], asked), default=str).encode()
         except HeadraceError as error:
             said = json.dumps({"error": error.message, "code": error.code.name}).encode()
             exchange.respond(ResponseHead(HTTP_STATUS[error.code], [(CONTENT_TYPE, JSON)]), said)

@@ -10,7 +10,7 @@ import asyncio
 import fcntl
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import IO
 
 import uvloop
@@ -26,7 +26,7 @@ from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import Store
 from headrace.launch.ports import Ports
-from headrace.wire.server import run_until_signal
+from headrace.wire.server import WireServer, run_until_signal
 
 log = logging.getLogger("headrace.fleet")
 
@@ -48,7 +48,8 @@ class Daemon:
         self.kubelet = Kubelet(settings, self.store, machine or Machine(ports), self.routers, self.events)
         self.controller = Controller(settings, self.store, self.kubelet, self.routers, self.objects, self.events)
         self.store.on_change = self.controller.changed
-        self.server = Control(settings, self.store, self.kubelet, self.controller, self.events).server()
+        self.control = Control(settings, self.store, self.kubelet, self.controller, self.events)
+        self.server = self.control.server()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -86,21 +87,29 @@ class Daemon:
             raise FailedPrecondition(f"{root} cannot be used: {said}; name another --state-dir") from None
 
 
-def run_local(settings: LocalSettings, on_ready: Callable[[Daemon], None] | None = None) -> int:
+Beside = Callable[[Daemon], Awaitable[WireServer | None]]
+"""Starts one more server over a daemon that runs, if one is wanted: a room above this one knows how."""
+
+
+def run_local(
+    settings: LocalSettings, on_ready: Callable[[Daemon], None] | None = None, beside: Beside | None = None
+) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code."""
     try:
-        return uvloop.run(_run(settings, on_ready))
+        return uvloop.run(_run(settings, on_ready, beside))
     except HeadraceError as error:
         log.error("%s", error.message)
         return FAILED
 
 
-async def _run(settings: LocalSettings, on_ready: Callable[[Daemon], None] | None) -> int:
+async def _run(settings: LocalSettings, on_ready: Callable[[Daemon], None] | None, beside: Beside | None) -> int:
     daemon = Daemon(settings)
     try:
         await daemon.start()
+        more = await beside(daemon) if beside is not None else None
+        servers = [daemon.server] if more is None else [daemon.server, more]
         if on_ready is not None:
             on_ready(daemon)
-        return await run_until_signal([daemon.server], 1.0)
+        return await run_until_signal(servers, 1.0)
     finally:
         await daemon.close()
