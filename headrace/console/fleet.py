@@ -3,8 +3,8 @@
 
 Made by `headrace up`. The socket is safe because only its owner can open it, and a browser cannot. So there is a key, which
 lies in the fleet's folder for its owner alone and is told in the address that `headrace up` prints, behind the `#`, which no
-browser sends. All but the page itself needs it, in a header: no other user of this machine has it, and no page of others. What
-each call means is the daemon's; here it is asked, and told as a page wants it.
+browser sends. All but the page itself needs it, in a header: no other user of this machine has it, nor any page of others.
+What each call means is the daemon's; here it is asked, and told as a page wants it.
 """
 
 from __future__ import annotations
