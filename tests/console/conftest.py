@@ -13,18 +13,19 @@ import pytest
 for folder in ("backends", "language_models", "microservice", "gateway", "fleet/local", "console"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
-from console_tab import chromium
-from gateway_used import UsedGateway, used_gateway
-
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
+    from console_tab import chromium
+
     with chromium() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedGateway]:
+def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A gateway for all that look at one."""
+    from gateway_used import used_gateway
+
     with used_gateway(tmp_path_factory.mktemp("gateway")) as made:
         yield made

@@ -86,7 +86,9 @@ class Tab:
     def focused(self) -> str:
         """The name of what has the keyboard."""
         return str(
-            self.page.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.textContent")
+            self.page.evaluate(
+                "document.activeElement.getAttribute('aria-label') || document.activeElement.textContent"
+            )
         )
 
     def tab_to(self, name: str) -> None:

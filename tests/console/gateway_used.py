@@ -14,11 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import onnx
+import onnx.parser
 from console_tab import Tab, aside
 from gateway_process import Gateway, Got, gateway
 from picture_models import onnx_classifier
 
 ORG = "acme"
+_MEAN = """
+<ir_version: 8, opset_import: ["" : 17]>
+mean (float[batch, 2] X) => (float[batch, 1] Y) { Y = ReduceMean <axes = [1], keepdims = 1> (X) }
+"""
 _ADMIN = re.compile(r"nvapi-[A-Za-z0-9_-]{64}")
 
 
@@ -46,6 +52,19 @@ class UsedGateway:
         words = ("jobs", "register", str(model), "--org", ORG, "--arch", "classification", "--name", name, "--json")
         told = json.loads(self.command(*words))
         return told["experiment_id"], told["job_id"]
+
+    def begin(self, name: str, items: int) -> str:
+        """A batch over so many items, one at a time; its id."""
+        folder = self.folder / "models"
+        model, given = folder / "mean.onnx", folder / f"{name}.jsonl"
+        onnx.save(onnx.parser.parse_model(_MEAN), model)
+        given.write_text('{"X": [1, 2]}\n' * items)
+        experiment, parent = self.register(model, f"mean of {name}")
+        specs = {"input": str(given), "output": str(folder / f"{name}-results.jsonl"), "batch_size": 1, "in_flight": 1}
+        body = {"action": "inference", "parent_job_id": parent, "name": name, "specs": specs}
+        got = self.running.ask("POST", f"/api/v1/orgs/{ORG}/experiments/{experiment}/jobs", body, self.token)
+        assert got.status == 200, got.body
+        return str(got.json)
 
     def ask(self, method: str, path: str, body: Any = None) -> Got:
         """A call of the job API, below v2 of the organisation, by alice."""
@@ -79,5 +98,7 @@ def log_in(page: Any, key: str, org: str = ORG) -> None:
 @contextmanager
 def used_gateway(folder: Path) -> Iterator[UsedGateway]:
     """Nothing of it is left at the end."""
-    with gateway(folder) as running:
+    models = folder / "models"
+    models.mkdir()
+    with gateway(folder, "--models-dir", str(models)) as running:
         yield UsedGateway(running, folder)

@@ -142,7 +142,7 @@ export function jobPage(main, id) {
 export function startPage(main, id) {
   const gpus = h("input", { type: "number", min: "0", max: "64", placeholder: "as usual" });
   const idle = h("input", { type: "number", min: "0", step: "any", placeholder: "as usual" });
-  const variables = h("textarea", { rows: 3, spellcheck: "false", placeholder: "NAME=value" });
+  const variables = h("textarea", { rows: 3, spellcheck: "false", placeholder: "HF_TOKEN=..." });
   const more = h("textarea", { rows: 3, spellcheck: "false", placeholder: '{"dtype": "float32"}' });
   const [what, why] = [h("p", {}, "Looking."), h("div")];
   const button = h("button", { class: "main", disabled: true }, "Start");
