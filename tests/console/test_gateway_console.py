@@ -162,7 +162,7 @@ def test_the_keyboard_is_enough(browser: Any, used: UsedGateway, service: str) -
     page.keyboard.press("/")
     page.keyboard.type(service)
     page.get_by_text("1 to 1 of 1").wait_for()
-    name = f"classification {service[:8]}"
+    name = f"colours {service[:8]}"
     tab.tab_to(f"Stop {name}")
     page.keyboard.press("Enter")
     page.get_by_role("dialog").wait_for()

@@ -97,15 +97,19 @@ export function askForm(job, status) {
     { class: "card", "aria-labelledby": "ask-title" },
     h("h2", { id: "ask-title" }, "Ask"),
     h(
-      "form",
-      { onsubmit: send },
-      prompt ? h("div", { class: "row wide" }, h("div", { class: "wide grow" }, field("Prompt", text))) : null,
-      media.length ? h("div", { class: "row" }, field("Pictures or videos", files), thumbs) : null,
-      h("div", { class: "more" }, small.map(([name, element]) => field(name, element))),
-      large.map(([name, element]) => field(name, element)),
-      declared === ANY ? field("More, as JSON", more) : null,
-      h("div", { class: "row" }, button),
+      "div",
+      { class: "two" },
+      h(
+        "form",
+        { onsubmit: send },
+        prompt ? field("Prompt", text) : null,
+        media.length ? h("div", { class: "row" }, field("Pictures or videos", files), thumbs) : null,
+        h("div", { class: "more" }, small.map(([name, element]) => field(name, element))),
+        large.map(([name, element]) => field(name, element)),
+        declared === ANY ? field("More, as JSON", more) : null,
+        h("div", { class: "row" }, button),
+      ),
+      result,
     ),
-    result,
   );
 }

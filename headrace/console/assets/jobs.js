@@ -14,7 +14,7 @@ export const KINDS = { inference_microservice: "service", train: "trained model"
 export const FINAL = ["Done", "Error", "Canceled"];
 const STATUSES = ["Pending", "Running", "Done", "Error", "Canceling", "Canceled", "Paused"];
 
-export const nameOf = (job) => job.name || `${job.network_arch || KINDS[job.action] || job.action} ${job.id.slice(0, 8)}`;
+export const nameOf = (job) => job.name || `${job.of || job.network_arch || KINDS[job.action] || job.action} ${job.id.slice(0, 8)}`;
 export const isService = (job) => job.action === "inference_microservice";
 // A service that is Done was stopped: nothing to be glad about.
 export const statusPill = (job) => pill(job.status, job.status.toLowerCase(), job.status === "Done" && !isService(job) ? "READY" : undefined);
