@@ -220,7 +220,12 @@ def test_nothing_of_the_gateway_without_a_good_token_whatever_the_method(gateway
             # 400: a login without a key says what is missing. 200: the stand-in for the
             # jobs takes any key of a service; the real one compares it (`tests/jobs/test_jobs_services.py`).
             # 308 and 404: a slash too many, and a file of another version of the console.
-            expected = {"open": {200, 308, 400, 401, 404}, "token": {401}, "none": {401, 404, 405}, "service": {200, 401}}
+            expected = {
+                "open": {200, 308, 400, 401, 404},
+                "token": {401},
+                "none": {401, 404, 405},
+                "service": {200, 401},
+            }
             assert told in expected.get(right, {401}), (method, path, told)
             assert token or told != 200 or right == "open", (method, path)
 
