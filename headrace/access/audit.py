@@ -17,8 +17,9 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from headrace.access.audit_reading import recent_lines
 from headrace.access.rates import Rates
 from headrace.access.roles import Principal
 from headrace.access.settings import RateLimit
@@ -93,6 +94,10 @@ class Audit:
         if self._left_out:
             line["denials_left_out"] = self._left_out
         self._write(json.dumps(line).encode() + b"\n")
+
+    def recent(self, organisation: str, most: int) -> list[dict[str, Any]]:
+        """The newest lines of an organisation, the newest first. Reads files: not for the loop's thread."""
+        return recent_lines((self._path, self._numbered(1)), organisation, most)
 
     def close(self) -> None:
         """Let go of the file. Later records are lost, and logged as such."""

@@ -41,6 +41,7 @@ OPERATIONS: Mapping[str, frozenset[Role]] = MappingProxyType(
         "services.infer": _RUN,  # takes a GPU's time, and reads the workspace's bucket
         "services.stop": _RUN,
         "services.report": _MANAGE,
+        "session.read": _SEE,  # one's own
         "tokens.revoke": _SEE,  # one's own
         "users.read": _MANAGE,
         "users.write": _MANAGE,

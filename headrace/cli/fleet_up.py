@@ -11,7 +11,9 @@ from headrace.cli.log_options import LogLevel, LogStyle
 
 if TYPE_CHECKING:
     from headrace.fleet.local.program import Daemon
+    from headrace.wire.server import WireServer
 
+_CONSOLE = "127.0.0.1:8079"
 
 StateDir = Annotated[
     str,
@@ -57,13 +59,23 @@ def up(
             show_default=False,
         ),
     ] = "",
+    console: Annotated[
+        str,
+        typer.Option(
+            "--console",
+            metavar="HOST:PORT",
+            help=f"Where the page of this fleet is: {_CONSOLE}, or a free port, unless told.",
+            show_default=False,
+        ),
+    ] = "",
+    no_console: Annotated[bool, typer.Option("--no-console", help="Serve no page.")] = False,
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
     """Run InferenceServices on this machine: the same files as on Kubernetes, as processes or containers.
 
     `headrace apply`, `get`, `describe`, `logs`, `scale` and `delete` speak with it. When it ends, or is killed, services go
-    on, and the next `headrace up` finds them again.
+    on, and the next `headrace up` finds them again. The address that it prints opens the fleet's page in a browser.
 
     Examples:
 
@@ -72,11 +84,14 @@ def up(
         headrace up --state-dir /var/lib/headrace --port 9000
 
         headrace up --driver docker --max-processes 2000
+
+        headrace up --console 127.0.0.1:9079
     """
     from pathlib import Path
     from typing import cast
 
     from headrace.cli.checks import collector_of, or_exit
+    from headrace.console.fleet import FleetDoor, loopback
     from headrace.core.errors import InvalidArgument
     from headrace.fleet.local.program import run_local
     from headrace.fleet.local.settings import LocalSettings, state_dir
@@ -96,9 +111,16 @@ def up(
             ephemeral=ephemeral,
             trace_endpoint=collector_of(trace_endpoint),
         )
-        code = run_local(settings, _show)
+        door = None if no_console else FleetDoor(loopback(console or _CONSOLE), fixed=bool(console))
+
+        async def beside(daemon: Daemon) -> WireServer | None:
+            return None if door is None else await door.open(daemon.control, settings.root)
+
+        def show(daemon: Daemon) -> None:
+            where = daemon.settings.root
+            typer.echo(f"the fleet of this machine is up, in {where}; give it a service: headrace apply -f FILE")
+            if door is not None:
+                typer.echo(f"its page, with its key: {door.url}")
+
+        code = run_local(settings, show, beside)
     raise typer.Exit(code)
-
-
-def _show(daemon: Daemon) -> None:
-    typer.echo(f"the fleet of this machine is up, in {daemon.settings.root}; give it a service: headrace apply -f FILE")

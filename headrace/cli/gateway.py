@@ -140,6 +140,9 @@ def gateway(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=_LOGS)
     ] = False,
+    no_console: Annotated[
+        bool, typer.Option("--no-console", help="Serve no page at /console.", rich_help_panel=_LISTENING)
+    ] = False,
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
@@ -183,6 +186,7 @@ def gateway(
             trust_remote_code,
             grace_seconds,
             access_log=access_log,
+            console=not no_console,
             max_batches=max_batches,
             platform=PlatformSettings(platform, _pairs(platform_setting or []), image, callback_url, not no_gpus),
             api=JobsApiSettings(inference_seconds=inference_timeout, concurrency=concurrency),
@@ -211,5 +215,7 @@ def service() -> None:
 def _show(settings: GatewaySettings, address: Address, admin_key: str | None) -> None:
     scheme = "https" if settings.tls is not None else "http"
     typer.echo(f"gateway: {scheme}://{address}/api/v1, data in {settings.data_dir}")
+    if settings.console:
+        typer.echo(f"console: {scheme}://{address}/console")
     if admin_key is not None:
         typer.echo(f"administrator's key, shown this once: {admin_key}")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import orjson
 
 from headrace.console.live import Live, Machine, Numbers, Others
-from headrace.console.pages import Pages
+from headrace.console.pages import SERVER, Pages
 from headrace.engine.dataplane import DataPlane
 from headrace.telemetry.registry import Registry
 from headrace.wire.http.exchange import Exchange
@@ -45,7 +45,7 @@ class Console:
         control: bool = False,
     ) -> None:
         self._live = Live(plane, registry, machine, others, control)
-        self._pages = Pages()
+        self._pages = Pages(SERVER)
 
     def add_to(self, routes: Routes) -> None:
         """Serve the paths."""

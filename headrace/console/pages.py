@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of the page, with heads that let a browser run nothing else and ask nobody else.
 
-Called by `http`. The page names its style and its scripts under a digest of them all, so those can be kept for ever: another
-version of the server has another digest. They are compressed once, when a server is made.
+Called by `http`, by `fleet` and by the gateway, each with a page of its own; the other files are one set. The page names its
+style and its scripts under a digest of them all, so those can be kept for ever: another version of the server has another
+digest. They are compressed once, when a server is made.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import CONTENT_TYPE, Fields, ResponseHead
 from headrace.wire.http.routes import Routes
 
-PAGE = "console.html"
+SERVER, GATEWAY, FLEET = "console.html", "gateway.html", "fleet.html"
+"""The pages there are."""
 PATH = "/console"
 ASSETS = "/console/assets"
 _PLACE = "ASSETS"
@@ -73,19 +75,20 @@ class File:
 
 
 class Pages:
-    """The page and its files."""
+    """A page and its files."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: str) -> None:
         folder = files("headrace.console").joinpath("assets")
         texts = {each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES}
-        page = texts.pop(PAGE)
+        text = texts[page]
+        texts = {name: each for name, each in texts.items() if not name.endswith(".html")}
         digest = hashlib.sha256()
-        for name, text in sorted(texts.items()):
-            digest.update(b"%b %d\n%b" % (name.encode(), len(text), text))
+        for name, each in sorted(texts.items()):
+            digest.update(b"%b %d\n%b" % (name.encode(), len(each), each))
         self.digest = digest.hexdigest()[:16]
         # Relative: the server may be behind a proxy that gives it a path of its own.
-        self.page = _file(PAGE, page.replace(_PLACE.encode(), f"{ASSETS[1:]}/{self.digest}".encode()), _PAGE_FIELDS)
-        self.assets = {name: _file(name, text, _ASSET_FIELDS) for name, text in texts.items()}
+        self.page = _file(page, text.replace(_PLACE.encode(), f"{ASSETS[1:]}/{self.digest}".encode()), _PAGE_FIELDS)
+        self.assets = {name: _file(name, each, _ASSET_FIELDS) for name, each in texts.items()}
 
     def add_to(self, routes: Routes) -> None:
         """Serve the paths."""

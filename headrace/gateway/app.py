@@ -15,6 +15,7 @@ from functools import partial
 import uvloop
 
 from headrace.api.jobs.http import JobsHttp
+from headrace.console.pages import GATEWAY, Pages
 from headrace.core.clock import SystemClock
 from headrace.core.errors import HeadraceError
 from headrace.core.exit_codes import BAD_CONFIGURATION
@@ -113,6 +114,8 @@ def _servers(settings: GatewaySettings, ports: HeldPorts, http: JobsHttp, metric
     routes = Routes()
     http.add_to(routes)
     metrics.add_to(routes)
+    if settings.console:
+        Pages(GATEWAY).add_to(routes)
     site = Site(routes, limits=settings.limits, access_log=metrics.count)
     made = [
         WireServer(

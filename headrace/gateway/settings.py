@@ -59,6 +59,8 @@ class GatewaySettings:
     reconcile_seconds: float = 5.0
     """How often records are held against what runs."""
     access_log: bool = False
+    console: bool = True
+    """Whether `/console` is served. Its page is for everybody; what it shows needs a login."""
     max_batches: int = 2
     """Jobs of the action `inference` that run at once; others wait."""
     platform: PlatformSettings = field(default_factory=PlatformSettings)

@@ -220,3 +220,19 @@ def test_room_for_nothing(tmp_path: Path) -> None:
     for most_bytes, files in ((0, 1), (1, 0)):
         with pytest.raises(InvalidArgument):
             Audit(tmp_path / "audit.jsonl", most_bytes=most_bytes, files=files)
+
+
+def test_the_newest_lines_of_an_organisation(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    audit = Audit(path, most_bytes=2000, files=2)
+    for number in range(30):
+        audit.record("jobs.write", "allowed", ALICE, "acme" if number % 2 else "other", f"job-{number}", "10.0.0.1")
+    with path.open("ab") as file:
+        file.write(b'{"torn\n[]\n\xff\n')
+    found = audit.recent("acme", 5)
+    assert [each["target"] for each in found] == ["job-29", "job-27", "job-25", "job-23", "job-21"]
+    assert len(path.read_bytes().splitlines()) < 10  # so some are of the file before
+    assert audit.recent("nobody", 5) == audit.recent("acme", 0) == []
+    path.unlink()
+    assert len(audit.recent("acme", 100)) > 2
+    audit.close()

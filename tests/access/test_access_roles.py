@@ -15,7 +15,14 @@ def who(role: Role, organisation: str = "acme") -> Principal:
 
 def test_a_viewer_changes_nothing_and_computes_nothing() -> None:
     allowed = {operation for operation in OPERATIONS if may("viewer", operation)}
-    assert allowed == {"workspaces.read", "experiments.read", "jobs.read", "services.read", "tokens.revoke"}
+    assert allowed == {
+        "workspaces.read",
+        "experiments.read",
+        "jobs.read",
+        "services.read",
+        "session.read",
+        "tokens.revoke",
+    }
 
 
 def test_an_operator_runs_things_but_manages_nobody() -> None:

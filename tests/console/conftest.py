@@ -1,10 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tools of these tests are: beside them, and with the tests of the backends and of language models."""
+"""Where the tools of these tests are: beside them, and with the tests of what they look at. One browser for all."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-for folder in ("backends", "language_models", "console"):
+import pytest
+
+for folder in ("backends", "language_models", "microservice", "gateway", "fleet/local", "console"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    from console_tab import chromium
+
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A gateway for all that look at one."""
+    from gateway_used import used_gateway
+
+    with used_gateway(tmp_path_factory.mktemp("gateway")) as made:
+        yield made

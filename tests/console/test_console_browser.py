@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console in a real Chromium, against a real server: what a person does, with the mouse or with the keyboard alone.
 
-Whatever a test does, the browser must have nothing to complain of and must have asked this server only. With
-HEADRACE_PICTURES set to a folder, pictures of the pages are written there (`docs/pictures` has such).
+Whatever a test does, the browser must have nothing to complain of and must have asked this server only: `console_tab`.
 """
 
 from __future__ import annotations
 
 import base64
-import os
 import re
 import subprocess
 import sys
@@ -21,13 +19,10 @@ from typing import Any
 import pytest
 from console_models import write_all, write_plain
 from console_served import INFER, ask, console_server
+from console_tab import BRIGHTNESS, PICTURES, Tab
 
 from headrace.access.keys_file import create_key
 
-ROOT = Path(__file__).parents[2]
-BROWSER = ROOT / "build/browser"
-PICTURES = os.environ.get("HEADRACE_PICTURES", "")
-MISSING = "run 'bash scripts/platforms/browser.sh install' first"
 EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "*", "--model-load-thread-count", "1")
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(180)]
@@ -42,55 +37,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         models = write_all(tmp_path_factory.mktemp("console_all"))
     with console_server(tmp_path_factory.mktemp("console_log") / "log", models, *EXPLICIT) as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    assert (BROWSER / "python").is_dir(), MISSING
-    sys.path.insert(0, str(BROWSER / "python"))
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
-        running = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=arguments)
-        yield running
-        running.close()
-
-
-class Tab:
-    """A page of the browser, and what it complained of. Playwright is given functions: the page runs no texts."""
-
-    def __init__(self, browser: Any, url: str, **options: Any) -> None:
-        self.url = url
-        self.context = browser.new_context(viewport={"width": 1280, "height": 860}, **options)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(30_000)
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda said: said.type in ("error", "warning") and self.complaints.append(said.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-
-    def open(self, place: str = "") -> Any:
-        self.page.goto(f"{self.url}/console{place}")
-        self.page.wait_for_function("() => document.querySelector('#status').textContent !== 'connecting'")
-        return self.page
-
-    def close(self) -> None:
-        self.context.close()
-        others = {url for url in self.asked if not url.startswith((self.url, "blob:", "data:"))}
-        assert not others and not self.complaints, (others, self.complaints)
-
-    def picture(self, name: str) -> None:
-        if PICTURES:
-            self.page.screenshot(path=str(Path(PICTURES) / f"console-{name}.png"))
-
-    def findings(self) -> list[tuple[str, str, list[str]]]:
-        """What axe-core finds wrong with the page as it is now."""
-        (axe,) = BROWSER.glob("axe-*.js")
-        self.page.evaluate(axe.read_text())
-        told = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-        return [(each["id"], each["impact"], [node["html"] for node in each["nodes"]]) for each in told["violations"]]
 
 
 @pytest.fixture
@@ -320,18 +266,17 @@ def test_the_report_of_a_split(tab: Tab, server: str) -> None:
 
 
 def test_light_and_dark(browser: Any, server: str) -> None:
-    brightness = "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
     for scheme, bright in (("light", True), ("dark", False)):
         tab = Tab(browser, server, color_scheme=scheme)
         page = tab.open()
-        assert (page.evaluate(brightness) > 128) is bright
+        assert (page.evaluate(BRIGHTNESS) > 128) is bright
         page.get_by_role("button", name="Colours").click()
-        assert page.evaluate(brightness) > 128
+        assert page.evaluate(BRIGHTNESS) > 128
         page.get_by_role("button", name="Colours").click()
-        assert page.evaluate(brightness) < 128
+        assert page.evaluate(BRIGHTNESS) < 128
         page.reload()
         page.wait_for_selector("tbody tr")
-        assert page.evaluate(brightness) < 128
+        assert page.evaluate(BRIGHTNESS) < 128
         tab.picture("dark")
         tab.close()
 
@@ -340,35 +285,23 @@ def test_the_keyboard_is_enough(tab: Tab, server: str) -> None:
     page = tab.open()
     page.wait_for_selector("tbody tr")
 
-    def focused() -> str:
-        return str(
-            page.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.textContent")
-        )
-
-    def tab_to(name: str) -> None:
-        for _ in range(40):
-            if focused() == name:
-                return
-            page.keyboard.press("Tab")
-        raise AssertionError(f"{name} is not to be reached; focus is on {focused()}")
-
     page.keyboard.press("/")
     page.keyboard.type("echo")
     page.wait_for_selector("text=1 model, 1 version")
-    tab_to("Unload echo")
+    tab.tab_to("Unload echo")
     page.keyboard.press("Enter")
     page.get_by_role("dialog").wait_for()
     page.keyboard.press("Escape")
     page.get_by_role("dialog").wait_for(state="detached")
-    assert focused() == "Unload echo"
+    assert tab.focused() == "Unload echo"
     assert ask(f"{server}/v2/models/echo/ready").status == 200
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Shift+Tab")
-    assert focused() == "Try echo"
+    assert tab.focused() == "Try echo"
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="Playground").wait_for()
     page.wait_for_selector("button:has-text('Send')")
-    tab_to("Send")
+    tab.tab_to("Send")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=echo version 1 answered")
 

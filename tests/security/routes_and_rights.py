@@ -179,8 +179,12 @@ GATEWAY: Rights = {
         GET /docs
         GET /openapi.json
         GET /metrics
+        GET /console
+        GET /console/
+        GET /console/assets/{}/{}
     """,
     "viewer": """
+        GET /api/v2/orgs/{}/session
         GET /api/v1/orgs/{}/workspaces
         GET /api/v1/orgs/{}/workspaces/{}
         GET /api/v2/orgs/{}/workspaces
@@ -238,6 +242,7 @@ GATEWAY: Rights = {
         POST /api/v2/orgs/{}/inference_microservices/{}:inference
     """,
     "admin": """
+        GET /api/v2/orgs/{}/audit
         POST /api/v1/orgs/{}/workspaces:backup
         POST /api/v1/orgs/{}/workspaces:restore
         POST /api/v1/orgs/{}/workspaces/{}:backup
@@ -306,6 +311,23 @@ AGENT: Rights = {
 LOCAL_FLEET: Rights = {
     "owner": """
         POST /v1/{}
+    """,
+}
+
+FLEET_CONSOLE: Rights = {
+    "open": """
+        GET /console
+        GET /console/
+        GET /console/assets/{}/{}
+    """,
+    "key": """
+        GET /console/api/services
+        GET /console/api/events
+        GET /console/api/services/{}/{}
+        GET /console/api/services/{}/{}/logs
+        POST /console/api/services/{}/{}/scale
+        POST /console/api/services/{}/{}/rollout
+        DELETE /console/api/services/{}/{}
     """,
 }
 

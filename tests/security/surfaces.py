@@ -28,6 +28,7 @@ from headrace.api.v2.settings import V2Settings
 from headrace.apps.protocols import Protocols, build_protocols
 from headrace.apps.router import RouterAppSettings, build_router_site
 from headrace.apps.settings import ServerSettings
+from headrace.console.fleet import server_of as console_server
 from headrace.core.clock import SystemClock
 from headrace.core.handing import HandingSettings
 from headrace.engine.engine import Engine, EngineSettings, open_engine
@@ -152,11 +153,13 @@ def fleet_servers(folder: Path) -> dict[str, WireServer]:
     """Those of the operator, its webhooks, the model agent and the fleet of one machine, not started."""
     identity: Any = SimpleNamespace(files=None)
     reviews = WebhookMetrics(Registry(SystemClock()), lambda: 0.0)
+    control = Control(LocalSettings(folder), _NOTHING, _NOTHING, _NOTHING, _NOTHING)
     return {
         "operator": operator_server(OperatorMetrics(_NOTHING), _HERE),
         "agent": agent_server(AgentMetrics(_NOTHING), _HERE),
         "webhooks": webhook_server(_HERE, identity, lambda: _NOTHING, reviews),
-        "local fleet": Control(LocalSettings(folder), _NOTHING, _NOTHING, _NOTHING, _NOTHING).server(),
+        "local fleet": control.server(),
+        "fleet console": console_server(control, "key", _HERE),
     }
 
 

@@ -14,6 +14,7 @@ from headrace.api.jobs.described import Described
 from headrace.api.jobs.entrance import Entrance
 from headrace.api.jobs.gate import Gate
 from headrace.api.jobs.inference import Inference
+from headrace.api.jobs.insight import Insight
 from headrace.api.jobs.jobs import Jobs
 from headrace.api.jobs.reach import Reach
 from headrace.api.jobs.services import Reports, Services
@@ -55,7 +56,7 @@ class JobsHttp:
         self._reports = Reports(jobs, self.reach, self._calls)
         self._jobs = jobs
         self._texts = JobTexts()
-        self._rows = _rows(jobs, self.reach, self._texts)
+        self._rows = [*_rows(jobs, self.reach, self._texts), *_insight_rows(Insight(access.audit))]
         registry.callback(
             "headrace_gateway_inference_in_flight", "Inference requests that wait for a service.", self._in_flight
         )
@@ -133,6 +134,13 @@ def _rows(jobs: JobService, reach: Reach, texts: JobTexts) -> list[Row]:
         ("services.read", "GET", f"{v2_service}:status", services.status),
         ("services.stop", "DELETE", f"{v2_service}:stop", services.stop_v2),
         ("services.stop", "POST", f"{v2_service}:stop", services.stop_v2),
+    ]
+
+
+def _insight_rows(work: Insight) -> list[Row]:
+    return [
+        ("session.read", "GET", f"{_V2}/session", work.session),
+        ("audit.read", "GET", f"{_V2}/audit", work.audit),
     ]
 
 

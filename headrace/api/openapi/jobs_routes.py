@@ -73,6 +73,8 @@ def jobs_table() -> Table:
         **_jobs(f"{experiment}/jobs", "200", {**_ID, "description": "The id of the job, as a bare JSON string."}),
         **_jobs(f"{_V2}/jobs", "201", ref("Job")),
         **_services(experiment),
+        ("GET", f"{_V2}/session"): _one(ACCESS, "Whose token this is, and what they may do", ref("Session")),
+        ("GET", f"{_V2}/audit"): _one(ACCESS, "What was done in an organisation, the newest first", ref("Audit"), _PAGE[1:]),
     }  # fmt: skip
 
 
@@ -89,6 +91,21 @@ def job_schemas() -> dict[str, Schema]:
             "ngc_org_name",
         ),
         "Login": _object({"user_id": _ID, "token": _TEXT, "user_name": _TEXT, "user_email": _TEXT}, "token"),
+        "Session": _object(
+            {
+                "user_id": _TEXT,
+                "user_name": _TEXT,
+                "user_email": _TEXT,
+                "organisation": _TEXT,
+                "role": {"enum": ["viewer", "operator", "admin"]},
+                "may": {"type": "array", "items": _TEXT},
+            },
+            "user_id",
+            "organisation",
+            "role",
+            "may",
+        ),
+        "Audit": _object({"events": {"type": "array", "items": _THING}}, "events"),
         "WorkspaceRequest": _object(
             {
                 "name": _NULLABLE,

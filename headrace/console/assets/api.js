@@ -6,6 +6,7 @@ import { askKey } from "./dialogs.js";
 
 const KEY = "headrace-key";
 let asking = null;
+let refused = (status, text) => changeKey(text);
 
 export const key = () => sessionStorage.getItem(KEY) || "";
 export const setKey = (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY));
@@ -20,6 +21,9 @@ export function changeKey(why) {
   return asking;
 }
 
+// What is done about a 401 or a 403, instead of asking for a key: of its status and text; whether to try again.
+export const whenRefused = (handler) => (refused = handler);
+
 export class Refused extends Error {
   constructor(status, text) {
     super(text);
@@ -30,7 +34,8 @@ export class Refused extends Error {
 async function explained(response) {
   const text = await response.text();
   try {
-    const told = JSON.parse(text).error;
+    const said = JSON.parse(text);
+    const told = said.error_desc || said.error;
     return typeof told === "string" ? told : told.message || text;
   } catch {
     return text || `the server answered ${response.status}`;
@@ -46,7 +51,7 @@ export async function call(path, { method = "GET", body, headers = {}, signal, q
   if (response.ok) return response;
   const text = await explained(response);
   if ((response.status === 401 || response.status === 403) && !quiet) {
-    if (key() !== sent || (await changeKey(text))) return call(path, { method, body, headers, signal, quiet });
+    if (key() !== sent || (await refused(response.status, text))) return call(path, { method, body, headers, signal, quiet });
   }
   throw new Refused(response.status, text);
 }

@@ -3,6 +3,7 @@
 
 import { call } from "./api.js";
 import { field, h, number } from "./dom.js";
+import { asUrl } from "./files.js";
 import { chatCode } from "./snippets.js";
 
 async function* events(response) {
@@ -19,14 +20,6 @@ async function* events(response) {
     }
   }
 }
-
-const asUrl = (file) =>
-  new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(new Error("the picture could not be read"));
-    reader.readAsDataURL(file);
-  });
 
 export function chatForm({ name, code }) {
   const messages = [];

@@ -28,8 +28,9 @@ function ask(title, content, yes, kind, answer) {
   });
 }
 
-export const confirmed = async (title, text, yes, kind = "main") =>
-  (await ask(title, h("p", {}, text), yes, kind, () => true)) === true;
+// `content`: a sentence, or a part of a form.
+export const confirmed = async (title, content, yes, kind = "main") =>
+  (await ask(title, typeof content === "string" ? h("p", {}, content) : content, yes, kind, () => true)) === true;
 
 export function askKey(why) {
   const input = h("input", { id: "key", type: "password", autocomplete: "off", spellcheck: "false", autofocus: true });

@@ -87,6 +87,13 @@ class Control:
         address = Address.parse(f"unix:{self._settings.root / SOCKET}")
         return WireServer(site, address, partial(NegotiatingProtocol, site), unix_mode=0o600)
 
+    def do(self, verb: str, asked: Asked) -> Any:
+        """What a verb brings, or something to wait for, for who is in this process. Raises classes of `core.errors`."""
+        work = self._verbs.get(verb)
+        if work is None:
+            raise NotFound(f"there is no verb {verb[:32]!a} here: is the other side another version?")
+        return work(asked)
+
     def _answer(self, exchange: Exchange) -> None:
         try:
             found = self._called(exchange)
@@ -101,16 +108,13 @@ class Control:
         task.add_done_callback(self._tasks.discard)
 
     def _called(self, exchange: Exchange) -> Any:
-        verb = self._verbs.get(exchange.params[0])
-        if verb is None:
-            raise NotFound(f"there is no verb {exchange.params[0][:32]!a} here: is the other side another version?")
         try:
             asked = json.loads(bytes(exchange.body) or b"{}")
         except ValueError:
             raise InvalidArgument("what was sent is not JSON") from None
         if not isinstance(asked, dict):
             raise InvalidArgument("what was sent is no mapping")
-        return verb(asked)
+        return self.do(exchange.params[0], asked)
 
     # Documents
 

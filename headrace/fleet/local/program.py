@@ -10,7 +10,7 @@ import asyncio
 import fcntl
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import IO
 
 import uvloop
@@ -30,7 +30,7 @@ from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import Store, each_folder, read_json, write_json
 from headrace.fleet.words import Document, kind_of
 from headrace.launch.ports import Ports
-from headrace.wire.server import run_until_signal
+from headrace.wire.server import WireServer, run_until_signal
 
 log = logging.getLogger("headrace.fleet")
 
@@ -55,7 +55,8 @@ class Daemon:
         self.benchmarks = Benchmarks(settings, self.store, self.kubelet, self.events, lambda: self.controller.facts)
         self.store.on_change = self._changed
         parts = (self.store, self.kubelet, self.controller, self.benchmarks, self.events)
-        self.server = Control(settings, *parts).server()
+        self.control = Control(settings, *parts)
+        self.server = self.control.server()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -123,21 +124,29 @@ def _check_driver(settings: LocalSettings) -> None:
     write_json(path, {"driver": settings.driver})
 
 
-def run_local(settings: LocalSettings, on_ready: Callable[[Daemon], None] | None = None) -> int:
+Beside = Callable[[Daemon], Awaitable[WireServer | None]]
+"""Starts one more server over a daemon that runs, if one is wanted: a room above this one knows how."""
+
+
+def run_local(
+    settings: LocalSettings, on_ready: Callable[[Daemon], None] | None = None, beside: Beside | None = None
+) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code."""
     try:
-        return uvloop.run(_run(settings, on_ready))
+        return uvloop.run(_run(settings, on_ready, beside))
     except HeadraceError as error:
         log.error("%s", error.message)
         return FAILED
 
 
-async def _run(settings: LocalSettings, on_ready: Callable[[Daemon], None] | None) -> int:
+async def _run(settings: LocalSettings, on_ready: Callable[[Daemon], None] | None, beside: Beside | None) -> int:
     daemon = Daemon(settings)
     try:
         await daemon.start()
+        more = await beside(daemon) if beside is not None else None
+        servers = [daemon.server] if more is None else [daemon.server, more]
         if on_ready is not None:
             on_ready(daemon)
-        return await run_until_signal([daemon.server], 1.0, on_signal=daemon.controller.questions.close)
+        return await run_until_signal(servers, 1.0, on_signal=daemon.controller.questions.close)
     finally:
         await daemon.close()

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`headrace up` with its console, in a process of its own, and stub services on it.
+
+with fleet_up(folder, 13_700) as site:
+    site.apply(site.model, runtime(), service("birds"))
+    requests to site.url, with site.key
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from console_tab import aside
+from local_site import LocalSite, until
+
+from headrace.fleet.local.client import LocalFleet
+
+HEADRACE = Path(sys.executable).parent / "headrace"
+PAGE = re.compile(r"(http://127\.0\.0\.1:\d+)/console#key=(\S+)")
+T = TypeVar("T")
+
+
+class FleetUp(LocalSite):
+    """See the module. `url` and `key` are those that it printed."""
+
+    url = key = ""
+
+    def up(self) -> None:
+        told = self.root.parent / "told"
+        words = [HEADRACE, "up", "--state-dir", self.root, "--port", str(self._port), "--console", "127.0.0.1:0"]
+        with told.open("wb") as output:
+            self.process = subprocess.Popen(words, stdout=output, stderr=self._log)
+        found = until(lambda: PAGE.search(told.read_text()))
+        self.url, self.key = found.groups()
+
+    def ask(self, work: Callable[[LocalFleet], Awaitable[T]]) -> T:
+        asked = super().ask
+        return aside(lambda: asked(work))
+
+
+@contextmanager
+def fleet_up(folder: Path, port: int) -> Iterator[FleetUp]:
+    """Nothing of it is left at the end."""
+    site = FleetUp(folder, port)
+    site.up()
+    try:
+        yield site
+    finally:
+        site.close()

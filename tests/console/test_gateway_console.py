@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway's console in a real Chromium: who comes in, what they see, and what their role gives them to press."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from console_tab import BRIGHTNESS, Tab
+from gateway_used import ORG, UsedGateway, log_in
+
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
+PLACES = ["#/services", "#/jobs", "#/experiments", "#/audit"]
+
+
+@pytest.fixture
+def tab(browser: Any, used: UsedGateway) -> Iterator[Tab]:
+    made = used.tab(browser, "alice")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def service(used: UsedGateway) -> Iterator[str]:
+    """A service that is ready."""
+    job = used.start()
+    used.running.until_loaded(f"/api/v2/orgs/{ORG}/inference_microservices/{job}:status", used.token)
+    yield job
+    used.ask("POST", f"inference_microservices/{job}:stop")
+
+
+def test_a_wrong_key_is_told_and_a_right_one_lets_in(browser: Any, used: UsedGateway) -> None:
+    tab = Tab(browser, used.url)
+    sent: list[tuple[str, str]] = []
+    tab.page.on("request", lambda asked: sent.append((asked.url, asked.headers.get("authorization", ""))))
+    page = tab.open("#/jobs")
+    page.get_by_role("heading", name="Log in").wait_for()
+    assert not page.get_by_role("link", name="Jobs").is_visible()
+    log_in(page, "nvapi-" + "x" * 64)
+    page.get_by_role("alert").get_by_text("Unauthorized").wait_for()
+    tab.expect(401)
+    log_in(page, used.keys["alice"], "elsewhere")
+    page.get_by_role("alert").get_by_text("no role in organisation 'elsewhere'").wait_for()
+    tab.expect(401)
+    log_in(page, used.keys["alice"])
+    page.get_by_text(f"alice, operator of {ORG}").wait_for()
+    page.get_by_role("heading", name="Jobs").wait_for()
+    page.get_by_role("link", name="colours", exact=True).wait_for()
+    key = used.keys["alice"]
+    kept: str = page.evaluate("JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie])")
+    token = page.evaluate("sessionStorage.getItem('headrace-key')")
+    assert token.startswith("eyJ") and key not in kept
+    assert not [address for address, _ in sent if key in address or token in address]
+    assert f"Bearer {token}" in {field for _, field in sent} and f"Bearer {key}" not in {field for _, field in sent}
+    page.reload()
+    page.get_by_role("link", name="colours", exact=True).wait_for()
+    page.get_by_role("button", name="Log out").click()
+    page.get_by_role("heading", name="Log in").wait_for()
+    assert token not in page.evaluate("JSON.stringify({...sessionStorage})")
+    # A user's programs have the same token, and go on.
+    assert used.running.ask("GET", f"/api/v2/orgs/{ORG}/jobs", token=token).status == 200
+    tab.close()
+
+
+def test_a_token_that_is_over_means_to_log_in_again(browser: Any, used: UsedGateway) -> None:
+    tab = used.tab(browser, "victor", "#/services")
+    tab.page.get_by_role("heading", name="Services").wait_for()
+    used.command("users", "revoke-tokens", "victor")
+    tab.page.get_by_role("heading", name="Log in").wait_for()
+    tab.page.get_by_text("You are logged out").wait_for()
+    tab.expect(401)
+    tab.close()
+
+
+def test_jobs_are_searched_and_turned_page_by_page(tab: Tab, used: UsedGateway) -> None:
+    for number in range(30):
+        used.register(used.folder / "model", f"many-{number}")
+    page = tab.open("#/jobs")
+    page.get_by_label("Kind").select_option("trained model")
+    total = used.ask("GET", "jobs?action=train&size=1").json["pagination_info"]["total_records"]
+    page.get_by_text(f"1 to 25 of {total}").wait_for()
+    assert page.locator("tbody tr").count() == 25
+    assert page.get_by_role("button", name="Newer").is_disabled()
+    page.get_by_role("button", name="Older").click()
+    page.get_by_text(f"26 to {total} of {total}").wait_for()
+    page.get_by_role("link", name="colours", exact=True).wait_for()
+    page.get_by_label("Search").fill("many-2")
+    page.get_by_text("1 to 11 of 11").wait_for()
+    page.get_by_label("Status", exact=True).select_option("error")
+    page.get_by_text("No job is like that.").wait_for()
+
+
+def test_experiments_and_their_jobs(tab: Tab, used: UsedGateway) -> None:
+    page = tab.open("#/experiments")
+    page.get_by_label("Search").fill(used.experiment)
+    page.get_by_text("1 to 1 of 1").wait_for()
+    page.locator("tbody a").click()
+    page.get_by_role("link", name="colours", exact=True).wait_for()
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    assert used.running.ask("GET", f"/api/v1/orgs/{ORG}/experiments/{used.experiment}", token=used.token).status == 200
+
+
+def test_a_viewer_has_nothing_to_press(browser: Any, used: UsedGateway, service: str) -> None:
+    tab = used.tab(browser, "victor", f"#/jobs/{service}")
+    page = tab.page
+    page.get_by_label("States").get_by_text("Ready").wait_for()
+    page.get_by_text("the model is ready").wait_for()
+    words = ("Stop", "Delete", "Cancel", "Ask")
+    assert not [word for word in words if page.get_by_role("button", name=word, exact=True).count()]
+    page = tab.open("#/jobs")
+    page.get_by_role("link", name="colours", exact=True).or_(page.get_by_role("link", name="many-29")).first.wait_for()
+    assert not page.get_by_role("link", name="Start a service").count()
+    assert not page.get_by_role("button", name="Stop").count()
+    assert not page.get_by_role("link", name="Audit log").is_visible()
+    tab.open(f"#/start/{used.parent}").get_by_text("by an operator or an admin").wait_for()
+    assert page.get_by_role("button", name="Start").is_disabled()
+    tab.open("#/audit").get_by_text("the role viewer does not allow").wait_for()
+    tab.expect(403)
+    tab.close()
+
+
+def test_an_admin_reads_who_did_what(browser: Any, used: UsedGateway, service: str) -> None:
+    tab = used.tab(browser, "admin")
+    page = tab.page
+    page.get_by_role("link", name="Audit log").click()
+    page.get_by_label("Search").fill(f"services.start {service}")
+    page.get_by_role("cell", name="alice").first.wait_for()
+    page.get_by_text("1 of the newest").wait_for()
+    page.get_by_label("Search").fill("")
+    page.get_by_role("cell", name="login").first.wait_for()
+    assert "nvapi-" not in page.content()
+    tab.close()
+
+
+def test_light_and_dark(browser: Any, used: UsedGateway, service: str) -> None:
+    for scheme, bright in (("light", True), ("dark", False)):
+        tab = used.tab(browser, "alice", color_scheme=scheme)
+        assert (tab.page.evaluate(BRIGHTNESS) > 128) is bright
+        tab.page.get_by_role("button", name="Colours:").click()
+        assert tab.page.evaluate(BRIGHTNESS) > 128
+        tab.page.get_by_role("button", name="Colours:").click()
+        assert tab.page.evaluate(BRIGHTNESS) < 128
+        tab.page.reload()
+        tab.page.wait_for_selector("tbody tr")
+        assert tab.page.evaluate(BRIGHTNESS) < 128
+        tab.close()
+
+
+def test_the_keyboard_is_enough(browser: Any, used: UsedGateway, service: str) -> None:
+    tab = Tab(browser, used.url)
+    page = tab.open("#/services")
+    page.get_by_role("heading", name="Log in").wait_for()
+    page.keyboard.type(ORG)
+    page.keyboard.press("Tab")
+    page.keyboard.type(used.keys["alice"])
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Services").wait_for()
+    page.wait_for_selector("tbody tr")
+    page.keyboard.press("/")
+    page.keyboard.type(service)
+    page.get_by_text("1 to 1 of 1").wait_for()
+    name = f"colours {service[:8]}"
+    tab.tab_to(f"Stop {name}")
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="detached")
+    assert tab.focused() == f"Stop {name}"
+    assert used.status(service) == "Running"
+    page.keyboard.press("Shift+Tab")
+    assert tab.focused() == name
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name=name).wait_for()
+    page.get_by_label("States").get_by_text("Ready").wait_for()
+    tab.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nobody_is_left_out(browser: Any, used: UsedGateway, service: str, scheme: str) -> None:
+    out = Tab(browser, used.url, color_scheme=scheme)
+    out.open()
+    out.page.get_by_role("heading", name="Log in").wait_for()
+    assert not out.findings()
+    out.close()
+    tab = used.tab(browser, "admin", color_scheme=scheme)
+    for place in (*PLACES, f"#/start/{used.parent}", f"#/experiments/{used.experiment}", f"#/jobs/{service}"):
+        page = tab.open(place)
+        page.wait_for_selector("h1")
+        page.wait_for_load_state("networkidle") if "start" in place else page.wait_for_selector("tbody tr")
+        assert not tab.findings(), place
+    tab.close()
