@@ -201,8 +201,9 @@ def _console(
     machine = metrics.seen if metrics is not None else tuple
     control = bool(settings.engine.repositories) and settings.engine.repository.mode == "explicit"
     watching = Watching(engine.plane, times.received_ns, times.switch)
+    tasks = settings.running.tasks
     if worker is None:
-        return Console(engine.plane, engine.metrics, machine, control=control, watching=watching)
+        return Console(engine.plane, engine.metrics, machine, control=control, tasks=tasks, watching=watching)
     gathering = worker.gathering
     console = Console(
         engine.plane,
@@ -210,6 +211,7 @@ def _console(
         machine,
         lambda: gathering.others("console"),
         control=control,
+        tasks=tasks,
         watching=watching,
         others_requests=lambda: gathering.others("requests"),
     )

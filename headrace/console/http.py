@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import orjson
 
-from headrace.console.live import Live, Machine, Numbers, Others
+from headrace.console.live import Live, Machine, Numbers, Others, Tasks
 from headrace.console.pages import Pages
 from headrace.console.requests import Watching, wish_of
 from headrace.engine.dataplane import DataPlane
@@ -35,7 +35,7 @@ class Console:
     """Handlers over one data plane.
 
     `others`: the numbers of other workers, if there are any, and `others_requests` their timelines. `control`: whether
-    models are loaded and unloaded on demand.
+    models are loaded and unloaded on demand. `tasks`: what is brought from elsewhere.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class Console:
         others: Others = _nobody,
         *,
         control: bool = False,
+        tasks: Tasks = tuple,
         watching: Watching | None = None,
         others_requests: Others = _nobody,
     ) -> None:
-        self._live = Live(plane, registry, machine, others, control)
+        self._live = Live(plane, registry, machine, others, tasks, control)
         self._pages = Pages()
         self._watching = watching or Watching(plane)
         self._others_requests = others_requests

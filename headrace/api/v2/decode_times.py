@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the bytes of a request came to who decodes them, for its timeline; noted only while somebody watches requests.
 
-Held by `shared`, switched by the console through a composition root. `V2Http` and `V2Grpc` exchange the function that decodes
-for one that looks at the clock first; with nobody watching, the usual one is called and there is nothing to ask.
+Held by `shared`, switched by the console through a composition root. `V2Http` and `V2Grpc` exchange the function that
+decodes for one that looks at the clock first; with nobody watching, the usual one is called and there is nothing to ask.
 """
 
 from __future__ import annotations
