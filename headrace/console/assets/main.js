@@ -6,10 +6,11 @@ import { number, setText } from "./dom.js";
 import { livePage } from "./live.js";
 import { modelsPage } from "./models.js";
 import { tryPage } from "./play.js";
+import { requestsPage } from "./requests.js";
 import { history, latest, listen, look, step } from "./store.js";
 import { trafficPage } from "./traffic.js";
 
-const PAGES = { models: modelsPage, live: livePage, try: tryPage, traffic: trafficPage };
+const PAGES = { models: modelsPage, live: livePage, requests: requestsPage, try: tryPage, traffic: trafficPage };
 const THEMES = { auto: ["Auto", "as the system"], light: ["Light", "light"], dark: ["Dark", "dark"] };
 const main = document.getElementById("main");
 let leave = null;
