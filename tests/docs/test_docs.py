@@ -98,6 +98,7 @@ def server_of(folder: Path, *models: Path) -> Iterator[dict[str, int]]:
             assert server.wait(30) == 0
 
 
+@pytest.mark.timeout(600)  # a document may start several servers, and the machine may be busy
 @pytest.mark.parametrize("document", RUN, ids=name_of)
 def test_what_the_reader_is_told_to_do_works(document: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     missing = sorted(tool for tool in tools_of(document) if shutil.which(tool) is None)

@@ -21,7 +21,7 @@ export function requestsPage(main, wanted) {
   const state = h("p", { class: "soft", role: "status" });
   const body = h("tbody");
   const nothing = h("p", { class: "empty" }, "Nothing was watched yet. Press Watch: the next requests of the model are listed here, whoever sends them. It ends by itself, after a minute at the latest.");
-  const opened = h("section", { class: "card", hidden: true, "aria-label": "Timeline" });
+  const opened = h("section", { class: "card opened", hidden: true, "aria-label": "Timeline" });
   const rows = new Map();
   let watching = true;
   let open = "";
