@@ -35,9 +35,9 @@ PAGES = (
     "examples/**/README.md",
 )
 GROUPS = {
-    "Start here": "/README /docs/start* /examples/README /docs/comparison from-*",
+    "Start here": "/docs/start /README /examples/README /docs/comparison from-*",
     "Examples": "/examples/*/README",
-    "Models": "serve-a-folder model-[cf]* write-a-handler language-models other-engines media-and-storage ab-testing batch",
+    "Models": "serve-a-folder model-[cf]* write-a-* language-models other-engines media-and-storage ab-testing batch",
     "Clients": "use-from-clients python-client predict openai console",
     "Running it": "configuration serve-options run-several-processes router measure-and-tune metrics doctor-and-top asgi",
     "Security": "/SECURITY threat-model serve-over-tls limits-and-keys limits",
@@ -126,7 +126,7 @@ def grouped(pages: list[Page]) -> dict[str, list[Page]]:
 
 def _read(source: Path, parser: MarkdownIt) -> Page:
     path = source.relative_to(ROOT)
-    if path == Path("README.md"):
+    if path == Path("docs/start.md"):
         place = Path("index.html")
     else:
         inside = path.relative_to("docs") if path.parts[0] == "docs" else path

@@ -23,6 +23,7 @@ from headrace.api.v1.accounts import V1Accounts
 from headrace.api.v1.grpc import V1Grpc
 from headrace.api.v1.http import V1Http
 from headrace.api.v1.schema import nvidia_schema
+from headrace.api.v2.decode_times import DecodeTimes
 from headrace.api.v2.grpc import V2Grpc
 from headrace.api.v2.http import V2Http
 from headrace.api.v2.schema import inference_schema
@@ -35,6 +36,7 @@ from headrace.apps.workers import WorkersAccounts
 from headrace.apps.workers_routes import WorkersRoutes, WorkersServices
 from headrace.console.describing import console_table
 from headrace.console.http import Console
+from headrace.console.requests import Watching
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine
 from headrace.media.reader import MediaReader
@@ -55,6 +57,7 @@ class BuiltSite(NamedTuple):
     site: Site
     health: HealthService
     streams: tuple[V2Grpc | PredictGrpc, ...]
+    decode_times: DecodeTimes
 
     def drain(self) -> None:
         """New work is for other servers: be not healthy, and end the streams that nothing is due on."""
@@ -115,7 +118,7 @@ def build_protocols(
         metrics_site = Site(Routes() if guard is None else guarded_routes(guard), limits=settings.limits)
         metrics.add_to(metrics_site.routes)
     if settings.allow_console and not settings.v2.http_restrictions:
-        _console(engine, settings, metrics, worker).add_to(built.site.routes)
+        _console(engine, settings, metrics, worker, built.decode_times).add_to(built.site.routes)
     return Protocols(plane, built, traffic, guard, metrics_site, metrics, media)
 
 
@@ -171,7 +174,7 @@ def build_site(
         limits=settings.limits,
         access_log=None if not settings.access_log else log_access if guard is None else guard.access_log,
     )
-    return BuiltSite(site, health, streams)
+    return BuiltSite(site, health, streams, v2.decode_times)
 
 
 def _tables(worker: Worker | None, guard: Guard | None) -> tuple[Routes, Services]:
@@ -192,14 +195,28 @@ def _admin(traffic: Traffic, worker: Worker | None, routes: Routes) -> Admin:
     return Admin(traffic, lambda: gathering.others("traffic"))
 
 
-def _console(engine: Engine, settings: ServerSettings, metrics: Metrics | None, worker: Worker | None) -> Console:
+def _console(
+    engine: Engine, settings: ServerSettings, metrics: Metrics | None, worker: Worker | None, times: DecodeTimes
+) -> Console:
     machine = metrics.seen if metrics is not None else tuple
     control = bool(settings.engine.repositories) and settings.engine.repository.mode == "explicit"
+    watching = Watching(engine.plane, times.received_ns, times.switch)
+    tasks = settings.running.tasks
     if worker is None:
-        return Console(engine.plane, engine.metrics, machine, control=control)
+        return Console(engine.plane, engine.metrics, machine, control=control, tasks=tasks, watching=watching)
     gathering = worker.gathering
-    console = Console(engine.plane, engine.metrics, machine, lambda: gathering.others("console"), control=control)
+    console = Console(
+        engine.plane,
+        engine.metrics,
+        machine,
+        lambda: gathering.others("console"),
+        control=control,
+        tasks=tasks,
+        watching=watching,
+        others_requests=lambda: gathering.others("requests"),
+    )
     gathering.tell_also("console", console.numbers)
+    gathering.tell_also("requests", console.timelines)
     return console
 
 

@@ -101,6 +101,8 @@ class Repeating:
         await answered.wait()
 
     def _remember(self, deed: Deed) -> None:
+        if deed["target"].startswith("/console/"):
+            return  # what somebody watches for a minute is nothing for a worker that starts later
         # To register and to unregister a region are about the same thing: only the last one counts.
         about = f"{deed['method']} {deed['target']} {deed['body']}"
         if "region" in deed["target"] and not deed["target"].startswith("/admin/"):

@@ -15,7 +15,7 @@ from headrace.api.v2.settings import V2Settings
 from headrace.core.limits import Limits
 from headrace.engine.engine import EngineSettings
 from headrace.media.settings import MediaSettings
-from headrace.telemetry.progress import Progress, silent
+from headrace.telemetry.progress import Progress, Running, silent
 from headrace.traffic.settings import TrafficSettings
 from headrace.wire.sockets import Address
 from headrace.wire.tls import TlsFiles
@@ -109,3 +109,6 @@ class ServerSettings:
 
     progress: Progress = silent
     """Who looks on while models load."""
+
+    running: Running = field(default_factory=Running)
+    """What is brought from elsewhere while the server runs, for the console."""

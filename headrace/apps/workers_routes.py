@@ -27,6 +27,7 @@ log = logging.getLogger("headrace.apps")
 
 _TRAFFIC = "/admin/traffic/"
 _ROLLBACK = f"{_TRAFFIC}{{model}}/rollback"
+_WATCH = "/console/api/requests"
 _SHARED_MEMORY = ("/v2/systemsharedmemory", "/v2/cudasharedmemory", "/api/sharedmemorycontrol")
 _NUMBERS_UNDER = ("/api/status", "/console/api/")
 _NUMBERS = ("ModelStatistics", "Status")
@@ -141,7 +142,7 @@ class WorkersServices(Services):
 
 
 def _changes(path: str) -> bool:
-    return path == "/v2/logging" or path.endswith("/trace/setting") or path.startswith(_SHARED_MEMORY)
+    return path in ("/v2/logging", _WATCH) or path.endswith("/trace/setting") or path.startswith(_SHARED_MEMORY)
 
 
 class _Waiting:

@@ -16,14 +16,20 @@ from headrace.engine.repository.settings import Mode, RepositorySettings
 from headrace.storage.locations import CLOUD_SCHEMES, ObjectPlace, parse_location, scheme_of
 from headrace.storage.mirror_once import mirror_once
 from headrace.storage.mirroring import Mirror, mirror_folder
+from headrace.telemetry.progress import Progress, silent
 
 log = logging.getLogger("headrace.cli")
 
 
-def engine_settings(given: Given, folders: Sequence[str], staging: Staging | None = None) -> EngineSettings:
-    """The engine that the options ask for. `staging`: a model that is served straight from its path."""
+def engine_settings(
+    given: Given, folders: Sequence[str], staging: Staging | None = None, progress: Progress = silent
+) -> EngineSettings:
+    """The engine that the options ask for. `staging`: a model that is served straight from its path.
+
+    `progress` hears of what is downloaded later, while the server runs.
+    """
     mode = mode_of(given)
-    folders, mirrors = mirrored((*folders, *given.texts("model-repository")))
+    folders, mirrors = mirrored((*folders, *given.texts("model-repository")), progress)
     load = given.texts("load-model")
     if staging is not None:
         folders = (*folders, str(staging.repository))
@@ -58,7 +64,7 @@ def engine_settings(given: Given, folders: Sequence[str], staging: Staging | Non
     )
 
 
-def mirrored(repositories: Sequence[str]) -> tuple[tuple[str, ...], tuple[Mirror, ...]]:
+def mirrored(repositories: Sequence[str], progress: Progress = silent) -> tuple[tuple[str, ...], tuple[Mirror, ...]]:
     """The repositories as folders: what lies in object stores is mirrored now, which may take long, and then followed.
 
     Credentials are the environment's. Mirrors stay in the user's cache, so that the next start downloads what has changed.
@@ -70,7 +76,7 @@ def mirrored(repositories: Sequence[str]) -> tuple[tuple[str, ...], tuple[Mirror
         if not isinstance(place, ObjectPlace):
             folders.append(text)
             continue
-        mirror = Mirror(place, mirror_folder(base, place))
+        mirror = Mirror(place, mirror_folder(base, place), progress=progress)
         mirror_once(place, mirror.folder)
         log.info("repository %s is mirrored in %s", place, mirror.folder)
         folders.append(str(mirror.folder))

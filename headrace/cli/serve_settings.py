@@ -27,7 +27,7 @@ from headrace.configuration.serving import access_settings, media_settings, pred
 from headrace.configuration.single_model import single_model
 from headrace.configuration.staging import Staging, staged
 from headrace.core.limits import Limits
-from headrace.telemetry.progress import Progress
+from headrace.telemetry.progress import Progress, Running
 from headrace.traffic.settings import Split, TrafficSettings
 from headrace.version import __version__
 
@@ -35,7 +35,8 @@ from headrace.version import __version__
 def server_settings(configured: Configured, progress: Progress, staging: Staging | None = None) -> ServerSettings:
     """The server that the options and the configuration ask for. `staging`: a model served straight from its path."""
     given, configuration = configured.given, configured.configuration
-    ports, engine = ports_of(given), engine_settings(given, configured.folders, staging)
+    running = Running(progress)
+    ports, engine = ports_of(given), engine_settings(given, configured.folders, staging, running)
     measuring = _measuring(given)
     endpoint, trace = trace_settings(given)
     access = access_settings(configuration)
@@ -68,6 +69,7 @@ def server_settings(configured: Configured, progress: Progress, staging: Staging
             handing=handing_settings(given),
         ),
         progress=progress,
+        running=running,
     )
 
 

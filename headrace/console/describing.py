@@ -5,10 +5,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.engine.scheduling.watching import KEPT
+
 _TAG = "Console"
 _PAGE = {"text/html": {"schema": {"type": "string"}}}
 _ANY = {"*/*": {"schema": {"type": "string"}}}
 _NUMBERS = {"application/json": {"schema": {"type": "object"}}}
+_WISH = {
+    "type": "object",
+    "required": ["model"],
+    "properties": {
+        "model": {"type": "string"},
+        "requests": {"type": "integer", "minimum": 0, "maximum": KEPT, "default": 20},
+        "id": {"type": "string"},
+    },
+}
 
 
 def console_table() -> dict[tuple[str, str], dict[str, Any]]:
@@ -24,6 +35,13 @@ def console_table() -> dict[tuple[str, str], dict[str, Any]]:
         ("GET", "/console/api/live"): _operation(
             "What the server does right now", {"200": ("Counts since the start, which pages make rates of.", _NUMBERS)}
         ),
+        ("GET", "/console/api/requests"): _operation(
+            "Timelines of requests that were watched", {"200": ("What is watched, and what was seen.", _NUMBERS)}
+        ),
+        ("POST", "/console/api/requests"): {
+            **_operation("Watch the next requests of a model", {"200": ("The same.", _NUMBERS)}, 404, 429),
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _WISH}}},
+        },
     }
 
 

@@ -17,6 +17,7 @@ from headrace.engine.dataplane import DataPlane, ServingVersion
 from headrace.engine.scheduling.batches import Reason
 from headrace.telemetry.families import Family
 from headrace.telemetry.metrics import DURATION_BUCKETS_SECONDS, Counter
+from headrace.telemetry.progress import ProgressEvent
 from headrace.telemetry.registry import Registry
 from headrace.telemetry.samples import Samples
 
@@ -25,6 +26,8 @@ Machine = Callable[[], Sequence[Samples]]
 """What was last seen of CPUs, memory and GPUs."""
 Others = Callable[[], Iterable[Numbers]]
 """What `Live.numbers` said in the other workers."""
+Tasks = Callable[[], Iterable[ProgressEvent]]
+"""What is brought from elsewhere right now."""
 
 _TOKENS = ("headrace_llm_prompt_tokens_total", "headrace_llm_generated_tokens_total")
 _REASONS: tuple[str, ...] = get_args(Reason)
@@ -35,11 +38,14 @@ _UUID = 'gpu_uuid="'
 class Live:
     """Over one data plane and one registry."""
 
-    def __init__(self, plane: DataPlane, registry: Registry, machine: Machine, others: Others, control: bool) -> None:
+    def __init__(
+        self, plane: DataPlane, registry: Registry, machine: Machine, others: Others, tasks: Tasks, control: bool
+    ) -> None:
         self._plane = plane
         self._registry = registry
         self._machine = machine
         self._others = others
+        self._tasks = tasks
         self._control = control
 
     def document(self) -> dict[str, Any]:
@@ -55,6 +61,7 @@ class Live:
                 "state": entry.state.value if entry.state is not None else "",
                 "reason": entry.reason,
                 "numbers": versions.get(f"{entry.name}/{entry.version}"),
+                **_loading(entry.progress),
             }
             for entry in self._plane.states()
         ]
@@ -66,6 +73,7 @@ class Live:
             "reasons": _REASONS,
             "process": total["process"],
             "machine": _machine(self._machine()),
+            "tasks": [_progress(event) for event in self._tasks()],
             "models": models,
         }
 
@@ -131,6 +139,21 @@ def _machine(seen: Sequence[Samples]) -> dict[str, Any]:
             elif samples.name.startswith("nv_cpu_"):
                 found[samples.name.removeprefix("nv_")] = value
     return found | {"gpus": [{"uuid": uuid, **values} for uuid, values in gpus.items()]}
+
+
+def _loading(event: ProgressEvent | None) -> dict[str, Any]:
+    """Of a version that is being loaded, how far that is. Most of many are not: for them there is nothing to send."""
+    return {} if event is None or event.state != "running" else {"progress": _progress(event)}
+
+
+def _progress(event: ProgressEvent) -> dict[str, Any]:
+    return {
+        "task": event.task,
+        "done": event.done,
+        "total": event.total,
+        "unit": event.unit,
+        "message": event.message,
+    }
 
 
 def _memory() -> int:

@@ -118,7 +118,7 @@ class DataPlane:
         """Where every version stands that was ever heard of, without a look at the repository's folders."""
         if self._control is not None:
             known = self._control.states.all()
-            return [IndexEntry(each.name, each.version_text, each.state, each.reason) for each in known]
+            return [IndexEntry(each.name, each.version_text, each.state, each.reason, each.progress) for each in known]
         return [
             IndexEntry(name, version, State.READY)
             for name, model in sorted(self._models.items())

@@ -22,6 +22,7 @@ from headrace.engine.checking import RequestChecker
 from headrace.engine.responses import ResponseWatch
 from headrace.engine.scheduling.delay import FixedDelay
 from headrace.engine.scheduling.pending import ANSWERED, Answered, Done, Pending, StreamPending
+from headrace.engine.scheduling.watching import Watch
 from headrace.engine.statistics import VersionStatistics
 from headrace.engine.versions import Drain
 from headrace.modelconfig.types import EnsembleScheduling, ModelConfig
@@ -49,6 +50,7 @@ class EnsembleVersion:
         self.statistics = VersionStatistics()
         self.delay = FixedDelay(0)
         self.follows = True
+        self.watch: Watch | None = None
         self.steps = scheduling.steps
         taken = {name for step in self.steps for name in step.input_map.values()}
         self.passes_on = [any(name in taken for name in step.output_map.values()) for step in self.steps]
@@ -104,9 +106,17 @@ class EnsembleVersion:
             return self._checker.check(request)
         except InvalidArgument as error:
             self.statistics.failed(0, error, 0)
+            if self.watch is not None:
+                self.watch.refused(request, self.version_text, error, monotonic_ns())
             raise
 
+    def watched_by(self, watch: Watch | None) -> None:
+        """See `ModelVersion.watched_by`. What its steps do is theirs to tell."""
+        self.watch = watch
+
     def _add(self, pending: Pending) -> Pending:
+        if self.watch is not None:
+            pending = self.watch.take(pending, "computed by its steps")
         self.statistics.received += 1
         if self._most and self._running >= self._most:
             self._waiting.append(pending)

@@ -21,6 +21,7 @@ from headrace.engine.express import express_for
 from headrace.engine.scheduling.delay import AutoDelay, Delay
 from headrace.engine.scheduling.pending import Answered, Done, Pending, StreamPending
 from headrace.engine.scheduling.scheduler import Runner
+from headrace.engine.scheduling.watching import Watch
 from headrace.engine.statistics import VersionStatistics
 from headrace.modelconfig.types import ModelConfig, SequenceBatching
 
@@ -105,6 +106,9 @@ class ModelVersion:
         self.follows = self._auto is not None or self._cache is not None
         self.express = express_for(self, config, scheduler, runners, statistics)
         """Answers plain requests at once; None when there is no such way."""
+        self._usual = (self._special, self.follows, self.express)
+        """The ways of requests while nobody watches."""
+        self.watch: Watch | None = None
         self._alone = runners[0].alone if runners else None
 
     @property
@@ -125,7 +129,7 @@ class ModelVersion:
         try:
             rows = self._check(request)
         except InvalidArgument as error:
-            self._statistics.failed(0, error, 0)
+            self._refused(request, error, arrived_ns)
             raise
         pending = Pending(self, request, rows, None, done, arrived_ns)
         if self._special:
@@ -139,16 +143,32 @@ class ModelVersion:
         try:
             rows = self._check(request)
         except InvalidArgument as error:
-            self._statistics.failed(0, error, 0)
+            self._refused(request, error, arrived_ns)
             raise
         return self._add_special(StreamPending(self, request, rows, None, answered, arrived_ns))
 
+    def watched_by(self, watch: Watch | None) -> None:
+        """Let every request be noted from now on, or (None) none any more.
+
+        Requests are sent ways that are looked at anyway, those of special and of followed ones, so that nobody who is not
+        watched pays for it.
+        """
+        self.watch = watch
+        self._special, self.follows, self.express = self._usual if watch is None else (True, True, None)
+
+    def _refused(self, request: InferRequest, error: InvalidArgument, arrived_ns: int) -> None:
+        self._statistics.failed(0, error, 0)
+        if self.watch is not None:
+            self.watch.refused(request, self.version_text, error, arrived_ns)
+
     def _add_special(self, pending: Pending) -> Pending:
-        """Add a request that is a stream's, or of a model that is decoupled, has shapes to compare, or has a cache."""
+        """Add a request that is a stream's, is watched, or of a model that is decoupled, compares shapes, or has a cache."""
         if self.config.decoupled and not isinstance(pending, StreamPending):
             raise Unimplemented(
                 f"model '{self.name}' is decoupled: it may answer several times or not at all. Use a streaming call"
             )
+        if self.watch is not None:
+            pending = self.watch.take(pending, "taken from the cache")
         if self._key is not None:
             pending.key = self._key(pending.request)
         if self._cache is None or not self._answered_from_cache(pending, self._cache):
@@ -162,6 +182,8 @@ class ModelVersion:
         except HeadraceError as error:
             self._statistics.settled += 1
             self._statistics.failed(pending.rows, error, monotonic_ns() - pending.arrived_ns)
+            if self.watch is not None:
+                self.watch.refused(pending, self.version_text, error, pending.arrived_ns)
             raise
 
     def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
@@ -211,6 +233,7 @@ class ModelVersion:
         """Finish what is in flight, for as long as `grace_seconds`; then free everything."""
         self.follows = True
         self.express = None
+        self._usual = (self._special, True, None)
         if self._alone is not None:
             self._statistics.take_in(self._alone)  # who keeps the numbers of a version that is gone looks no more
         await self._drain.wait(grace_seconds)

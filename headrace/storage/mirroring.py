@@ -27,6 +27,8 @@ from headrace.storage.locations import ObjectPlace
 from headrace.storage.object_stores import environment_endpoint
 from headrace.storage.objects import Listing, ObjectLimits, ObjectSource, StoredObject
 from headrace.storage.problems import DataDamaged, NoRoom, no_room, readable_bytes
+from headrace.storage.telling import Told
+from headrace.telemetry.progress import Progress, silent
 
 log = logging.getLogger("headrace.storage")
 
@@ -46,11 +48,13 @@ class Mirror:
         folder: Path,
         credentials: CloudCredentials | None = None,
         limits: ObjectLimits = _LIMITS,
+        progress: Progress = silent,
     ) -> None:
         self.place = place
         self.folder = folder
         self._credentials = credentials
         self._limits = limits
+        self._progress = progress
         self._stop = threading.Event()
         self._said = ""
         # Made at the first look, which is after a worker was forked.
@@ -129,12 +133,17 @@ class Mirror:
         if needed > shutil.disk_usage(self.folder).free:
             raise NoRoom(no_room(str(self.place), self.folder, needed))
         log.info("%s: downloading %d files, %s", self.place, len(changed), readable_bytes(listing.size))
+        told = Told(self._progress, f"download {self.place}", listing.size)
+        told.say("running")
         try:
-            source.download(listing, incoming, cancelled=self._stop.is_set, journal=journal)
-        except (DataDamaged, NoRoom):
-            shutil.rmtree(incoming, ignore_errors=True)
-            journal.unlink(missing_ok=True)
+            source.download(listing, incoming, told.heard, cancelled=self._stop.is_set, journal=journal)
+        except BaseException as error:
+            told.say("failed")
+            if isinstance(error, DataDamaged | NoRoom):
+                shutil.rmtree(incoming, ignore_errors=True)
+                journal.unlink(missing_ok=True)
             raise
+        told.say("finished")
 
     def _place_all(self, changed: list[StoredObject], folders: set[str]) -> None:
         """Rename what has come into its place: versions that are new as a whole, configurations last."""

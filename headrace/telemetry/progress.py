@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
 from types import TracebackType
 from typing import Literal
 
@@ -38,6 +39,29 @@ Progress = Callable[[ProgressEvent], None]
 
 def silent(event: ProgressEvent) -> None:
     """Let progress go unseen: the `Progress` for callers that have none."""
+
+
+class Running:
+    """A `Progress` that remembers the last event of each task that runs, and passes all of them on. From any thread."""
+
+    def __init__(self, onward: Progress = silent) -> None:
+        self._onward = onward
+        self._lock = Lock()
+        self._tasks: dict[str, ProgressEvent] = {}
+
+    def __call__(self, event: ProgressEvent) -> None:
+        """Take an event."""
+        with self._lock:
+            if event.state == "running":
+                self._tasks[event.task] = event
+            else:
+                self._tasks.pop(event.task, None)
+        self._onward(event)
+
+    def tasks(self) -> list[ProgressEvent]:
+        """Where each task stands that runs now, the oldest first."""
+        with self._lock:
+            return list(self._tasks.values())
 
 
 class Reporter:

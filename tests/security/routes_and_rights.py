@@ -61,6 +61,7 @@ SERVER: Rights = {
         GET /api/status/
         GET /api/status/{}
         GET /console/api/live
+        GET /console/api/requests
         GET /docs
         GET /metrics
         GET /openapi.json
@@ -93,6 +94,7 @@ SERVER: Rights = {
         POST /admin/traffic/{}/rollback
         POST /api/modelcontrol/load/{}
         POST /api/modelcontrol/unload/{}
+        POST /console/api/requests
         GET /api/profile
         GET /api/profile/
         POST /api/sharedmemorycontrol/cudaregister/{}/{}/{}

@@ -27,6 +27,7 @@ from headrace.api.openai.tickets import TicketWriter, prompt_alone, with_ticket
 from headrace.api.openai.tools import Tools, read_tools
 from headrace.api.openai.wholes import WholeChat
 from headrace.core.generation import Generation, GenerationRequest
+from headrace.core.ids import REQUEST_ID_FIELD, request_id
 from headrace.engine.dataplane import DataPlane
 from headrace.wire.http.exchange import Exchange
 
@@ -131,7 +132,8 @@ class Chat:
     def _begin(
         self, exchange: Exchange, writer: Writer, target: Target, generation: Generation, names: Mapping[str, str]
     ) -> None:
-        request = GenerationRequest(target.config.name, generation)
+        sent = exchange.head.get(REQUEST_ID_FIELD.encode())
+        request = GenerationRequest(target.config.name, generation, id=request_id(sent) if sent else "")
         Flow(self._plane, exchange, writer, lambda _: names).begin([request])
 
     def _writer(

@@ -35,6 +35,8 @@ class V2Grpc:
         self._tracing = shared.tracing
         self._planner = shared.outputs
         self._codec = GrpcCodec(shared.memory)
+        self._decode = self._codec.decode_request
+        shared.decode_times.follow(self._time_decoding)
         self._forwarding = forwarding(shared.settings.grpc_header_forward_pattern)
         self._streams = GrpcStreams(shared, self._codec, self._forwarding)
         schema = inference_schema()
@@ -75,7 +77,7 @@ class V2Grpc:
 
     def model_infer(self, call: GrpcCall, message: Buffer) -> None:
         """Compute one request."""
-        request = self._codec.decode_request(message)
+        request = self._decode(message)
         if self._forwarding is not None:
             request.parameters = self._forwarding.merged(call.head, request.parameters)
         if not self._tracing.enabled:
@@ -84,6 +86,10 @@ class V2Grpc:
                 call.reply(encode_response(answer))
                 return
         self._infer_later(call, request)
+
+    def _time_decoding(self, on: bool) -> None:
+        decode = self._codec.decode_request
+        self._decode = self._shared.decode_times.timed(decode) if on else decode
 
     def _infer_later(self, call: GrpcCall, request: InferRequest) -> None:
         plan: OutputPlan | None = None

@@ -47,6 +47,8 @@ class V2Http:
         self._tracing = shared.tracing
         self._planner = shared.outputs
         self._codec = JsonCodec(shared.memory, RawRequests(plane))
+        self._decode = self._codec.decode_request
+        shared.decode_times.follow(self._time_decoding)
         self._forwarding = forwarding(shared.settings.http_header_forward_pattern)
 
     def add_to(self, routes: Routes) -> None:
@@ -82,9 +84,7 @@ class V2Http:
         """Compute one request."""
         params = exchange.params
         version = params[1] if len(params) > 1 else ""
-        request = self._codec.decode_request(
-            params[0], version, exchange.body, exchange.head.by_name.get(_HEADER_LENGTH)
-        )
+        request = self._decode(params[0], version, exchange.body, exchange.head.by_name.get(_HEADER_LENGTH))
         exchange.body = b""
         if self._forwarding is not None:
             request.parameters = self._forwarding.merged(exchange.head, request.parameters)
@@ -98,6 +98,10 @@ class V2Http:
                     exchange.respond(_binary_head(json_length), buffers)
                 return
         self._infer_later(exchange, request)
+
+    def _time_decoding(self, on: bool) -> None:
+        decode = self._codec.decode_request
+        self._decode = self._shared.decode_times.timed(decode) if on else decode
 
     def _infer_later(self, exchange: Exchange, request: InferRequest) -> None:
         plan: OutputPlan | None = None

@@ -7,6 +7,7 @@ Made by a composition root and given to `V2Http` and `V2Grpc`.
 from __future__ import annotations
 
 from headrace.api.shared_memory.regions import SharedMemory
+from headrace.api.v2.decode_times import DecodeTimes
 from headrace.api.v2.logging_control import LogControl
 from headrace.api.v2.outputs import OutputPlanner
 from headrace.api.v2.restrictions import GRPC_PREFIX, Gate
@@ -46,6 +47,7 @@ class V2Shared:
         self.settings = settings
         self.memory = memory or SharedMemory(allowed=settings.allow_client_shm)
         self.tracing = TraceControl(plane, tracer, settings.trace)
+        self.decode_times = DecodeTimes()
         self.logs = LogControl()
         self.outputs = OutputPlanner(plane, self.memory)
         self.http_gate = Gate(settings.http_restrictions)

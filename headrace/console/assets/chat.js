@@ -21,7 +21,7 @@ async function* events(response) {
   }
 }
 
-export function chatForm({ name, code }) {
+export function chatForm({ name, code, timeline }) {
   const messages = [];
   const talk = h("div", { class: "talk", role: "log", "aria-label": "Conversation", tabindex: "0" });
   const text = h("textarea", { rows: 3 });
@@ -80,9 +80,11 @@ export function chatForm({ name, code }) {
   }
 
   async function answer() {
+    const id = await timeline.expect();
     const before = performance.now();
     const response = await call("v1/chat/completions", {
       method: "POST",
+      headers: id ? { "x-request-id": id } : {},
       body: JSON.stringify({ ...request(messages), stream: true }),
       signal: running.signal,
     });
@@ -103,6 +105,7 @@ export function chatForm({ name, code }) {
       }
     } finally {
       messages.push({ role: "assistant", content: whole });
+      timeline.show(id);
     }
     const seconds = (performance.now() - first) / 1000;
     speed.textContent = pieces ? `First words after ${number(first - before)} ms, then ${number((pieces - 1) / Math.max(0.001, seconds))} pieces/s.` : "The answer was empty.";

@@ -9,6 +9,20 @@ import { history, latest, listen, steps } from "./store.js";
 const percent = (value) => `${number(value)} %`;
 const rate = (value) => `${number(value)}/s`;
 
+const FEW = 8;
+
+// Each size, or, of many, all from one power of two to the next together: nothing is left out.
+function bySize(sizes) {
+  const each = Object.entries(sizes).map(([rows, count]) => [Number(rows), count]).sort((one, other) => one[0] - other[0]);
+  if (each.length <= FEW) return each.map(([rows, count]) => [`${rows} ${rows === 1 ? "row" : "rows"}`, count]);
+  const ranges = new Map();
+  for (const [rows, count] of each) {
+    const power = Math.ceil(Math.log2(rows));
+    ranges.set(power, (ranges.get(power) || 0) + count);
+  }
+  return [...ranges].map(([power, count]) => [power ? `${2 ** (power - 1) + 1} to ${2 ** power} rows`.replace("2 to 2", "2") : "1 row", count]);
+}
+
 export function livePage(main, wanted) {
   const chosen = wanted ? decodeURIComponent(wanted) : "";
   const names = [...new Set((latest()?.models || []).map((model) => model.name))].sort();
@@ -57,8 +71,7 @@ export function livePage(main, wanted) {
       for (const [rows, count] of Object.entries(each.batches)) sizes[rows] = (sizes[rows] || 0) + count;
       each.reasons.forEach((count, place) => (reasons[place] = (reasons[place] || 0) + count));
     }
-    const bySize = Object.entries(sizes).sort((one, other) => one[0] - other[0]);
-    charts.sizes.draw(bySize.slice(-8).map(([rows, count]) => [`${rows} ${rows === "1" ? "row" : "rows"}`, count]));
+    charts.sizes.draw(bySize(sizes));
     const words = latest()?.reasons || [];
     charts.reasons.draw(words.map((word, place) => [word, reasons[place] || 0]).filter(([, count]) => count));
     charts.tokens.element.hidden = made.every((each) => each.generated === null);

@@ -7,10 +7,11 @@ import { frame } from "./frame.js";
 import { livePage } from "./live.js";
 import { modelsPage } from "./models.js";
 import { tryPage } from "./play.js";
+import { requestsPage } from "./requests.js";
 import { history, latest, listen, look, step } from "./store.js";
 import { trafficPage } from "./traffic.js";
 
-const PAGES = { models: modelsPage, live: livePage, try: tryPage, traffic: trafficPage };
+const PAGES = { models: modelsPage, live: livePage, requests: requestsPage, try: tryPage, traffic: trafficPage };
 
 function tellStatus(error) {
   const status = document.getElementById("status");

@@ -5,6 +5,7 @@
 import { call, post } from "./api.js";
 import { confirmed } from "./dialogs.js";
 import { field, h, milliseconds, note, number, setText } from "./dom.js";
+import { Loading, Tasks } from "./loading.js";
 import { history, latest, listen, look, step } from "./store.js";
 
 const COLUMNS = ["Model", "Version", "State", "Requests", "p95", "In flight", "Waiting", "Actions"];
@@ -19,6 +20,7 @@ export function modelsPage(main) {
   const search = h("input", { type: "search", id: "search", value: typed, autocomplete: "off", spellcheck: "false", "aria-keyshortcuts": "/" });
   const wanted = h("select", {}, STATES.map(([value, text]) => h("option", { value }, text)));
   const count = h("p", { class: "soft", role: "status" });
+  const tasks = new Tasks();
   const nothing = h("p", { class: "empty", hidden: true });
   const how = h("p", { class: "soft", hidden: true }, "This server loads and unloads by itself: to do it here, start it with --model-control-mode explicit and a folder of models.");
   const head = COLUMNS.map((text) => h("th", { scope: "col", class: NUMBERS.has(text) ? "number" : null }, text));
@@ -32,6 +34,7 @@ export function modelsPage(main) {
       h("button", { type: "button", onclick: () => refresh().then(draw) }, "Look again"),
     ),
     count,
+    tasks.element,
     h("div", { class: "card scroll", tabindex: "0", role: "region", "aria-label": "Table of models" }, h("table", {}, h("thead", {}, h("tr", {}, head)), body), nothing),
     how,
   );
@@ -62,6 +65,7 @@ export function modelsPage(main) {
     const models = new Set(shown.map((entry) => entry.name)).size;
     setText(count, `${models} ${models === 1 ? "model" : "models"}, ${shown.length} ${shown.length === 1 ? "version" : "versions"}`);
     nothing.hidden = shown.length > 0;
+    tasks.show(latest()?.tasks || []);
     how.hidden = latest()?.control !== false;
     setText(nothing, typed || wanted.value ? "No model is like that." : "There is no model here yet.");
   }
@@ -102,6 +106,7 @@ function makeRow(entry) {
   const { name } = entry;
   const state = h("span", { class: "state" });
   const reason = h("div", { class: "soft" });
+  const loading = new Loading();
   const cells = ["requests", "p95", "in_flight", "waiting"].map(() => h("td", { class: "number" }));
   const load = h("button", { type: "button", onclick: () => act(name, "load") });
   const unload = h("button", { type: "button", class: "danger", "aria-label": `Unload ${name}`, onclick: () => act(name, "unload") }, "Unload");
@@ -111,7 +116,7 @@ function makeRow(entry) {
     {},
     h("th", { scope: "row" }, h("a", { href: `#/live/${encodeURIComponent(name)}` }, name)),
     h("td", {}, entry.version || "–"),
-    h("td", { class: "reason" }, state, reason),
+    h("td", { class: "reason" }, state, loading.element, reason),
     cells,
     h("td", {}, h("div", { class: "actions" }, tryIt, load, unload)),
   );
@@ -119,6 +124,7 @@ function makeRow(entry) {
     const word = now.state || "not loaded";
     setText(state, word.toLowerCase());
     state.className = `state ${now.state}`;
+    loading.show(now.progress);
     setText(reason, now.reason && now.reason !== "unloaded" ? now.reason : "");
     const values = made && now.numbers ? [`${number(made.requests)}/s`, milliseconds(made.p95), number(made.in_flight), number(made.waiting)] : ["–", "–", "–", "–"];
     cells.forEach((cell, place) => setText(cell, values[place]));

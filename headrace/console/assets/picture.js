@@ -115,7 +115,7 @@ function classRows(output) {
   );
 }
 
-export function pictureForm({ name, version, metadata, config, code }) {
+export function pictureForm({ name, version, metadata, config, code, timeline }) {
   const input = pictureInput(metadata);
   const hugging = config.backend === "huggingface_vision";
   const detects = metadata.outputs.some((output) => /box/i.test(output.name));
@@ -178,8 +178,9 @@ export function pictureForm({ name, version, metadata, config, code }) {
     if (!image) return;
     const pixels = pixelsOf(image, size(), input, scaling.value);
     const asked = classes();
+    const id = await timeline.expect();
     const header = new TextEncoder().encode(
-      JSON.stringify({ inputs: [{ name: input.name, datatype: input.datatype, shape: shape(), parameters: { binary_data_size: pixels.byteLength } }], ...(asked ? { outputs: asked } : {}) }),
+      JSON.stringify({ ...(id ? { id } : {}), inputs: [{ name: input.name, datatype: input.datatype, shape: shape(), parameters: { binary_data_size: pixels.byteLength } }], ...(asked ? { outputs: asked } : {}) }),
     );
     const before = performance.now();
     try {
@@ -187,7 +188,7 @@ export function pictureForm({ name, version, metadata, config, code }) {
         method: "POST",
         body: new Blob([header, pixels]),
         headers: { "content-type": "application/octet-stream", "inference-header-content-length": String(header.length) },
-      });
+      }).finally(() => timeline.show(id));
       told = { ...(await response.json()), took: performance.now() - before };
       show();
     } catch (error) {

@@ -8,6 +8,7 @@ import { pictureForm, pictureInput } from "./picture.js";
 import { CodeBox } from "./snippets.js";
 import { latest } from "./store.js";
 import { tensorForm } from "./tensors.js";
+import { OwnTimeline } from "./timeline.js";
 
 const WAYS = { chat: "Chat", picture: "Picture", tensors: "Tensors" };
 const WRITES = ["llm", "openai_proxy"];
@@ -41,9 +42,10 @@ export function tryPage(main, wanted) {
     leave?.();
     const code = new CodeBox();
     const forms = { tensors: tensorForm, picture: pictureForm, chat: chatForm };
-    const form = forms[way]({ name: chosen, version: version.value, metadata, config, code });
+    const timeline = new OwnTimeline(chosen);
+    const form = forms[way]({ name: chosen, version: version.value, metadata, config, code, timeline });
     leave = form.leave || null;
-    place.replaceChildren(h("div", { class: "two" }, h("div", {}, form.element), code.element));
+    place.replaceChildren(h("div", { class: "two" }, h("div", { class: "stack" }, form.element, timeline.element), code.element));
   }
 
   async function open() {

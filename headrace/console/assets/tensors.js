@@ -75,7 +75,7 @@ export function outputTable(outputs) {
   return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Output", "Type", "Shape", "Values"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, rows)));
 }
 
-export function tensorForm({ name, version, metadata, code }) {
+export function tensorForm({ name, version, metadata, code, timeline }) {
   const controls = metadata.inputs.map(control);
   const result = h("div", { class: "result", role: "status" });
   const button = h("button", { class: "main" }, "Send");
@@ -86,8 +86,10 @@ export function tensorForm({ name, version, metadata, code }) {
       const document = made();
       code.show(inferCode(name, version, document, metadata.outputs));
       button.disabled = true;
+      const id = await timeline.expect();
+      if (id) document.id = id;
       const before = performance.now();
-      const response = await post(`${modelPath(name, version)}/infer`, document);
+      const response = await post(`${modelPath(name, version)}/infer`, document).finally(() => timeline.show(id));
       const told = await response.json();
       const took = performance.now() - before;
       result.replaceChildren(h("p", {}, `${told.model_name} version ${told.model_version} answered in ${milliseconds(took)}.`), outputTable(told.outputs));

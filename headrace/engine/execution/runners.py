@@ -114,6 +114,8 @@ class ComputeRunner(RunnerBase):
         split_ns = monotonic_ns()
         if pending.owner.follows or type(pending) is not Pending:
             self._count((pending,), started_ns, started_ns, computed_ns, split_ns)
+            if pending.owner.watch is not None:
+                pending.owner.watch.computed((pending,), started_ns, started_ns, computed_ns, split_ns)
             self._tell(pending, outputs)
             return
         if split_ns - started_ns > pace.slow_ns or pace.strikes:
@@ -198,6 +200,9 @@ class ComputeRunner(RunnerBase):
             return
         self._count(batch, started_ns, joined_ns, computed_ns, split_ns)
         if batch[0].owner.follows or type(batch[0]) is not Pending:
+            watch = batch[0].owner.watch
+            if watch is not None:
+                watch.computed(batch, started_ns, joined_ns, computed_ns, split_ns)
             for pending, outputs in zip(batch, answers, strict=True):
                 self._tell(pending, outputs)
         else:

@@ -16,6 +16,7 @@ from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.tensors import Tensor, tensor_from_buffer
 from headrace.engine.scheduling.pending import Pending, StreamPending
 from headrace.engine.scheduling.scheduler import Runner
+from headrace.engine.scheduling.watching import Watch
 from headrace.modelconfig.types import ModelConfig, Warmup, WarmupInput, fits
 
 
@@ -26,6 +27,7 @@ class _Nobody:
         self.name = name
         self.version_text = ""
         self.follows = True
+        self.watch: Watch | None = None
 
     def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
         """Nothing to count."""

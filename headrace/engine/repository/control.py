@@ -31,7 +31,7 @@ from headrace.engine.repository.watching import Watch
 from headrace.engine.repository.wishes import Wish
 from headrace.engine.repository.workshop import Workshop, told
 from headrace.modelconfig.types import ModelConfig
-from headrace.telemetry.progress import Progress, silent
+from headrace.telemetry.progress import Progress, ProgressEvent, silent
 
 log = logging.getLogger("headrace.engine.repository")
 
@@ -48,6 +48,8 @@ class IndexEntry:
     state: State | None = None
     """None for a model that was never loaded."""
     reason: str = ""
+    progress: ProgressEvent | None = None
+    """How far its load is, while it is being loaded."""
 
 
 class RepositoryControl:

@@ -18,6 +18,7 @@ from headrace.core.tensors import Tensor
 
 if TYPE_CHECKING:
     from headrace.engine.scheduling.batches import BatchRecord
+    from headrace.engine.scheduling.watching import Watch
 
 log = logging.getLogger("headrace.engine")
 
@@ -37,6 +38,8 @@ class Owner(Protocol):
     version_text: str
     follows: bool
     """Whether it wants to see every answer; else who computes a request alone may count it and tell its caller."""
+    watch: Watch | None
+    """Whom to tell when its requests were computed, while somebody watches; then it `follows` too."""
 
     def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
         """A request has had its last answer: count it. Called just before the caller is told."""

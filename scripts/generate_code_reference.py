@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the reference pages that follow from the code: errors, metrics, routes and commands; `--check` compares them only.
+
+Beside these, `tests/cli/options_page.py` writes the options of `serve`, `tests/configuration/configuration_page.py` the keys
+of its file, and `generate_reference.py` the kinds of a fleet.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.api.admin.describing import admin_table
+from headrace.api.metrics.collector import _PINNED
+from headrace.api.metrics.columns import COLUMNS, LOAD_SECONDS, PENDING
+from headrace.api.metrics.gpus import GPU
+from headrace.api.metrics.http import MetricsSettings
+from headrace.api.metrics.machine import COLLECTIONS, CPU, PROCESS
+from headrace.api.openai.errors import _KINDS
+from headrace.api.openai.settings import OpenAiSettings
+from headrace.api.openapi.describing import Table
+from headrace.api.openapi.document import base_document
+from headrace.api.openapi.jobs_routes import jobs_table
+from headrace.api.openapi.openai_routes import openai_table
+from headrace.api.openapi.predict_routes import predict_table
+from headrace.api.predict.settings import PredictSettings
+from headrace.apps.guarded_scopes import grpc_scope, http_scope
+from headrace.apps.protocols import build_protocols
+from headrace.apps.settings import ServerSettings
+from headrace.cli.root import opened
+from headrace.cli.verbs import SECTIONS
+from headrace.console.describing import console_table
+from headrace.core import errors
+from headrace.core.errors import HeadraceError
+from headrace.engine.engine import EngineSettings, open_engine
+from headrace.telemetry.tracing import NO_TRACING
+from headrace.wire.grpc.status import GRPC_STATUS
+from headrace.wire.http.status import HTTP_STATUS
+from headrace.wire.sockets import Address
+from headrace.wire.websocket.closing import CLOSE_CODE
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "reference"
+_MADE = "<!-- Made by scripts/generate_code_reference.py; do not edit. -->\n"
+_METHODS = ("counter", "gauge", "histogram", "summary")
+_ROOMS = {
+    "gateway": "The gateway",
+    "api/jobs": "The gateway",
+    "router": "The router",
+    "fleet": "The operator and the model agent",
+    "backends/llm": "Language models",
+}
+"""By where the code is; everything else is a server's own."""
+
+
+def main() -> int:
+    """Write, or compare."""
+    stale = []
+    for name, make in PAGES.items():
+        text, page = make(), FOLDER / name
+        if page.exists() and page.read_text() == text:
+            continue
+        stale.append(name)
+        if "--check" not in sys.argv[1:]:
+            page.write_text(text)
+    if "--check" in sys.argv[1:] and stale:
+        print(f"{', '.join(stale)} out of date, run 'python scripts/generate_code_reference.py'")
+        return 1
+    print(f"{len(PAGES)} pages of reference, {len(stale)} of them new")
+    return 0
+
+
+def errors_page() -> str:
+    """Every error a caller can get, and what each protocol calls it."""
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, HeadraceError) and kind is not HeadraceError
+    ]
+    rows = []
+    for kind in kinds:
+        http = HTTP_STATUS[kind.code]
+        status, word, more = _KINDS.get(kind.code, (http, "invalid_request_error", None))
+        openai = f"{status} `{word}`" + (f", `{more}`" if more else "")
+        # What follows a semicolon is for who raises it.
+        when = (kind.__doc__ or "").removeprefix("Raise ").removeprefix("when ").partition(";")[0].rstrip(".")
+        rows.append(
+            [
+                f"`{kind.__name__}`",
+                when,
+                str(http),
+                f"`{GRPC_STATUS[kind.code].name}`",
+                openai,
+                str(CLOSE_CODE[kind.code]),
+            ]
+        )
+    table = _table(("error", "when", "HTTP", "gRPC", "OpenAI's routes", "WebSocket closes with"), rows)
+    return f"""{_MADE}# Errors
+
+One table for all protocols: a room raises an error, each protocol has its word for it. Over HTTP the body is
+`{{"error": "..."}}`, on OpenAI's routes as OpenAI has it; over gRPC it is the status message. The text says what to do next.
+Of an error that is not among these, the server's own fault, the caller gets `Internal` with an id, and the log has the rest
+under it. The Python client raises the same classes (`headrace/core/errors.py`).
+
+{table}
+499 is what a log shows of a client that has gone. Where it is known when to try again, the answer has `Retry-After`.
+"""
+
+
+def metrics_page() -> str:
+    """Every metric with its help, as a scrape has it."""
+    groups: dict[str, dict[str, tuple[str, str, str]]] = {"A server": {}}
+    of_versions = "model, version"
+    for column in (*COLUMNS, PENDING, LOAD_SECONDS):
+        labels = of_versions + (f", {column.labels.partition('=')[0]}" if column.labels else "")
+        groups["A server"][column.name] = (column.kind, labels, column.help)
+    for kind, name, words in GPU:
+        groups["A server"][name] = (kind, "gpu_uuid", words)
+    for name, words, _ in CPU:
+        groups["A server"][name] = ("gauge", "", words)
+    for kind, name, words, _ in PROCESS:
+        groups["A server"][name] = (kind, "", words)
+    for name, words in _PINNED:
+        groups["A server"][name] = ("gauge", "", words)
+    groups["A server"][COLLECTIONS[0]] = ("counter", "generation", COLLECTIONS[1])
+    for place, kind, name, words, labels in _registered():
+        group = next((title for room, title in _ROOMS.items() if place.startswith(room)), "A server")
+        groups.setdefault(group, {})[name] = (kind, labels, words)
+    sections = []
+    for title, metrics in groups.items():
+        rows = [[f"`{name}`", kind, labels or "-", words] for name, (kind, labels, words) in sorted(metrics.items())]
+        sections.append(f"## {title}\n\n{_table(('name', 'kind', 'labels', 'what it is'), rows)}")
+    return f"""{_MADE}# Metrics
+
+Every name that `/metrics` can have, from the code. Which ones a server tells depends on its models and options; what to make
+of them, and what to put on a dashboard, is in [the guide](../guides/metrics.md). A model may add its own.
+
+{chr(10).join(sections)}"""
+
+
+def _registered() -> Iterator[tuple[str, str, str, str, str]]:
+    """Where, kind, name, help and labels of every metric that the code registers under a name that stands there."""
+    for file in sorted((ROOT / "headrace").rglob("*.py")):
+        text = file.read_text()
+        if not any(f".{method}(" in text for method in _METHODS):
+            continue
+        tree = ast.parse(text)
+        known = {
+            node.targets[0].id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+                words = [each.value for each in node.args[:2] if isinstance(each, ast.Constant)]
+                if len(words) == 2 and all(isinstance(word, str) for word in words):
+                    labels = ", ".join(_words(node.args[2], known)) if len(node.args) > 2 else ""
+                    place = str(file.relative_to(ROOT / "headrace"))
+                    yield place, node.func.attr, str(words[0]), str(words[1]), labels
+
+
+def _words(node: ast.expr, known: dict[str, ast.expr]) -> list[str]:
+    """The texts of a tuple or list, also of one that has a name in the module."""
+    if isinstance(node, ast.Constant):
+        return [str(node.value)]
+    if isinstance(node, ast.Name):
+        return _words(known[node.id], known) if node.id in known else []
+    if isinstance(node, ast.Starred):
+        return _words(node.value, known)
+    if isinstance(node, ast.Tuple | ast.List):
+        return [word for each in node.elts for word in _words(each, known)]
+    return []
+
+
+def routes_page() -> str:
+    """Every route of a server and of the gateway, and every gRPC method, with the scope that each needs."""
+    tables = [predict_table(), admin_table(), openai_table(), console_table()]
+    documents, methods = asyncio.run(_server(tables))
+    rows = []
+    for path, item in sorted(documents["paths"].items()):
+        for method, operation in item.items():
+            scope = http_scope(method.upper(), path) or "none"
+            rows.append([f"`{method.upper()} {path}`", scope, operation["summary"], ", ".join(operation["tags"])])
+    calls = [[f"`{path}`", grpc_scope(*path[1:].rsplit("/", 1)) or "none"] for path in sorted(methods)]
+    jobs = [[f"`{method} {path}`", operation["summary"]] for (method, path), operation in sorted(jobs_table().items())]
+    return f"""{_MADE}# Routes and methods
+
+What a server answers on its ports, which all speak HTTP/1.1, HTTP/2 and gRPC. The scope is what an
+[API key](../guides/limits-and-keys.md) needs, where there are keys. A running server describes itself with all fields:
+`/openapi.json`, and as a page `/docs`; gRPC by reflection.
+
+## Server, HTTP
+
+{_table(("route", "scope", "what it does", "part"), rows)}
+## Server, gRPC
+
+{_table(("method", "scope"), calls)}
+## Gateway
+
+[The job API](../guides/job-api.md). Who may do what is a matter of roles there.
+
+{_table(("route", "what it does"), jobs)}"""
+
+
+async def _server(tables: Sequence[Table]) -> tuple[dict[str, Any], list[str]]:
+    settings = ServerSettings(
+        http=Address("127.0.0.1"),
+        grpc=Address("127.0.0.1"),
+        openai=OpenAiSettings(),
+        predict=PredictSettings(),
+        measuring=MetricsSettings(),
+    )
+    engine = open_engine(EngineSettings())
+    protocols = build_protocols(engine, settings, NO_TRACING, None)
+    try:
+        document = base_document(protocols.site.routes, tables)
+        services = protocols.site.services
+        return document, list(services.methods()) if services is not None else []
+    finally:
+        await protocols.close()
+        await engine.close(0)
+
+
+def commands_page() -> str:
+    """Every verb with its options."""
+    parts = []
+    for section, verbs in SECTIONS.items():
+        parts.append(f"## {section}\n")
+        for verb in verbs:
+            parts += _command(f"headrace {verb.name}", opened(verb))
+    text = "\n".join(parts)
+    return f"""{_MADE}# Commands
+
+Every verb with its options; `headrace VERB --help` has examples too. The options of `headrace serve` are explained in
+[a page of their own](../guides/serve-options.md).
+
+{text}"""
+
+
+def _command(name: str, command: Any) -> list[str]:
+    inner = getattr(command, "commands", None) or {}
+    about = inspect.cleandoc(command.help or "").partition("\n\n")[0].replace("\n", " ").strip()
+    lines = [f"### {name}\n", f"{about}\n"]
+    rows = [
+        [
+            ", ".join(f"`{each}`" for each in (*option.opts, *option.secondary_opts)),
+            " ".join((option.help or "").split()),
+        ]
+        for option in command.params
+        if option.param_type_name == "option" and not option.hidden and "--help" not in option.opts
+    ]
+    if name == "headrace serve":
+        rows = []
+    if rows:
+        lines.append(_table(("option", "what it says"), rows))
+    for word, each in sorted(inner.items()):
+        if not each.hidden:
+            lines += _command(f"{name} {word}", each)
+    return lines
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+    return "\n".join([line(head), line(["---"] * len(head)), *(line(row) for row in rows)]) + "\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "errors.md": errors_page,
+    "metrics.md": metrics_page,
+    "routes.md": routes_page,
+    "commands.md": commands_page,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
