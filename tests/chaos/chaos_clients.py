@@ -66,7 +66,9 @@ class HttpClient:
 
     def exchanged(self, path: str, body: bytes, **fields: str) -> tuple[http.client.HTTPResponse, bytes]:
         try:
-            self._connection.request("POST", path, body, {name.replace("_", "-"): text for name, text in fields.items()})
+            self._connection.request(
+                "POST", path, body, {name.replace("_", "-"): text for name, text in fields.items()}
+            )
             response = self._connection.getresponse()
             content = response.read()
         except TimeoutError:

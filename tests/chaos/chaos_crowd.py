@@ -56,7 +56,11 @@ class Account:
 
 
 class Crowd:
-    """`each` clients of each protocol. `most`: how many requests all of them send together; None for no end."""
+    """`each` clients of each protocol.
+
+    `most`: how many requests all of them send together; None for no end. `until_gone`: a client ends with its first request
+    that is not answered.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,9 @@ class Crowd:
         each: int = 2,
         models: dict[str, str] | None = None,
         most: int | None = None,
+        until_gone: bool = False,
     ) -> None:
+        self._until_gone = until_gone
         self._ports = ports
         self._models = MODELS | (models or {})
         self.accounts = {name: Account() for name in protocols}
@@ -143,6 +149,8 @@ class Crowd:
             except Exception as caught:
                 error = caught
             self.accounts[name].end(value, got, error)
+            if error is not None and self._until_gone:
+                break
             if error is not None and not isinstance(error, Told):
                 if client is not None:
                     client.close()

@@ -54,7 +54,9 @@ def chaos_models(folder: Path, names: Sequence[str] = ("echo", "snake", "parrot"
     """`echo` for most protocols, `snake` is the same in Python, `parrot` repeats chats."""
     models = folder / "models"
     command = json.dumps([sys.executable, str(ENGINE), "--port", "{port}"])
-    parrot = f'backend: "openai_proxy"\nparameters {{ key: "command" value {{ string_value: {json.dumps(command)} }} }}\n'
+    parrot = (
+        f'backend: "openai_proxy"\nparameters {{ key: "command" value {{ string_value: {json.dumps(command)} }} }}\n'
+    )
     parrot += 'parameters { key: "served_model" value { string_value: "fake/engine" } }\n'
     configs = {"echo": ECHO, "snake": PYTHON, "parrot": parrot}
     for name in names:
@@ -125,7 +127,10 @@ def served(models: Path, log: Path, *options: str, environment: dict[str, str] |
     quick = {"INFERENCE_STREAM_MESSAGES_PER_SECOND": "0"}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [program, "serve", models, *words], stdout=output, stderr=output, env=os.environ | quick | (environment or {})
+            [program, "serve", models, *words],
+            stdout=output,
+            stderr=output,
+            env=os.environ | quick | (environment or {}),
         )
     server = Server(process, ports, log)
     try:
