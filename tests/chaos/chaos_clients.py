@@ -250,12 +250,17 @@ class PredictStream(Grpc):
 
     def __init__(self, ports: Ports, model: str) -> None:
         self._channel = grpc.insecure_channel(f"127.0.0.1:{ports.grpc}", options=OWN_CONNECTION)
-        self._asked: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        stream = self._channel.stream_stream("/InferenceService/PredictStream")
-        self._answers = stream(self._requests(), metadata=[("model", model)])
+        self._open = self._channel.stream_stream("/InferenceService/PredictStream")
+        self._metadata = [("model", model)]
+        self._begin()
 
-    def _requests(self) -> Iterator[bytes]:
-        while (message := self._asked.get()) is not None:
+    def _begin(self) -> None:
+        self._asked: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._answers = self._open(self._requests(self._asked), metadata=self._metadata)
+
+    @staticmethod
+    def _requests(asked: queue.SimpleQueue[bytes | None]) -> Iterator[bytes]:
+        while (message := asked.get()) is not None:
             yield message
 
     def ask(self, value: int) -> int:
@@ -265,6 +270,8 @@ class PredictStream(Grpc):
         except StopIteration:
             raise Cut("the stream has ended") from None
         except grpc.RpcError as error:
+            self._asked.put(None)
+            self._begin()  # an error ends a stream: the next request is on another
             raise self.sorted_error(error) from None
         assert answer[:2] == b"\x0a\x04"
         return int(np.frombuffer(answer[2:6], np.float32)[0])
