@@ -4,8 +4,8 @@
     client = CLIENTS["v2 http"](ports, "echo")
     assert client.ask(17) == 17
 
-`ask` ends in one of three ways: the answer; Told, an answer that says no; Cut, the end of the connection without one. A client
-that was cut is closed, and the next one is made. Numbers stay below 2**24, which FP32 tells apart.
+`ask` ends in one of three ways: the answer; Told, an answer that says no; Cut, the end of the connection without one. A
+client that was cut is closed, and the next one is made. Numbers stay below 2**24, which FP32 tells apart.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HttpClient:
         except (OSError, http.client.HTTPException) as error:
             raise Cut(repr(error)) from None
         if response.status != 200:
-            raise Told(f"{response.status} {content[:300]!r}")
+            raise Told(f"{response.status} {response.headers.get('NV-Status', '')} {content[:300]!r}")
         return response, content
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that go away at every point of what they say, that dribble, and that do not read; beside others who notice nothing.
+"""Clients that go away at every point of what they say, that dribble, or do not read; beside others who notice nothing.
 
-What a real client of each protocol sends is recorded and sent again up to each of many points: before the head, in it, in the
-body, between messages, while the request waits or is computed, while the answer streams.
+What a real client of each protocol sends is recorded and sent again up to each of many points: before the head, in it, in
+the body, between messages, while the request waits or is computed, while the answer streams.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import socket
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest

@@ -17,13 +17,15 @@ from pathlib import Path
 
 import pytest
 from chaos_crowd import Crowd, wait_for
-from chaos_server import Server, chaos_models, served
+from chaos_server import STARTED, Server, chaos_models, served
 
 REQUESTS = int(os.environ.get("HEADRACE_CHAOS_REQUESTS", "4000"))
-TURNS = max(12, REQUESTS // 1000)
+TURNS = max(12, REQUESTS // 2500)
 
 
 def kill_a_worker(server: Server, turn: int) -> None:
+    # One at a time: with the last one dead there would be nothing to learn but that nobody answers.
+    wait_for(lambda: server.log.count("ready: ") == len(STARTED.findall(server.log)), told=lambda: server.log)
     os.kill(server.worker(turn % 2), signal.SIGKILL)
 
 
@@ -61,7 +63,7 @@ def test_each_is_answered_once_with_its_own_number_or_its_sender_knows(tmp_path:
     options = ("--workers", "2", "--model-control-mode", "explicit", "--load-model", "*")
     injected = 0
     with served(models, tmp_path / "log", *options) as server:
-        wait_for(lambda: server.log.count('"worker":') + server.log.count("ready:") >= 2, told=lambda: server.log)
+        wait_for(lambda: server.log.count("ready: ") == 2, told=lambda: server.log)
         with Crowd(server.ports, each=2, most=REQUESTS) as crowd:
             # A fault each time that a part of the requests is over: as many with a slow machine as with a quick one.
             for turn in range(TURNS):
@@ -76,6 +78,6 @@ def test_each_is_answered_once_with_its_own_number_or_its_sender_knows(tmp_path:
         crowd.check()
         assert crowd.total("sent") == REQUESTS
         assert server.process.poll() is None
-    # Told are those that a reload met, cut those that were with a worker when it was killed, and new connections meanwhile.
-    assert crowd.total("answered") > REQUESTS * 0.8, f"{crowd} {crowd.texts('told')} {crowd.texts('cut')}"
+    # Cut are those that were with a worker when it was killed, on its connections or still on their way to them.
+    assert crowd.total("answered") > REQUESTS * 0.9, f"{crowd} {crowd.texts('told')} {crowd.texts('cut')}"
     print(f"{injected} faults, {REQUESTS} requests, 0 lost, 0 wrong. {crowd}; {crowd.texts('told')}")
