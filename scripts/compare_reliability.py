@@ -44,9 +44,8 @@ class Target:
 
     def __init__(self, name: str, stack: ExitStack) -> None:
         self.name = name
-        self._stack = stack
         self._own = ExitStack()
-        stack.callback(lambda: self._own.close())
+        stack.callback(self.close)
         self.deaths: list[str] = []
         self.server: RunningServer
         self.start()
@@ -57,6 +56,10 @@ class Target:
         self._own = ExitStack()
         self.server = self._own.enter_context(running(SERVERS[self.name]))
         self.process = psutil.Process(self.server.pid)
+
+    def close(self) -> None:
+        """End it."""
+        self._own.close()
 
     def check(self, after: str) -> None:
         """Whether it lives and answers; started again if not."""

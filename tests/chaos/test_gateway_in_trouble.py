@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway while its database is locked, its disk is full or it is killed: what it said it has, it has."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import resource
+import signal
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from chaos_crowd import wait_for
+from gateway_process import Gateway, gateway
+
+pytestmark = pytest.mark.timeout(300)
+EXPERIMENTS = "/api/v1/orgs/acme/experiments"
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Gateway]:
+    with gateway(tmp_path) as made:
+        made.key = made.command("users", "add", "alice", "--org", "acme").strip()  # type: ignore[attr-defined]
+        made.token = made.login(made.key, "acme")  # type: ignore[attr-defined]
+        yield made
+
+
+class Writers:
+    """Threads that make experiments, each with a name of its own, and note those that they were told there are."""
+
+    def __init__(self, running: Gateway) -> None:
+        self._running = running
+        self._stop = threading.Event()
+        self.made: list[tuple[str, str]] = []
+        """Identity and name."""
+        self.told: list[tuple[int, bytes]] = []
+        self.cut = 0
+        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(4)]
+
+    def __enter__(self) -> Writers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(100)
+            assert not thread.is_alive()
+
+    def _run(self, number: int) -> None:
+        turn = 0
+        while not self._stop.is_set():
+            turn += 1
+            name = f"e-{number}-{turn}"
+            wish = {"network_arch": "classification", "name": name}
+            try:
+                got = self._running.ask("POST", EXPERIMENTS, wish, self._running.token)  # type: ignore[attr-defined]
+            except (OSError, http.client.HTTPException):
+                self.cut += 1
+                self._stop.wait(0.05)
+                continue
+            if got.status == 200:
+                self.made.append((got.json["id"], name))
+            else:
+                self.told.append((got.status, got.body))
+
+    def check_kept(self) -> None:
+        """Everything that somebody was told there is, is there, and is what it was."""
+        for identity, name in self.made:
+            got = self._running.ask("GET", f"{EXPERIMENTS}/{identity}", token=self._running.token)  # type: ignore[attr-defined]
+            assert (got.status, got.json["name"]) == (200, name), got.body
+
+
+def test_killed_again_and_again_it_keeps_what_it_said_it_has(running: Gateway) -> None:
+    with Writers(running) as writers:
+        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+            count = len(writers.made)
+            wait_for(
+                lambda count=count: len(writers.made) > count + 5, told=lambda: (writers.told[:3], running.log[-900:])
+            )
+            running.end(number)
+            running.start()
+        count = len(writers.made)
+        wait_for(lambda: len(writers.made) > count + 5, told=lambda: (writers.told[:3], running.log[-900:]))
+    writers.check_kept()
+    assert all(status == 503 for status, _ in writers.told), writers.told[:3]
+
+
+def test_stopped_for_a_moment_it_answers_everything(running: Gateway) -> None:
+    with Writers(running) as writers:
+        for _ in range(3):
+            count = len(writers.made)
+            wait_for(lambda count=count: len(writers.made) > count + 5, told=lambda: writers.told[:3])
+            pid = running.process.pid  # type: ignore[union-attr]
+            os.kill(pid, signal.SIGSTOP)
+            wait_for(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+            os.kill(pid, signal.SIGCONT)
+    assert (writers.told, writers.cut) == ([], 0)
+    writers.check_kept()
+
+
+def test_a_locked_database_is_told_and_reading_goes_on(running: Gateway) -> None:
+    database = running.data_dir / "headrace.sqlite3"
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other, Writers(running) as writers:
+        wait_for(lambda: len(writers.made) > 5, told=lambda: writers.told[:3])
+        other.execute("BEGIN IMMEDIATE")
+        wait_for(lambda: len(writers.told) >= 4, told=lambda: len(writers.made))
+        writers.check_kept()
+        other.execute("ROLLBACK")
+        count = len(writers.made)
+        wait_for(lambda: len(writers.made) > count + 5, told=lambda: writers.told[-3:])
+    assert all(status == 503 and b"database" in body for status, body in writers.told), writers.told[:3]
+    writers.check_kept()
+
+
+def test_a_full_disk_is_told_and_nothing_is_half_written(running: Gateway) -> None:
+    """No file may grow beyond what it has: what a full disk says, for this process alone."""
+    process = running.process
+    assert process is not None
+    with Writers(running) as writers:
+        wait_for(lambda: len(writers.made) > 5, told=lambda: writers.told[:3])
+        largest = max(path.stat().st_size for path in running.data_dir.rglob("*") if path.is_file())
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+        wait_for(lambda: len(writers.told) >= 4, told=lambda: len(writers.made))
+        writers.check_kept()
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        count = len(writers.made)
+        wait_for(lambda: len(writers.made) > count + 5, told=lambda: writers.told[-3:])
+    assert all(status >= 500 for status, _ in writers.told), writers.told[:3]
+    assert process.poll() is None
+    writers.check_kept()
