@@ -4,86 +4,32 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import resource
 import signal
 import sqlite3
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from chaos_crowd import wait_for
+from chaos_records import Writers
 from gateway_process import Gateway, gateway
 
 pytestmark = pytest.mark.timeout(300)
-EXPERIMENTS = "/api/v1/orgs/acme/experiments"
 
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Gateway]:
     with gateway(tmp_path) as made:
-        made.key = made.command("users", "add", "alice", "--org", "acme").strip()  # type: ignore[attr-defined]
-        made.token = made.login(made.key, "acme")  # type: ignore[attr-defined]
         yield made
-
-
-class Writers:
-    """Threads that make experiments, each with a name of its own, and note those that they were told there are."""
-
-    def __init__(self, running: Gateway) -> None:
-        self._running = running
-        self._stop = threading.Event()
-        self.made: list[tuple[str, str]] = []
-        """Identity and name."""
-        self.told: list[tuple[int, bytes]] = []
-        self.cut = 0
-        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(4)]
-
-    def __enter__(self) -> Writers:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(100)
-            assert not thread.is_alive()
-
-    def _run(self, number: int) -> None:
-        turn = 0
-        while not self._stop.is_set():
-            turn += 1
-            name = f"e-{number}-{turn}"
-            wish = {"network_arch": "classification", "name": name}
-            try:
-                got = self._running.ask("POST", EXPERIMENTS, wish, self._running.token)  # type: ignore[attr-defined]
-            except (OSError, http.client.HTTPException):
-                self.cut += 1
-                self._stop.wait(0.05)
-                continue
-            if got.status == 200:
-                self.made.append((got.json["id"], name))
-            else:
-                self.told.append((got.status, got.body))
-
-    def check_kept(self) -> None:
-        """Everything that somebody was told there is, is there, and is what it was."""
-        for identity, name in list(self.made):
-            got = self._running.ask("GET", f"{EXPERIMENTS}/{identity}", token=self._running.token)  # type: ignore[attr-defined]
-            assert (got.status, got.json["name"]) == (200, name), got.body
 
 
 def test_killed_again_and_again_it_keeps_what_it_said_it_has(running: Gateway) -> None:
     with Writers(running) as writers:
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
-            count = len(writers.made)
-            wait_for(
-                lambda count=count: len(writers.made) > count + 5, told=lambda: (writers.told[:3], running.log[-900:])
-            )
+            writers.wait_for(6)
             running.end(number)
             running.start()
         count = len(writers.made)
@@ -95,8 +41,7 @@ def test_killed_again_and_again_it_keeps_what_it_said_it_has(running: Gateway) -
 def test_stopped_for_a_moment_it_answers_everything(running: Gateway) -> None:
     with Writers(running) as writers:
         for _ in range(3):
-            count = len(writers.made)
-            wait_for(lambda count=count: len(writers.made) > count + 5, told=lambda: writers.told[:3])
+            writers.wait_for(6)
             pid = running.process.pid  # type: ignore[union-attr]
             os.kill(pid, signal.SIGSTOP)
             wait_for(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
