@@ -191,7 +191,9 @@ class DataPlane:
         if (known := self._not_ready(name, "")) is not None:
             return known
         if not self.started:  # "not found" would be for ever, and it may be among those that are not looked at yet
-            return Unavailable(f"Request for unknown model: '{name}' is not found yet: models are loading, try again soon")
+            return Unavailable(
+                f"Request for unknown model: '{name}' is not found yet: models are loading, try again soon"
+            )
         return NotFound(f"Request for unknown model: '{name}' is not found")
 
     def _unknown_version(self, name: str, version: str) -> HeadraceError:
