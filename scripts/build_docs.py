@@ -45,7 +45,9 @@ GROUPS = {
     "Fleets": "local-fleet explain install-on-kubernetes inference-services fleet-commands model-agent",
     "More guides": "*",
     "Reference": "/docs/reference/*",
-    "How it is made": "/docs/architecture /docs/performance /bench/* /docs/decisions/* /CONTRIBUTING /CHANGELOG /*",
+    "How it is made": (
+        "/docs/architecture /docs/performance /docs/reliability /bench/* /docs/decisions/* /CONTRIBUTING /CHANGELOG /*"
+    ),
 }
 """The navigation: a page is in the first group with a pattern that fits it, in their order. Those without / are guides."""
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from headrace.access.concurrency import Full, InFlight, Late
+from headrace.access.concurrency import Full, InFlight, Late, OverShare, Share
 from headrace.access.keys import ApiKey, KeyRing, sent_key
 from headrace.access.rates import Rates, Rule, Verdict
 from headrace.access.redis_rates import RedisRates
@@ -41,6 +41,9 @@ _CHALLENGE = b"www-authenticate: Bearer\r\n"
 _MISSING = "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 _WRONG = "this API key is not known here, or has expired: ask for a new one"
 
+Seat = InFlight | Share
+"""Where a request in flight is counted: with all, or with those of its key."""
+
 
 class Refusals:
     """How often who was refused, for `/metrics`."""
@@ -57,6 +60,7 @@ class Refusals:
         self.limited = {by: limited.labels(by=by) for by in ("key", "user", "address")}
         self.full = shed.labels(reason="full")
         self.late = shed.labels(reason="late")
+        self.share = shed.labels(reason="share")
 
 
 class Guard:
@@ -119,7 +123,6 @@ class Guard:
             return handler
         monotonic, wall, timeout = self._monotonic, self._wall, self._timeout
         subjects = self._subjects.of
-        leave = flow.leave if flow is not None else None
         # A body that streams does not wait for Redis.
         redis = None if streams_body else self._redis
 
@@ -130,18 +133,17 @@ class Guard:
                 key = ring.find(exchange.head.by_name, now)
                 if key is None or scope not in key.scopes:
                     self._check_scope(exchange, key, scope)
-            if flow is not None:
-                self._enter(flow, now, timeout)
+            seat = None if flow is None else self._enter(flow, key, now, timeout)
             if rates is not None:
                 whom = subjects(exchange.peer, exchange.head, key)
                 if redis is not None:
-                    redis.take(whom, now, partial(self._go_on_http, exchange, handler, flow))
+                    redis.take(whom, now, partial(self._go_on_http, exchange, handler, seat))
                     return
                 rule, owes = rates.take(whom, now)
                 exchange.more_lines = rule.lines(owes, wall())
                 if owes < 0:
-                    raise self._limited(flow, rule, owes)
-            exchange.on_over = leave
+                    raise self._limited(seat, rule, owes)
+            exchange.on_over = None if seat is None else seat.leave
             handler(exchange)
 
         return _told_by(handler, guarded)
@@ -153,7 +155,6 @@ class Guard:
             return handler
         monotonic, timeout, redis = self._monotonic, self._timeout, self._redis
         subjects = self._subjects.of
-        leave = flow.leave if flow is not None else None
 
         def guarded(call: GrpcCall, message: Buffer) -> None:
             now = monotonic()
@@ -162,17 +163,16 @@ class Guard:
                 key = ring.find(call.head.by_name, now)
                 if key is None or scope not in key.scopes:
                     self._check_scope(call, key, scope)
-            if flow is not None:
-                self._enter(flow, now, call.timeout_seconds or timeout)
+            seat = None if flow is None else self._enter(flow, key, now, call.timeout_seconds or timeout)
             if rates is not None:
                 whom = subjects(call.peer, call.head, key)
                 if redis is not None:
-                    redis.take(whom, now, partial(self._go_on_unary, call, message, handler, flow))
+                    redis.take(whom, now, partial(self._go_on_unary, call, message, handler, seat))
                     return
                 rule, owes = rates.take(whom, now)
                 if owes < 0:
-                    raise self._limited(flow, rule, owes)
-            call.on_over = leave
+                    raise self._limited(seat, rule, owes)
+            call.on_over = None if seat is None else seat.leave
             handler(call, message)
 
         return guarded
@@ -228,53 +228,59 @@ class Guard:
             self._refusals.scope.add()
             raise PermissionDenied(f"the API key '{key.name}' has no scope '{scope}': ask for one that has")
 
-    def _enter(self, flow: InFlight, now: float, timeout: float | None) -> None:
+    def _enter(self, flow: InFlight, key: ApiKey | None, now: float, timeout: float | None) -> Seat:
+        """Where the request is counted, until it leaves."""
+        seat: Seat = flow if key is None else flow.share(key.name, now)
         try:
-            flow.enter(now, timeout)
+            seat.enter(now, timeout)
         except Full:
             self._refusals.full.add()
             raise
         except Late:
             self._refusals.late.add()
             raise
+        except OverShare:
+            self._refusals.share.add()
+            raise
+        return seat
 
-    def _limited(self, flow: InFlight | None, rule: Rule, owes: int) -> ResourceExhausted:
-        if flow is not None:
-            flow.undo()
+    def _limited(self, seat: Seat | None, rule: Rule, owes: int) -> ResourceExhausted:
+        if seat is not None:
+            seat.undo()
         self._refusals.limited[rule.by].add()
         return rule.refused(owes)
 
-    def _go_on_http(self, exchange: Exchange, handler: Handler, flow: InFlight | None, verdict: Verdict) -> None:
+    def _go_on_http(self, exchange: Exchange, handler: Handler, seat: Seat | None, verdict: Verdict) -> None:
         """Redis has answered."""
         rule, owes = verdict
         exchange.more_lines = rule.lines(owes, self._wall())
         fail = getattr(handler, "fail", None)
         tell = exchange.fail if fail is None else partial(fail, exchange)
-        self._go_on(exchange, exchange.closed, partial(handler, exchange), flow, verdict, tell)
+        self._go_on(exchange, exchange.closed, partial(handler, exchange), seat, verdict, tell)
 
     def _go_on_unary(
-        self, call: GrpcCall, message: Buffer, handler: UnaryHandler, flow: InFlight | None, verdict: Verdict
+        self, call: GrpcCall, message: Buffer, handler: UnaryHandler, seat: Seat | None, verdict: Verdict
     ) -> None:
-        self._go_on(call, call.over, partial(handler, call, message), flow, verdict, call.fail)
+        self._go_on(call, call.over, partial(handler, call, message), seat, verdict, call.fail)
 
     def _go_on(
         self,
         request: Exchange | GrpcCall,
         gone: bool,
         deed: Callable[[], None],
-        flow: InFlight | None,
+        seat: Seat | None,
         verdict: Verdict,
         tell: Callable[[BaseException], None],
     ) -> None:
         rule, owes = verdict
         try:
             if owes < 0:
-                raise self._limited(flow, rule, owes)
-            if flow is not None:
+                raise self._limited(seat, rule, owes)
+            if seat is not None:
                 if gone:
-                    flow.undo()
+                    seat.undo()
                 else:
-                    request.on_over = flow.leave
+                    request.on_over = seat.leave
             if not gone:
                 deed()
         except Exception as error:

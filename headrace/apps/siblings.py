@@ -34,6 +34,10 @@ class Away(Unavailable):
     """For a worker that is dead, still starting, or busy for too long."""
 
 
+class Busy(Away):
+    """For one that is there and does not answer in time."""
+
+
 class Siblings:
     """One worker's end of the channel. Used from the loop's thread only."""
 
@@ -74,11 +78,13 @@ class Siblings:
         return dict(zip(self.others, answers, strict=True))
 
     async def ask(self, other: int, question: str, arguments: Any = None, *, seconds: float) -> Any:
-        """What one other worker answers. Raises `Away` if it does not, and what it raised otherwise."""
+        """What one other worker answers. Raises `Away` (or `Busy`) if it does not, and what it raised otherwise."""
         try:
             async with asyncio.timeout(seconds):
                 document = await self._exchange(other, orjson.dumps([question, arguments]))
-        except (OSError, TimeoutError, orjson.JSONDecodeError):
+        except TimeoutError:
+            raise Busy(f"worker {other} does not answer in time") from None
+        except (OSError, orjson.JSONDecodeError):
             raise Away(f"worker {other} does not answer") from None
         if "error" in document:
             raise _error_of(document)

@@ -17,7 +17,7 @@ from headrace.api.metrics.workers import WorkersMetrics
 from headrace.apps.gathering import Gathering
 from headrace.apps.loading import LoadEverywhere
 from headrace.apps.repeating import Repeating
-from headrace.apps.siblings import Siblings, started_at
+from headrace.apps.siblings import Busy, Siblings, started_at
 from headrace.apps.workers import WorkersPlane
 from headrace.engine.dataplane import DataPlane
 from headrace.telemetry.registry import Registry
@@ -54,14 +54,14 @@ class Worker:
         return self._metrics
 
     async def start(self) -> bool:
-        """Meet the others; whether one of them serves already."""
+        """Meet the others; whether one of them serves already, or is too busy to say so."""
         self.gathering.start()
         self._everywhere.start()
         self.repeating.start()
         self._siblings.answer(_SERVING, self._serving)
         await self._siblings.start()
         answers = await self._siblings.ask_all(_SERVING, seconds=_PATIENCE_SECONDS)
-        return any(answer is True for answer in answers.values())
+        return any(answer is True or isinstance(answer, Busy) for answer in answers.values())
 
     async def catch_up(self) -> None:
         """Do what the others were asked to before this worker started."""

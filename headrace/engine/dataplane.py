@@ -188,7 +188,13 @@ class DataPlane:
         check_name(name)
         if not self.accepting:
             return Unavailable("the server is stopping: send the request to another one")
-        return self._not_ready(name, "") or NotFound(f"Request for unknown model: '{name}' is not found")
+        if (known := self._not_ready(name, "")) is not None:
+            return known
+        if not self.started:  # "not found" would be for ever, and it may be among those that are not looked at yet
+            return Unavailable(
+                f"Request for unknown model: '{name}' is not found yet: models are loading, try again soon"
+            )
+        return NotFound(f"Request for unknown model: '{name}' is not found")
 
     def _unknown_version(self, name: str, version: str) -> HeadraceError:
         text = f"Request for unknown model: '{name}' version {version[:32]} is not found"

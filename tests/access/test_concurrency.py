@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.access.concurrency import Full, InFlight, Late
+from headrace.access.concurrency import Full, InFlight, Late, OverShare
 from headrace.core.clock import ManualClock
 from headrace.core.errors import InvalidArgument
 
@@ -101,3 +101,91 @@ def test_idle_time_is_no_slowness() -> None:
 def test_a_limit_that_makes_no_sense() -> None:
     with pytest.raises(InvalidArgument, match="limited to 1 or more"):
         InFlight(-1)
+
+
+def test_who_asks_alone_has_all_the_room() -> None:
+    flow = InFlight(8, ManualClock())
+    for _ in range(8):
+        flow.share("alone", 0.0).enter(0.0, None)
+    with pytest.raises(Full):
+        flow.share("alone", 0.0).enter(0.0, None)
+
+
+def test_the_last_quarter_is_for_those_below_their_share() -> None:
+    flow = InFlight(8, ManualClock())
+    noisy, quiet = flow.share("noisy", 0.0), flow.share("quiet", 0.0)
+    for _ in range(6):
+        noisy.enter(0.0, None)
+    with pytest.raises(
+        OverShare, match="6 requests of this API key are in flight; with 2 keys in use, 4 are its share"
+    ):
+        noisy.enter(0.0, None)
+    quiet.enter(0.0, None)
+    quiet.enter(0.0, None)
+    with pytest.raises(Full):
+        quiet.enter(0.0, None)
+    # What is over makes room for whoever has less, and not for the other.
+    noisy.leave()
+    with pytest.raises(OverShare):
+        noisy.enter(0.0, None)
+    quiet.enter(0.0, None)
+    assert (noisy.count, quiet.count, flow.count) == (5, 3, 8)
+    quiet.undo()
+    assert (quiet.count, flow.count) == (2, 7)
+
+
+def test_while_there_is_room_nobody_is_held_to_a_share() -> None:
+    flow = InFlight(100, ManualClock())
+    for number in range(50):
+        flow.share(f"key {number}", 0.0)
+    for _ in range(75):
+        flow.share("key 0", 0.0).enter(0.0, None)
+    with pytest.raises(OverShare):
+        flow.share("key 0", 0.0).enter(0.0, None)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_small_limits_leave_a_place_too(limit: int) -> None:
+    flow = InFlight(limit, ManualClock())
+    noisy, quiet = flow.share("noisy", 0.0), flow.share("quiet", 0.0)
+    quiet.enter(0.0, None)
+    quiet.leave()
+    for _ in range(max(1, limit - 1)):
+        noisy.enter(0.0, None)
+    with pytest.raises((Full, OverShare)):
+        noisy.enter(0.0, None)
+    if limit > 1:
+        quiet.enter(0.0, None)
+
+
+def test_who_has_not_asked_for_a_minute_has_no_share_any_more() -> None:
+    flow = InFlight(4, ManualClock())
+    flow.share("quiet", 0.0)
+    for now in (0.0, 30.0, 59.0):
+        noisy = flow.share("noisy", now)
+        noisy.enter(now, None)
+    with pytest.raises(OverShare):
+        noisy.enter(59.0, None)
+    flow.share("noisy", 61.0).enter(61.0, None)
+    assert flow.count == 4
+    # One who still waits for an answer is there, however long ago it asked.
+    flow.share("slow", 62.0)
+    noisy.leave()
+    flow.share("slow", 63.0).enter(63.0, None)
+    flow.share("noisy", 163.0)
+    noisy.leave()
+    with pytest.raises(OverShare):
+        flow.share("noisy", 163.0).enter(163.0, None)
+
+
+def test_those_that_would_be_late_are_shared_out_as_well() -> None:
+    clock = ManualClock(5.0)
+    flow = InFlight(0, clock)
+    run_loaded(flow, clock, 40, 0.01)
+    now = clock.monotonic()
+    noisy, quiet = flow.share("noisy", now), flow.share("quiet", now)
+    noisy.count = 40  # those that run
+    with pytest.raises(OverShare):
+        noisy.enter(now, 0.5)
+    quiet.enter(now, 0.5)
+    noisy.enter(now, None)  # nothing bounds what has no time-out

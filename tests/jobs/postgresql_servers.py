@@ -20,12 +20,18 @@ class PostgresqlServer:
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-pg-", dir="/tmp"))
         self.port = free_port()
         self._run("initdb", "-D", self._data, "-A", "trust", "-U", "postgres", "--no-sync", first=True)
-        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self._folder} -c fsync=off"
-        self._run("pg_ctl", "-D", self._data, "-w", "-l", str(self._folder / "log"), "-o", options, "start")
+        self.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def start(self) -> None:
+        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self._folder} -c fsync=off"
+        self._run("pg_ctl", "-D", self._data, "-w", "-l", str(self._folder / "log"), "-o", options, "start")
+
+    def stop(self) -> None:
         self._run("pg_ctl", "-D", self._data, "-m", "immediate", "-w", "stop")
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
         shutil.rmtree(self._folder)
 
     def new_database(self) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from repository_fakes import Bench, FakeVersion, drop_version, put_model, put_version, until, write_config
 
-from headrace.core.errors import FailedPrecondition, InvalidArgument, Unavailable
+from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from headrace.engine.dataplane import DataPlane
 from headrace.engine.repository.states import State
 
 
@@ -322,6 +323,29 @@ def test_close_while_a_model_loads(tmp_path: Path) -> None:
         assert bench.control.directory.models == {}
         assert not bench.control.ready(strict=False)
         await bench.control.close(7)
+
+    asyncio.run(main())
+
+
+def test_while_the_first_models_load_none_is_unknown_for_ever(tmp_path: Path) -> None:
+    async def main() -> None:
+        put_model(tmp_path, "loading", 1)
+        bench = Bench(tmp_path)
+        plane = DataPlane(bench.control.directory, bench.control)
+        with pytest.raises(Unavailable, match="'loading' is not found yet: models are loading, try again soon"):
+            plane.config("loading")
+        gate = bench.opener.gates["loading/1"] = asyncio.Event()
+        starting = asyncio.create_task(bench.control.start())
+        await until(lambda: bench.opener.running == 1)
+        with pytest.raises(Unavailable, match="'loading' version 1 is not at ready state: it is loading"):
+            plane.config("loading")
+        with pytest.raises(Unavailable, match="'later' is not found yet"):
+            plane.config("later")
+        gate.set()
+        await starting
+        with pytest.raises(NotFound, match="'later' is not found$"):
+            plane.config("later")
+        await bench.control.close(1)
 
     asyncio.run(main())
 

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thousands of requests, each with a number of its own, while everything around them is killed: an account of every one.
+
+    HEADRACE_CHAOS_REQUESTS=100000 .venv/bin/python -m pytest tests/chaos/test_every_request.py -s
+
+Each is answered exactly once with its own number, or its sender is told that it was not, or sees its connection end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chaos_crowd import Crowd, wait_for
+from chaos_server import STARTED, Server, chaos_models, served
+
+REQUESTS = int(os.environ.get("HEADRACE_CHAOS_REQUESTS", "4000"))
+TURNS = max(12, REQUESTS // 2500)
+
+
+def kill_a_worker(server: Server, turn: int) -> None:
+    # One at a time: with the last one dead there would be nothing to learn but that nobody answers.
+    wait_for(lambda: server.log.count("ready: ") == len(STARTED.findall(server.log)), told=lambda: server.log)
+    os.kill(server.worker(turn % 2), signal.SIGKILL)
+
+
+def stop_a_worker_for_a_moment(server: Server, turn: int) -> None:
+    pid = server.worker(turn % 2)
+    os.kill(pid, signal.SIGSTOP)
+    threading.Event().wait(0.3)
+    os.kill(pid, signal.SIGCONT)
+
+
+def reload_the_model(server: Server, turn: int) -> None:
+    # A worker that has just been killed cannot be told; the answer says so, and the next reload finds it there.
+    assert server.post("/v2/repository/models/echo/load") in {200, 503, 500, 400}
+
+
+def hang_up(server: Server, turn: int) -> None:
+    body = b'{"inputs":[{"name":"INPUT0","datatype":"FP32","shape":[1,1],"data":[-1]}]}'
+    head = b"POST /v2/models/echo/infer HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+    for length in range(0, len(head + body) + 1, 7):
+        with socket.create_connection(("127.0.0.1", server.ports.http), timeout=100) as client:
+            client.sendall((head + body)[:length])
+
+
+FAULTS: tuple[Callable[[Server, int], None], ...] = (
+    kill_a_worker,
+    hang_up,
+    stop_a_worker_for_a_moment,
+    reload_the_model,
+)
+
+
+@pytest.mark.timeout(300 + REQUESTS // 50)
+def test_each_is_answered_once_with_its_own_number_or_its_sender_knows(tmp_path: Path) -> None:
+    models = chaos_models(tmp_path, ("echo", "parrot"))
+    options = ("--workers", "2", "--model-control-mode", "explicit", "--load-model", "*")
+    injected = 0
+    with served(models, tmp_path / "log", *options) as server:
+        wait_for(lambda: server.log.count("ready: ") == 2, told=lambda: server.log)
+        with Crowd(server.ports, each=2, most=REQUESTS) as crowd:
+            # A fault each time that a part of the requests is over: as many with a slow machine as with a quick one.
+            for turn in range(TURNS):
+                due = (turn + 1) * REQUESTS // (TURNS + 2)
+                wait_for(lambda due=due: crowd.total("over") >= due, 300 + REQUESTS / 50, crowd.__str__)
+                try:
+                    FAULTS[turn % len(FAULTS)](server, turn // len(FAULTS))
+                except OSError:
+                    pass  # our own request met the worker that was killed
+                injected += 1
+            crowd.join(300 + REQUESTS / 50)
+        crowd.check()
+        assert crowd.total("sent") == REQUESTS
+        assert server.process.poll() is None
+    # Cut are those that were with a worker when it was killed, on its connections or still on their way to them.
+    assert crowd.total("answered") > REQUESTS * 0.9, f"{crowd} {crowd.texts('told')} {crowd.texts('cut')}"
+    print(f"{injected} faults, {REQUESTS} requests, 0 lost, 0 wrong. {crowd}; {crowd.texts('told')}")

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Python model that wants more memory than there is: told to who asked, whether Python notices or the kernel does."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import pytest
+from chaos_clients import CLIENTS, Client, Cut, Told
+from chaos_crowd import Crowd
+from chaos_server import PYTHON, add_model, chaos_models, served
+
+# Four gigabytes of addresses: enough to start, less than a hungry request wants. The number sent says what to do.
+GREEDY = """
+import os, resource, signal
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            array = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
+            if array[0, 0] == 1:
+                np.ones(1 << 32, np.float64)
+            if array[0, 0] == 2:
+                os.kill(os.getpid(), signal.SIGKILL)  # what the kernel does when it is the whole machine's memory
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", array)]))
+        return responses
+"""
+
+
+@pytest.mark.timeout(300)
+def test_who_asked_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    models = chaos_models(tmp_path)
+    add_model(models, "greedy", PYTHON, GREEDY)
+    with served(models, tmp_path / "log") as server, Crowd(server.ports) as crowd:
+        crowd.wait_for(5)
+        for number, words in ((1, "memory"), (2, "died")):
+            for protocol in ("v2 http", "predict", "v1 grpc"):
+                client = CLIENTS[protocol](server.ports, "greedy")
+                with pytest.raises((Told, Cut)) as refused:
+                    client.ask(number)
+                assert words in str(refused.value).lower() or "internal" in str(refused.value).lower(), refused.value
+                client.close()
+                again = CLIENTS[protocol](server.ports, "greedy")
+                assert answered(again, 7) == 7
+                again.close()
+        crowd.wait_for(5)
+    crowd.check()
+    assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+
+
+def answered(client: Client, value: int) -> int:
+    """The answer, once the model's process is back: until then its clients are told to try again."""
+    for _ in range(200):
+        with contextlib.suppress(Told):
+            return client.ask(value)
+        time.sleep(0.1)
+    raise AssertionError("the model did not come back")

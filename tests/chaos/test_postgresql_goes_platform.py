@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PostgreSQL is stopped under a gateway that writes to it, and comes back: writers are told, and what was kept is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chaos_crowd import wait_for
+from chaos_records import Writers
+from gateway_process import Gateway, gateway
+from jobs.postgresql_servers import PostgresqlServer
+
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
+
+
+def test_what_was_said_to_be_kept_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with PostgresqlServer() as server:
+        monkeypatch.setattr(Gateway, "new_database", staticmethod(server.new_database))
+        with gateway(tmp_path) as running, Writers(running) as writers:
+            for _ in range(2):
+                writers.wait_for(10)
+                server.stop()
+                wait_for(lambda: len(writers.told) >= 4, told=lambda: len(writers.made))
+                server.start()
+            writers.wait_for(10)
+            writers.check_kept()
+    assert all(status == 503 for status, _ in writers.told), writers.told[:3]

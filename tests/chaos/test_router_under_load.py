@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real router before two real servers, clients of every protocol through it, and signals to each of the three."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from chaos_clients import CLIENTS, Ports
+from chaos_crowd import Crowd, wait_for
+from chaos_server import Server, chaos_models, served
+from ports import free_port
+
+pytestmark = pytest.mark.timeout(300)
+EACH = 2
+ONE_BY_ONE = ("v2 http", "v1 http", "predict", "openai events", "v2 grpc", "v1 grpc")
+"""Protocols whose requests end; the others are streams, which only their two ends know the end of."""
+
+
+@contextmanager
+def routed(folder: Path, *options: str) -> Iterator[tuple[Server, Server, Server]]:
+    """The router, as a server; and the two behind it."""
+    models = chaos_models(folder, ("echo", "parrot"))
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(served(models, folder / f"log{number}")) for number in range(2))
+        port, log = free_port(), folder / "router.log"
+        program = Path(sys.executable).with_name("headrace")
+        backends = [f"http://127.0.0.1:{server.ports.http}" for server in (one, two)]
+        words = [program, "router", "--port", str(port), *options]
+        for backend in backends:
+            words += ["--backend", backend]
+        with log.open("wb") as output:
+            process = subprocess.Popen(words, stdout=output, stderr=output)
+        stack.callback(process.wait, 60)
+        stack.callback(process.kill)
+        router = Server(process, Ports(port, port), log)
+        wait_for(lambda: process.poll() is not None or router.is_ready(), told=lambda: router.log)
+        yield router, one, two
+
+
+def test_a_backend_that_is_killed_costs_what_it_had_and_one_that_hangs_nothing_that_is_wrong(tmp_path: Path) -> None:
+    with routed(tmp_path) as (router, one, two):
+        with Crowd(router.ports, each=EACH) as crowd:
+            crowd.wait_for(10)
+            # Stopped: those that it holds wait for it, new ones go to the other when its checks have failed.
+            os.kill(two.process.pid, signal.SIGSTOP)
+            answered = crowd.total("answered")
+            wait_for(lambda: crowd.total("answered") > answered + 20, told=crowd.__str__)
+            os.kill(two.process.pid, signal.SIGCONT)
+            crowd.wait_for(10)
+            os.kill(one.process.pid, signal.SIGKILL)
+            crowd.wait_for(10)
+        crowd.check()
+    failed = crowd.total("told") + crowd.total("cut")
+    assert failed <= 6 * EACH * len(CLIENTS), f"{crowd.texts('told')} {crowd.texts('cut')}"
+
+
+def test_a_backend_that_is_told_to_stop_costs_nothing_over_http(tmp_path: Path) -> None:
+    with routed(tmp_path) as (router, one, two):
+        with Crowd(router.ports, ONE_BY_ONE, each=EACH) as crowd:
+            crowd.wait_for(10)
+            one.process.terminate()
+            assert one.ended() == 0
+            crowd.wait_for(10)
+        crowd.check()
+        assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+        assert two.process.poll() is None
+
+
+def test_a_router_that_is_told_to_stop_answers_what_it_has_and_cuts_streams_after_its_grace(tmp_path: Path) -> None:
+    with routed(tmp_path, "--grace-seconds", "2") as (router, _, _):
+        with Crowd(router.ports, each=EACH, until_gone=True) as crowd:
+            crowd.wait_for(10)
+            router.process.terminate()
+            assert router.ended() == 1, router.log  # what its log says: streams were cut
+            crowd.join()
+        crowd.check()
+        assert f"{EACH * 3} connections were cut" in router.log
+        for name in ONE_BY_ONE:
+            account = crowd.accounts[name]
+            assert len(account.told) + len(account.cut) == EACH, f"{name}: {crowd}"
+
+
+def test_a_router_that_is_killed_leaves_nobody_waiting(tmp_path: Path) -> None:
+    with routed(tmp_path) as (router, _, _):
+        with Crowd(router.ports, each=EACH, until_gone=True) as crowd:
+            crowd.wait_for(10)
+            router.process.kill()
+            crowd.join()
+        crowd.check()
+        assert all(len(account.cut) == EACH for account in crowd.accounts.values()), str(crowd)

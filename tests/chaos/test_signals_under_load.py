@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGKILL and SIGSTOP of each process of a server while clients of every protocol ask. SIGTERM: `test_stop_under_load`.
+
+Whoever is with a process that is killed sees its connection end, once; nobody gets what was not its own, and nobody waits
+for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from chaos_clients import CLIENTS
+from chaos_crowd import Crowd, wait_for
+from chaos_server import Server, chaos_models, served
+
+pytestmark = pytest.mark.timeout(300)
+EACH = 2
+SNAKES = {name: "snake" for name in CLIENTS if name != "openai events"}
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Server]:
+    """One process, and those of its models."""
+    with served(chaos_models(tmp_path), tmp_path / "log") as server:
+        yield server
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Server]:
+    """Two workers that are ready."""
+    with served(chaos_models(tmp_path), tmp_path / "log", "--workers", "2") as server:
+        wait_for(lambda: ready(server) == 2, told=lambda: server.log)
+        yield server
+
+
+def ready(server: Server) -> int:
+    """How many workers have said so until now."""
+    return server.log.count("ready: ")
+
+
+def family(server: Server) -> list[psutil.Process]:
+    process = psutil.Process(server.process.pid)
+    return [process, *process.children(recursive=True)]
+
+
+def test_a_killed_worker_costs_its_own_clients_one_request_each(pair: Server) -> None:
+    with Crowd(pair.ports, each=EACH) as crowd:
+        for turn in range(2):
+            crowd.wait_for(20)
+            killed = pair.worker(turn)
+            os.kill(killed, signal.SIGKILL)
+            wait_for(lambda turn=turn, killed=killed: pair.worker(turn) != killed, told=lambda: pair.log)
+            crowd.wait_for(20)
+            wait_for(lambda turn=turn: ready(pair) == 3 + turn, told=lambda: pair.log)
+    crowd.check()
+    assert crowd.total("told") == 0, crowd.texts("told")
+    assert all(len(account.cut) <= 2 * EACH for account in crowd.accounts.values()), crowd.texts("cut")
+    assert 0 < crowd.total("cut") < 2 * EACH * len(CLIENTS), "those of the other worker noticed nothing"
+
+
+def test_a_stopped_worker_answers_everything_when_it_goes_on(pair: Server) -> None:
+    with Crowd(pair.ports, each=EACH) as crowd:
+        crowd.wait_for(10)
+        os.kill(pair.worker(1), signal.SIGSTOP)
+        answered = crowd.total("answered")
+        wait_for(lambda: crowd.total("answered") > answered + 300, told=crowd.__str__)
+        os.kill(pair.worker(1), signal.SIGCONT)
+        crowd.wait_for(10)
+    crowd.check()
+    assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+
+
+def test_a_stopped_parent_stops_nobody(pair: Server) -> None:
+    with Crowd(pair.ports, each=EACH) as crowd:
+        crowd.wait_for(5)
+        os.kill(pair.process.pid, signal.SIGSTOP)
+        crowd.wait_for(30)
+        os.kill(pair.process.pid, signal.SIGCONT)
+    crowd.check()
+    assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+
+
+def test_a_killed_server_leaves_nobody_waiting_and_nothing_behind(alone: Server) -> None:
+    processes = family(alone)
+    assert len(processes) >= 3
+    with Crowd(alone.ports, each=EACH, until_gone=True) as crowd:
+        crowd.wait_for(10)
+        alone.process.kill()
+        crowd.join()
+    crowd.check()
+    assert all(len(account.cut) == EACH for account in crowd.accounts.values()), str(crowd)
+    gone, left = psutil.wait_procs(processes[1:], timeout=60)
+    assert not left, left
+
+
+def test_a_stopped_server_answers_everything_when_it_goes_on(alone: Server) -> None:
+    with Crowd(alone.ports, each=EACH) as crowd:
+        for _ in range(3):
+            crowd.wait_for(5)
+            os.kill(alone.process.pid, signal.SIGSTOP)
+            wait_for(lambda: psutil.Process(alone.process.pid).status() == psutil.STATUS_STOPPED)
+            os.kill(alone.process.pid, signal.SIGCONT)
+        crowd.wait_for(5)
+    crowd.check()
+    assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+
+
+def test_a_stopped_python_model_holds_up_only_its_own(alone: Server) -> None:
+    with Crowd(alone.ports, SNAKES, models=SNAKES) as held, Crowd(alone.ports) as free:
+        held.wait_for(10)
+        pid = alone.child("snake")
+        os.kill(pid, signal.SIGSTOP)
+        free.wait_for(30)
+        os.kill(pid, signal.SIGCONT)
+        held.wait_for(10)
+    for crowd in (held, free):
+        crowd.check()
+        assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+
+
+def test_a_killed_python_model_fails_what_it_held_and_nobody_else(alone: Server) -> None:
+    with Crowd(alone.ports, SNAKES, models=SNAKES) as mortal, Crowd(alone.ports) as free:
+        for _ in range(3):
+            mortal.wait_for(10)
+            os.kill(alone.child("snake"), signal.SIGKILL)
+        mortal.wait_for(10)
+        free.wait_for(10)
+    for crowd in (mortal, free):
+        crowd.check()
+    assert (free.total("told"), free.total("cut")) == (0, 0), f"{free.texts('told')} {free.texts('cut')}"
+    # gRPC's word for it is UNAVAILABLE, which these clients count as cut; each says which model it was.
+    failed = mortal.texts("told") + mortal.texts("cut")
+    assert 0 < failed.total() <= 3 * 2 * len(SNAKES)
+    assert all("snake" in text or "stream" in text for text in failed), failed
+
+
+def test_a_killed_engine_costs_the_chats_that_it_had(alone: Server) -> None:
+    with Crowd(alone.ports) as crowd:
+        for _ in range(2):
+            crowd.wait_for(10)
+            pid = alone.child("fake_engine")
+            os.kill(pid, signal.SIGKILL)
+            crowd.wait_for(10)
+    crowd.check()
+    others = {name: account for name, account in crowd.accounts.items() if name != "openai events"}
+    assert all(account.answered == account.sent for account in others.values()), str(crowd)
