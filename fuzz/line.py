@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole inference server without a socket: bytes in, bytes out, and whatever went wrong inside is raised.
 
-Used by the targets that speak a protocol. The models behind it give back what they get; everything before them is the product.
+Used by the targets that speak a protocol. The models behind it give back what they get; all before them is the product.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Server:
         log.addHandler(self.recorder)
         log.propagate = False
         self.answered: list[tuple[bytes, int]] = []
-        """Method and path, and status, of every answer."""
+        """Method and path, and status (HTTP's, or gRPC's), of every answer."""
         self.site = self.loop.run_until_complete(self._site())
 
     def line(self) -> Line:
@@ -141,7 +141,8 @@ class Server:
         if self.recorder.errors:
             raise Broken("an exception that nobody foresaw") from self.recorder.errors[0]
         for asked, status in self.answered:
-            must(status < 500 or status in GOOD_FAILURES, f"{asked!r} was answered {status}")
+            # gRPC's statuses are below: INTERNAL is also its word for a client that ends in the middle of a message.
+            must(status < 500 or status in GOOD_FAILURES, f"{asked!r} was answered {status!r}")
 
     def _trouble(self, context: dict[str, Any]) -> None:
         self.recorder.errors.append(context.get("exception") or Broken(str(context.get("message"))))
@@ -206,7 +207,7 @@ class Line:
         must(False, f"the server does nothing more after {turns} turns, and should")
 
     def hang_up(self) -> None:
-        """The client says that it is done, and goes; whatever it has begun, the connection ends and nothing is left of it."""
+        """The client says that it is done, and goes: whatever it began, the connection ends and nothing is left of it."""
         site, transport = self._server.site, self.transport
         for _ in range(5):
             self._server.turn()

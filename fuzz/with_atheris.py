@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzzing with libFuzzer, by Google's `atheris`: `run` has it done by a process of its own, which is this module.
 
-Called by `__main__` where atheris can be imported. It measures the product's code as it is imported, so nothing of the product
-may have been; and it ends its process when it is done. Findings are ours: it goes on after one, as `guided` does.
+Called by `__main__` where atheris can be imported. It measures the product's code as it is imported, so nothing of the
+product may have been; and it ends its process when it is done. Findings are ours: it goes on after one, as `guided` does.
 """
 
 from __future__ import annotations

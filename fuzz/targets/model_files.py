@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of models that we read ourselves: Caffe2's nets, to the ONNX graph that they become; and of what format a file is."""
+"""Files of models that we read ourselves: Caffe2's nets, to the graph that they become; and of what format a file is."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of models, in the three ways to write one: refused with lines, or read; and what is read is shown so that it
-reads as the same again.
+"""Configurations of models, in the three ways to write one.
+
+Refused with lines, or read; and what is read is shown so that it reads as the same again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inference requests of v2: JSON, JSON with binary tensors, and gRPC; each twice, since a layout that was seen is recognised."""
+"""Requests of v2: JSON, JSON with binary tensors, and gRPC; each twice, since a layout that was seen is recognised."""
 
 from __future__ import annotations
 
