@@ -16,15 +16,18 @@ from rich.table import Table
 from fuzz import with_atheris
 from fuzz.findings import Findings, write_whole
 from fuzz.guided import Figures, fuzz, least_covering
-from fuzz.target import CORPUS, Target, bounded, inputs_of
+from fuzz.target import CORPUS, TooSlow, bounded, inputs_of
 from fuzz.targets.table import TARGETS, target_named
 
 WORK = Path("build/fuzz")
+KEPT = Path()
+"""In place of a file: all that are kept in fuzz/corpus and fuzz/regressions."""
 EXAMPLES = """examples:
   python -m fuzz                                   the targets, and what must hold of each
   python -m fuzz http2 --seconds 60                one of them for a minute
   python -m fuzz all --seconds 300                 all, five minutes each: what `make fuzz` does
   python -m fuzz pbtxt --replay build/fuzz/pbtxt/findings/ValueError-0123456789ab
+  python -m fuzz all --replay                      every input that is kept, once: what `make test` does
   python -m fuzz pbtxt --seconds 60 --keep 30      put the 30 inputs that reach most into fuzz/corpus
 """
 
@@ -43,7 +46,7 @@ def main() -> int:
         print(f"fuzz: there is no target {arguments.target!r}; python -m fuzz lists them", file=sys.stderr)
         return 2
     if arguments.replay is not None:
-        return _replay(target_named(names[0]), arguments.replay)
+        return max(_replay(name, arguments.replay) for name in names)
     table = Table("target", "inputs", "a second", "covered", "kept", "findings", box=None)
     found: list[str] = []
     for name in names:
@@ -86,17 +89,24 @@ def _newest(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.glob("*") if path.suffix != ".txt"}
 
 
-def _replay(target: Target, path: Path) -> int:
-    try:
-        bounded(target.open(), path.read_bytes())
-    except OSError as error:
-        print(f"fuzz: {path} cannot be read: {error.strerror}", file=sys.stderr)
-        return 2
-    except Exception:
-        traceback.print_exc()
-        return 1
-    print(f"{path}: all holds")
-    return 0
+def _replay(name: str, given: Path) -> int:
+    paths, check = inputs_of(name) if given == KEPT else [given], target_named(name).open()
+    status = 0
+    for path in paths:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            print(f"fuzz: {path} cannot be read: {error.strerror}", file=sys.stderr)
+            return 2
+        try:
+            bounded(check, data)
+        except (Exception, TooSlow):
+            traceback.print_exc()
+            print(f"fuzz: {name} is broken by {path}", file=sys.stderr)
+            status = 1
+    if not status:
+        print(f"{name}: all holds, {len(paths)} inputs")
+    return status
 
 
 def _listed() -> Table:
@@ -127,7 +137,14 @@ def _parser() -> argparse.ArgumentParser:
         "--work", type=Path, default=WORK, help="where findings and what was reached are kept (build/fuzz)"
     )
     parser.add_argument("--keep", type=int, default=0, metavar="N", help="put the N best inputs into fuzz/corpus")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="feed this file once")
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        nargs="?",
+        const=KEPT,
+        metavar="FILE",
+        help="feed this file once; without one, all that are kept",
+    )
     return parser
 
 

@@ -84,9 +84,10 @@ def fuzz(
     *,
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
+    folder: str = PRODUCT,
 ) -> Figures:
-    """Feed a target for some seconds, beginning with some inputs."""
-    check, followed, figures, known = target.open(), Followed(), Figures(), set[Step]()
+    """Feed a target for some seconds, beginning with some inputs, and follow the code of a folder."""
+    check, followed, figures, known = target.open(), Followed(folder), Figures(), set[Step]()
     rng = random.Random(seed)  # to do the same again, not to be unforeseeable
     mutator = Mutator(rng, target.words, target.most_bytes)
     start = clock()
@@ -108,16 +109,16 @@ def fuzz(
         feed(data)
     while (now := clock() - start) < seconds:
         # The newest lead furthest; the oldest are never given up.
-        corpus = figures.corpus or [b""]
+        corpus = figures.corpus or beginnings or [b""]
         chosen = corpus[-1 - min(int(rng.expovariate(4 / len(corpus))), len(corpus) - 1)]
         feed(mutator.mutated(chosen, rng.choice(corpus)))
     figures.seconds, figures.covered = now, len(known)
     return figures
 
 
-def least_covering(target: Target, inputs: list[bytes], most: int) -> list[bytes]:
+def least_covering(target: Target, inputs: list[bytes], most: int, folder: str = PRODUCT) -> list[bytes]:
     """A few inputs that together take nearly all the steps of many: the shortest of those that add most, one by one."""
-    check, followed = target.open(), Followed()
+    check, followed = target.open(), Followed(folder)
     taken: list[tuple[bytes, set[Step]]] = []
     for data in sorted(set(inputs), key=len):
         try:
