@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 WARM_UP_SHARE = 0.2
 """What is made once and kept (caches, pools, allocators' reserves) is made then."""
-_BLOCKS = 60
+_BLOCKS = 24
 """Neighbours are alike, so what is judged are the medians of so many pieces of the run."""
 _SURE = 2.576
 """Of 99 in a hundred that do not grow, none is said to."""
