@@ -86,7 +86,7 @@ audit: $(VENV)/.testing
 	$(BIN)/python scripts/audit.py
 
 release: $(VENV)/.testing
-	bash scripts/release.sh $(RELEASE_KEY)
+	$(BIN)/python scripts/release.py dist $(if $(RELEASE_KEY),--key $(RELEASE_KEY))
 
 protos: $(VENV)/.testing
 	$(BIN)/python scripts/compile_protos.py

@@ -18,8 +18,8 @@ WARM_UP_SHARE = 0.2
 """What is made once and kept (caches, pools, allocators' reserves) is made then."""
 _BLOCKS = 24
 """Neighbours are alike, so what is judged are the medians of so many pieces of the run."""
-_SURE = 2.576
-"""Of 99 in a hundred that do not grow, none is said to."""
+_SURE = 3.3
+"""Of a thousand that do not grow, one is said to."""
 _HOUR_SECONDS = 3600.0
 
 Floats = npt.NDArray[np.float64]
