@@ -7,7 +7,7 @@ is a tiny language model with random weights, where PyTorch is installed.
 
 from __future__ import annotations
 
-import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import psutil
 
 _TESTS = Path(__file__).parents[1] / "tests"
-_PORTS = re.compile(r"listening on 127\.0\.0\.1:(\d+)")
 _READY = "model(s)"
 _START_SECONDS = 900.0
 _STOP_SECONDS = 60.0
@@ -52,15 +51,16 @@ class NotServed(Exception):
 def served(folder: Path, workers: int, *, language: bool) -> Iterator[Running]:
     """Make the models, start a server over them, and stop it with SIGTERM: it has to end well."""
     models = _models(folder / "models", language=language)
-    words = ["serve", str(models), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    http, grpc, metrics = _free_ports(3)
+    words = ["serve", str(models), "--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
     words += ["--model-control-mode", "explicit", "--load-model", "*", "--workers", str(workers)]
     program = "from headrace.cli.main import main; main()"
     log = folder / "server.log"
     with log.open("wb") as output:
         process = psutil.Popen([sys.executable, "-c", program, *words], stdout=output, stderr=subprocess.STDOUT)
     try:
-        http, grpc = _ports(process, log)
-        yield Running(process, http, grpc, language)
+        _wait(process, log)
+        yield Running(process, int(http), int(grpc), language)
         if not process.is_running():
             raise NotServed(f"the server has ended; {log} says more")
     finally:
@@ -74,15 +74,21 @@ def served(folder: Path, workers: int, *, language: bool) -> Iterator[Running]:
         raise NotServed(f"after SIGTERM the server ended with {status}; {log} says more")
 
 
-def _ports(process: Any, log: Path) -> tuple[int, int]:
+def _free_ports(count: int) -> list[str]:
+    """Asked of the system all at once, so that they differ."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _wait(process: Any, log: Path) -> None:
     ends = time.monotonic() + _START_SECONDS
-    while time.monotonic() < ends and process.poll() is None:
-        text = log.read_text()
-        ports = [int(each) for each in _PORTS.findall(text)]
-        if _READY in text and len(ports) >= 2:
-            return ports[0], ports[1]
+    while _READY not in log.read_text():
+        if time.monotonic() > ends or process.poll() is not None:
+            raise NotServed(f"the server does not come up: {log.read_text()[-1000:]}")
         time.sleep(0.1)
-    raise NotServed(f"the server does not listen; {log} says more")
 
 
 def _models(folder: Path, *, language: bool) -> Path:

@@ -7,7 +7,6 @@ import hashlib
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import release
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("release")
     key = folder / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "releases@test", "-f", key], check=True)
@@ -23,7 +22,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "allowed_signers").write_text(f'releases@test namespaces="{release.NAMESPACE}" {public}')
     # Builds twice and raises where they differ.
     release.released(folder / "dist", "HEAD", key)
-    yield folder
+    return folder
 
 
 def verified(folder: Path, sums: bytes) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SBOMs are valid CycloneDX by the schema of its own library, name everything that is locked, and are made again alike."""
+"""The SBOMs are valid CycloneDX by its own library, name everything that is locked, and are made again alike."""
 
 from __future__ import annotations
 
