@@ -61,14 +61,10 @@ class FakeAudit:
 
     def __init__(self, folder: Path, answer: Any, status: int) -> None:
         script = folder / "fake_audit.py"
-        write = (
-            ""
-            if answer is None
-            else f"open(sys.argv[sys.argv.index('--output') + 1], 'w').write({json.dumps(answer)!r})\n"
-        )
-        script.write_text(
-            f"import sys\n{write}print('ConnectionError: no route', file=sys.stderr)\nsys.exit({status})\n"
-        )
+        lines = ["import sys", "print('ConnectionError: no route', file=sys.stderr)"]
+        if answer is not None:
+            lines.append(f"open(sys.argv[sys.argv.index('--output') + 1], 'w').write({json.dumps(answer)!r})")
+        script.write_text("\n".join([*lines, f"sys.exit({status})"]))
         self.command = [sys.executable, str(script)]
 
 
