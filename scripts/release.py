@@ -28,8 +28,9 @@ NAMESPACE = "headrace-release"
 _BUILD = """
 import sys
 from setuptools import build_meta
-build_meta.build_sdist(sys.argv[1])
-build_meta.build_wheel(sys.argv[1])
+folder = sys.argv[1]  # which setuptools replaces
+build_meta.build_sdist(folder)
+build_meta.build_wheel(folder)
 """
 
 
