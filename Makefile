@@ -8,7 +8,10 @@ PYTHON ?= $(firstword $(shell for p in /usr/bin/python3 python3 python3.13 pytho
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install serve docs test check test-platforms bench protos clean
+FUZZ_SECONDS ?= 300
+SOAK_SECONDS ?= 3600
+
+.PHONY: help install serve docs test check test-platforms bench fuzz soak lock audit release protos clean
 
 help:
 	@echo "make install         .venv with the headrace command, ONNX Runtime and tracing"
@@ -18,6 +21,11 @@ help:
 	@echo "make check           lint, types, import rules, forbidden calls, generated files"
 	@echo "make test-platforms  tests that need Debian packages (installs them)"
 	@echo "make bench           measure Headrace beside its peers (installs them), about forty minutes"
+	@echo "make fuzz            feed every reader of bytes what nobody would send, FUZZ_SECONDS=300 for each target"
+	@echo "make soak            an hour of mixed traffic on a real server; growth fails it (SOAK_SECONDS=3600)"
+	@echo "make lock            requirements/*.lock anew: every version with its hashes"
+	@echo "make audit           known holes of what we depend on (asks PyPI)"
+	@echo "make release         sdist and wheel twice, the same bytes; checksums, SBOM; signed with RELEASE_KEY=..."
 	@echo "make protos          compile proto/ again"
 
 # Anew whenever the dependencies change. virtualenv steps in where Debian's python3-venv is not installed.
@@ -62,6 +70,23 @@ test-platforms: $(VENV)/.testing
 
 bench: $(VENV)/.testing
 	$(BIN)/python -m bench
+
+# libFuzzer is quicker and sees more. There are wheels for x86-64; elsewhere our own guide does it.
+fuzz: $(VENV)/.testing
+	-$(BIN)/python -m pip install --quiet --only-binary :all: 'atheris>=3.0'
+	$(BIN)/python -m fuzz all --seconds $(FUZZ_SECONDS)
+
+soak: $(VENV)/.testing
+	$(BIN)/python -m soak --seconds $(SOAK_SECONDS)
+
+lock: $(VENV)/.testing
+	$(BIN)/python scripts/lock.py
+
+audit: $(VENV)/.testing
+	$(BIN)/python scripts/audit.py
+
+release: $(VENV)/.testing
+	$(BIN)/python scripts/release.py dist $(if $(RELEASE_KEY),--key $(RELEASE_KEY))
 
 protos: $(VENV)/.testing
 	$(BIN)/python scripts/compile_protos.py

@@ -99,8 +99,8 @@ def server_url(text: str) -> str:
     from headrace.core.errors import InvalidArgument
 
     whole = (text if "://" in text else f"http://{text}").rstrip("/")
-    parts = urlsplit(whole)
     try:
+        parts = urlsplit(whole)
         known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         known = False

@@ -91,11 +91,11 @@ def check_clock(url: str, answer: Answer) -> Iterator[Finding]:
 
 def ask(url: str, path: str, environ: Mapping[str, str], method: str = "GET", body: bytes | None = None) -> Answer:
     """One request, without redirects or proxies. Raises OSError where nobody answers, InvalidArgument for no URL."""
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise InvalidArgument(f"{url}: the port must be a number from 0 to 65535") from None
+        raise InvalidArgument(f"{url}: is no URL, or its port is no number from 0 to 65535") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidArgument(f"{url} names no server: write http://127.0.0.1:8000")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection

@@ -34,7 +34,13 @@ def media_url(place: str, kind: Kind, arch: Architecture, most_bytes: int = MOST
     if name in ("http", "https"):
         return place
     if name == "file":
-        return _file_url(unquote(urlsplit(place).path), kind, arch, most_bytes)
+        try:
+            path = unquote(urlsplit(place).path)
+        except ValueError:
+            raise InvalidArgument(
+                "a file:// URL cannot be read: write it like file:///path, or give the path"
+            ) from None
+        return _file_url(path, kind, arch, most_bytes)
     raise InvalidArgument(
         f"{name}:// URLs are not read by services: give an http(s) URL, or the path of a file of this machine"
     )

@@ -120,7 +120,10 @@ def public_text(url: str) -> str:
 
 
 def _file(text: str) -> LocalPlace:
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError:  # brackets that are no address, or characters that Unicode takes for others
+        raise InvalidArgument(f"{public_text(text)} is not a URL that can be read; write file:///path") from None
     if parts.netloc not in {"", "localhost"}:
         raise InvalidArgument(f"file://{parts.netloc}/... names another machine; write file:///path")
     path = unquote(parts.path)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Header blocks: what is remembered of a connection's blocks is what the `hpack` package itself says, block after block."""
+
+from __future__ import annotations
+
+from hpack import Decoder, HPACKError
+
+from fuzz.target import Check, Target, must
+from headrace.core.limits import Limits
+from headrace.wire.http2.frames import ConnectionFault, StreamFault
+from headrace.wire.http2.headers import HeaderReader
+
+_LIMITS = Limits(header_bytes=8192)
+
+
+def _open() -> Check:
+    def check(data: bytes) -> None:
+        ours, theirs = HeaderReader(_LIMITS), Decoder(max_header_list_size=_LIMITS.header_bytes)
+        blocks, at = [], 0
+        while at < len(data):
+            blocks.append(data[at + 1 : at + 1 + data[at]])
+            at += 1 + data[at]
+        # Twice: the second time what is remembered answers.
+        for block in (*blocks, *blocks):
+            try:
+                expected = [(bytes(name), bytes(value)) for name, value in theirs.decode(block, raw=True)]
+            except (HPACKError, IndexError, ValueError):
+                expected = None
+            try:
+                head = ours.request(block)
+            except ConnectionFault:
+                must(expected is None or len(expected) > _LIMITS.header_count, "refused what hpack reads")
+                return  # the connection has ended
+            except StreamFault:
+                must(expected is not None, "the stream is refused where the connection must be")
+                continue
+            must(expected is not None, "read what hpack refuses")
+            pseudo = dict(expected or ())
+            must((head.method, head.path) == (pseudo[b":method"], pseudo[b":path"]), "another method or path")
+            fields = [each for each in expected or () if not each[0].startswith(b":") and each[0] != b"cookie"]
+            kept = [each for each in head.fields if each[0] != b"cookie"]
+            must(kept[: len(fields)] == fields, f"{kept} of {fields}")
+
+    return check
+
+
+TARGET = Target(
+    "header blocks of one connection: as the hpack package reads them, also from memory",
+    _open,
+    (
+        b"\x82\x86\x84",
+        b"\x41\x01a",
+        b"\x40\x01x\x01y",
+        b"\x3f\xe1\x1f",
+        b"\x20",
+        b"\xbe",
+        b"\x10\x04cook\x00",
+        b"\x83\x87",
+    ),
+    1024,
+)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""InferenceServices in YAML, from the text to the objects of a cluster.
+
+Problems with their places, or a plan; and what is written of a document reads as the same again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fuzz.target import Check, Target, must
+from headrace.fleet.documents import Read, parse, write
+from headrace.fleet.explaining import explain, question, shipped_runtimes
+
+
+def _open() -> Check:
+    asking = partial(question, around=Read([], []), shipped=shipped_runtimes())
+
+    def check(data: bytes) -> None:
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            return  # refused before it comes here
+        read = parse(text, "isvc.yaml")
+        documents = read.documents
+        if documents:
+            again = parse(write(documents))
+            must(not again.problems, f"written, it is no YAML: {again.problems}")
+            must(again.documents == documents, "written, it reads otherwise")
+        asked = asking(read)
+        for source in asked.services:
+            explained = explain(source, asked)
+            explained.as_json()
+            must(not explained.errors or all(str(each) for each in explained.errors), "an error without a word")
+            write(explained.objects)
+
+    return check
+
+
+TARGET = Target(
+    "InferenceServices in YAML: problems with places or a plan, and written it reads as the same",
+    _open,
+    (
+        b"apiVersion: ome.io/v1beta1\n",
+        b"kind: InferenceService\n",
+        b"metadata:\n  name: a\n",
+        b"spec:\n",
+        b"  engine:\n    minReplicas: 1\n",
+        b"  decoder: {}\n",
+        b"  router: {}\n",
+        b"  model:\n    name: m\n",
+        b"  runtime:\n    name: headrace-cpu\n",
+        b"    runner:\n      image: i\n",
+        b"      resources:\n        limits:\n          nvidia.com/gpu: 1\n",
+        b"    leader: {}\n",
+        b"    worker:\n      size: 1\n",
+        b"  kedaConfig:\n    enableKeda: true\n",
+        b"annotations:\n    ome.io/deploymentMode: RawDeployment\n",
+        b"&a",
+        b"*a",
+        b"<<: *a",
+        b"!!binary",
+        b"---\n",
+        b"0x10",
+        b"1Gi",
+        b"-1",
+        b"null",
+        b"|-\n",
+        b"\xe2\x80\xa8",
+    ),
+)

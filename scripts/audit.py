@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known holes of what we depend on: `make audit` has pip-audit ask PyPI about everything that is locked.
+
+0: none is known. 1: some are; they are told, with the versions that mend them. 3: nobody could be asked, and nothing is
+known.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lock import FOLDER, LOCKS
+from tool_venvs import tool
+
+PIP_AUDIT = "pip-audit==2.10.1"
+CLEAN, HOLES, UNKNOWN = 0, 1, 3
+
+
+def main() -> int:
+    """Ask about each lock."""
+    program = tool(PIP_AUDIT, "pip-audit")
+    return max(audited([str(program)], FOLDER / f"{name}.lock") for name in LOCKS)
+
+
+def audited(program: list[str], lock: Path) -> int:
+    """Ask about one lock, tell what there is to tell, and return the exit code that says it."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        how = ["--require-hashes", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
+        command = [*program, *how, "--output", str(answer), "--requirement", str(lock)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            document = json.loads(answer.read_text())
+        except (OSError, ValueError):
+            # pip-audit ends with 1 both for a hole and for a service that does not answer: only its answer tells.
+            last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+            print(
+                f"{lock.name}: PyPI's list of holes cannot be asked here, so nothing is known: {last[:300]}",
+                file=sys.stderr,
+            )
+            return UNKNOWN
+    holes = list(holes_in(document))
+    for each in holes:
+        print(f"{lock.name}: {each}")
+    print(f"{lock.name}: {len(document['dependencies'])} packages, {len(holes) or 'no'} known holes")
+    return HOLES if holes else CLEAN
+
+
+def holes_in(document: Any) -> list[str]:
+    """`name version: id, mended in ...` of each."""
+    found = []
+    for package in document["dependencies"]:
+        for hole in package.get("vulns", []):
+            mended = ", ".join(hole["fix_versions"]) or "no version yet"
+            found.append(f"{package['name']} {package['version']}: {hole['id']}, mended in {mended}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locks what we depend on: `requirements/NAME.lock` has every package with its version and the hashes of its files.
+
+    python scripts/lock.py                 write them anew, with the newest versions that fit (asks PyPI)
+    python scripts/lock.py --check         whether they still fit pyproject.toml (asks nobody)
+
+One file is for x86-64 and aarch64: where they differ, a line has a marker. `pip install --require-hashes -r FILE` installs
+exactly that and refuses a file of another content.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tomllib
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from tool_venvs import ROOT, tool
+
+LOCKS = {"image": ("onnx", "cloud", "kubernetes"), "all": ("all",), "test": ("all", "test", "check")}
+"""Each file and the extras of pyproject.toml that are in it."""
+FOLDER = ROOT / "requirements"
+UV = "uv==0.13.7"
+_OLDEST_PYTHON = "3.11"
+_MACHINES = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28")
+_PINNED = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)(?: ; (.*?))?(?: \\)?$", re.MULTILINE)
+
+
+def main() -> int:
+    """Write, or check. 0: they fit; 1: they do not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    if not parser.parse_args().check:
+        for name, extras in LOCKS.items():
+            _write(name, extras)
+    problems = [problem for name in LOCKS for problem in problems_of(name)]
+    for each in problems:
+        print(each, file=sys.stderr)
+    return 1 if problems else 0
+
+
+def problems_of(name: str) -> list[str]:
+    """Where a lock and pyproject.toml do not go together."""
+    file = FOLDER / f"{name}.lock"
+    if not file.exists():
+        return [f"{file.name} is missing: make lock"]
+    text = file.read_text()
+    locked = pinned(text)
+    problems = [
+        f"{file.name}: {wanted} is locked as {found}: make lock"
+        for wanted in wanted_by(LOCKS[name])
+        if not any(wanted.specifier.contains(version, prereleases=True) for version in locked.get(_name(wanted), []))
+        for found in [" ".join(map(str, locked.get(_name(wanted), []))) or "nothing"]
+    ]
+    entries = re.split(r"\n(?=[A-Za-z0-9])", text)
+    problems += [
+        f"{file.name}: {each.split()[0]} has no hash" for each in entries if "==" in each and "sha256:" not in each
+    ]
+    return problems
+
+
+def pinned(text: str) -> dict[str, list[Version]]:
+    """The versions of each package; two where machines differ."""
+    found: dict[str, list[Version]] = {}
+    for name, version, _ in _PINNED.findall(text):
+        found.setdefault(canonicalize_name(name), []).append(Version(version))
+    return found
+
+
+def wanted_by(extras: tuple[str, ...]) -> list[Requirement]:
+    """What pyproject.toml asks for with these extras, and with the extras that those name."""
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(each) for each in project["dependencies"]]
+    ahead, seen = list(extras), set[str]()
+    while ahead:
+        extra = ahead.pop()
+        if extra in seen:
+            continue
+        seen.add(extra)
+        for each in map(Requirement, project["optional-dependencies"][extra]):
+            if each.name == project["name"]:
+                ahead += each.extras
+            else:
+                wanted.append(each)
+    return wanted
+
+
+def _write(name: str, extras: tuple[str, ...]) -> None:
+    uv, file = tool(UV, "uv"), FOLDER / f"{name}.lock"
+    new = file.with_suffix(".new")
+    FOLDER.mkdir(exist_ok=True)
+    said = [word for extra in extras for word in ("--extra", extra)]
+    how = [
+        "--universal",
+        "--generate-hashes",
+        "--no-header",
+        "--upgrade",
+        "--python-version",
+        _OLDEST_PYTHON,
+        "--quiet",
+    ]
+    subprocess.run([uv, "pip", "compile", "pyproject.toml", *said, *how, "--output-file", new], cwd=ROOT, check=True)
+    for machine in _MACHINES if name == "image" else ():
+        # The image is made without a compiler: there must be a wheel of everything, for both kinds of machines.
+        where = [
+            "--python-platform",
+            machine,
+            "--python-version",
+            _OLDEST_PYTHON,
+            "--target",
+            str(ROOT / "build" / "none"),
+        ]
+        how = ["--dry-run", "--quiet", "--require-hashes", "--only-binary", ":all:"]
+        subprocess.run([uv, "pip", "install", *how, *where, "--requirements", new], cwd=ROOT, check=True)
+    head = f"# Written by scripts/lock.py: headrace[{','.join(extras)}], Python {_OLDEST_PYTHON} and newer.\n"
+    new.write_text(head + new.read_text())
+    new.replace(file)
+    print(f"{file.relative_to(ROOT)}: {len(pinned(file.read_text()))} packages")
+
+
+def _name(requirement: Requirement) -> str:
+    return canonicalize_name(requirement.name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every container of ours that an installation starts has no rights, and writes nowhere but in its volumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headrace.fleet.explaining import shipped_runtimes
+from headrace.fleet.installing.agent import agent_objects
+from headrace.fleet.installing.operator import operator_objects
+from headrace.fleet.installing.settings import ManifestSettings
+
+_SETTINGS = ManifestSettings()
+INSTALLED = [*operator_objects(_SETTINGS), *agent_objects(_SETTINGS), *shipped_runtimes()]
+
+
+def containers_of(value: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    """Everything with an image of ours, however deep, and what stands around it."""
+    if isinstance(value, dict):
+        if "headrace" in str(value.get("image", "")):
+            yield value, around
+        for each in value.values():
+            yield from containers_of(each, (*around, value))
+    elif isinstance(value, list):
+        for each in value:
+            yield from containers_of(each, around)
+
+
+OURS = [
+    pytest.param(
+        document, container, around, id=f"{document['kind']}-{document['metadata']['name']}-{container['name']}"
+    )
+    for document in INSTALLED
+    for container, around in containers_of(document)
+]
+
+
+def test_there_are_some_of_each() -> None:
+    kinds = {each.values[0]["kind"] for each in OURS}  # type: ignore[index,call-overload]
+    assert kinds == {"Deployment", "DaemonSet", "ClusterServingRuntime"}
+
+
+@pytest.mark.parametrize(("document", "container", "around"), OURS)
+def test_every_container_of_ours_is_confined(
+    document: dict[str, Any], container: dict[str, Any], around: tuple[Any, ...]
+) -> None:
+    own = container["securityContext"]
+    assert own["allowPrivilegeEscalation"] is False
+    assert own["readOnlyRootFilesystem"] is True
+    assert "ALL" in own["capabilities"]["drop"]
+    said = [own, *(each["securityContext"] for each in around if "securityContext" in each)]
+    # The folder of models on a node is root's: the agent is root, without root's powers.
+    assert any(each.get("runAsNonRoot") for each in said) == (document["kind"] != "DaemonSet")
+    assert not any(each.get("privileged") for each in said)
