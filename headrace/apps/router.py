@@ -129,7 +129,7 @@ def _tell_of_wakes(proxy: RouterProxy) -> None:
 
     scaler, first = waking.scaler, waking.settings.targets[0]
     if isinstance(scaler, LocalScaler):
-        waking.on_woken = lambda wake: scaler.tell(first, wake.seconds())
+        waking.told.on_woken = lambda wake: scaler.tell(first, wake.seconds())
 
 
 def build_router_site(proxy: RouterProxy, grpc: GrpcProxy | None, settings: RouterAppSettings) -> Site:

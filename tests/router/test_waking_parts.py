@@ -74,15 +74,15 @@ def test_the_status_the_metrics_and_the_trace_of_a_request(spans: Any) -> None:
     scaler = KnowingScaler()
     woken: list[Wake] = []
     with serving(echo_site()) as server, napping(server.port, scaler=scaler, tracer=tracer_to(spans)) as nap:
-        nap.waking.on_woken = woken.append
+        nap.waking.told.on_woken = woken.append
         with ThreadPoolExecutor() as pool:
             first = pool.submit(ask, nap.port, "GET", "/hello", None, {"traceparent": PARENT})
             second = pool.submit(ask, nap.port, "POST", "/echo", b"x")
             nap.held(2)
-            until(lambda: nap.waking.last.decided)
-            held = nap.waking.last.held
+            until(lambda: nap.waking.told.last.decided)
+            held = nap.waking.told.last.held
             # Both are told by somebody else, whose clock is the machine's.
-            scaler.moments = (nap.waking.last.decided, nap.waking.last.decided)
+            scaler.moments = (nap.waking.told.last.decided, nap.waking.told.last.decided)
             scaler.ready = 1
             assert first.result(30).body == b"hello" and second.result(30).body == b"x"
         told = json.loads(ask(nap.port, "GET", "/router/status").body)["waking"]["last_wake"]
@@ -129,7 +129,7 @@ def test_a_mistake_in_telling_loses_no_request() -> None:
         raise RuntimeError("the test's own")
 
     with serving(echo_site()) as server, napping(server.port) as nap, ThreadPoolExecutor() as pool:
-        nap.waking.on_woken = fails
+        nap.waking.told.on_woken = fails
         waiting = pool.submit(ask, nap.port, "GET", "/hello")
         nap.held(1)
         nap.scaler.ready = 1

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.fleet.autoscaling.deciding import CALM, KNATIVE, TICK_SECONDS, Panic, decide
 from headrace.fleet.autoscaling.meter import Meter
 from headrace.router.waking.holding import Holding
-from headrace.router.waking.parts import Wake, trace
+from headrace.router.waking.parts import Telling, Wake
 from headrace.router.waking.scaler import Replicas, Scaler, ScalerFailed
 from headrace.router.waking.settings import ActivationSettings, Target
 from headrace.router.waking.targets import RETRY_SECONDS, Targets
@@ -51,7 +51,6 @@ _FIRST_LOOK_SECONDS = 3.0
 _FALL_SECONDS = 15.0
 """The longest that replicas may count as ready after they should be none: then they are not waited for."""
 _LONGEST_RETRY_AFTER = 60.0
-_PART_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 _WAKE_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 
 
@@ -68,17 +67,13 @@ class Activator:
     ) -> None:
         self._settings = settings
         self.scaler = scaler
-        self._tracer = tracer
         self._backends = backends
         self._answers = answers
         self.state = AWAKE
         self.targets = Targets(settings.targets, scaler, self._target_changed)
-        self.holding = Holding(settings, self._why, self._refused)
+        self.told = Telling(tracer)
+        self.holding = Holding(settings, self._why, self.told.refused)
         self.wakes = 0
-        self.last: Wake | None = None
-        """The last time that somebody was woken, or the one under way."""
-        self.on_woken: Callable[[Wake], None] = lambda _: None
-        """Called when the first answer after a wake has begun."""
         self.look_around: Callable[[], None] = lambda: None
         """Has the router look for backends: some may have come."""
         self._meter = Meter()
@@ -91,7 +86,6 @@ class Activator:
         self._draining = False
         self._changed = asyncio.Event()
         self._on_risen: Callable[[float], None] = _ignore
-        self._on_part: Callable[[str, float], None] = _ignore_part
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -171,7 +165,7 @@ class Activator:
             "held": len(self.holding),
             "held_bytes": self.holding.bytes,
             "wakes": self.wakes,
-            "last_wake": self.last.seconds() if self.last is not None else None,
+            "last_wake": self.told.last.seconds() if self.told.last is not None else None,
             "refused": self.holding.refused,
             "targets": self.targets.as_json(),
         }
@@ -191,13 +185,7 @@ class Activator:
             "headrace_router_wake_seconds", "From the first request to a backend that answers.", buckets=_WAKE_BUCKETS
         )
         self._on_risen = family.labels().observe
-        parts = registry.histogram(
-            "headrace_router_wake_part_seconds",
-            "Of a wake: what each part of it took.",
-            ("part",),
-            buckets=_PART_BUCKETS,
-        )
-        self._on_part = lambda name, seconds: parts.labels(part=name).observe(seconds)
+        self.told.declare(registry)
 
     # The timer: no waiting in here.
 
@@ -260,13 +248,13 @@ class Activator:
                 pause = min(2 * pause, RETRY_SECONDS[1])
                 continue
             pause = RETRY_SECONDS[0]
-            self._note(decided=time.time())
+            self.told.note(decided=time.time())
             if not self.targets.ready:
                 await self._next_change(_LOOK_SECONDS)
                 continue
             now = self._now()
             ready_since = now if ready_since is None else ready_since
-            self._note(seen=time.time(), **self.targets.moments())
+            self.told.note(seen=time.time(), **self.targets.moments())
             up = await self._who_answers()
             if up and self.state == WAKING and self.targets.ready:
                 self._rise(up)
@@ -293,13 +281,13 @@ class Activator:
         seconds = now - min(self.holding.oldest or now, self._waking_since)
         self.wakes += 1
         self._on_risen(seconds)
-        self._note(connected=time.time())
+        self.told.note(connected=time.time())
         self.holding.retry_after_seconds = min(_LONGEST_RETRY_AFTER, max(1.0, seconds))
         self._active_at = now
         self._backends.rise(up, now)
         self._become(AWAKE)
         log.info("awake after %.3f s: %d requests go on", seconds, len(self.holding))
-        self.holding.release(lambda: self.state == AWAKE, self._answered)
+        self.holding.release(lambda: self.state == AWAKE, self.told.answered)
 
     async def _fall(self) -> None:
         """Put them to sleep, and wait until none counts as ready. What fails is tried again, unless somebody waits."""
@@ -355,35 +343,6 @@ class Activator:
             if self.active and decision.replicas != seen.wanted:
                 await self.targets.scale(target, decision.replicas)
 
-    # What is told of a wake.
-
-    def _note(self, **moments: float) -> None:
-        """The first time counts."""
-        for name, moment in moments.items():
-            if self.last is not None and not getattr(self.last, name):
-                setattr(self.last, name, moment)
-
-    def _answered(self, request: Held) -> None:
-        """The answer to a request that has waited begins."""
-        wake, now = self.last, time.time()
-        if wake is None:
-            return
-        if not wake.first_byte:
-            wake.first_byte = now
-            for name, seconds in wake.seconds().items():
-                self._on_part(name, seconds)
-            self.on_woken(wake)
-        self._trace(request, wake, now)
-
-    def _refused(self, request: Held, why: str) -> None:
-        if self.last is not None:
-            self._trace(request, self.last, time.time(), why)
-
-    def _trace(self, request: Held, wake: Wake, now: float, failure: str = "") -> None:
-        if self._tracer.enabled:
-            since = now - (self._now() - request.since) if request.since else now
-            trace(self._tracer, wake, request.traceparent(), since, now, failure)
-
     # Inside.
 
     def _target_changed(self) -> None:
@@ -397,7 +356,7 @@ class Activator:
     def _become(self, state: str) -> None:
         if state == WAKING:
             self._waking_since = now = self._now()
-            self.last = Wake(time.time() - max(0.0, now - (self.holding.oldest or now)))
+            self.told.last = Wake(time.time() - max(0.0, now - (self.holding.oldest or now)))
         self.state = state
         self._changed.set()
 
@@ -428,7 +387,3 @@ _GONE = Replicas(0, 0)
 
 def _ignore(seconds: float) -> None:
     """Until there are metrics."""
-
-
-def _ignore_part(name: str, seconds: float) -> None:
-    """The same."""

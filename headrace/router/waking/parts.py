@@ -9,18 +9,23 @@
     first_byte   the answer began
 
 Where nobody tells when a process began, as on Kubernetes, its part is in the one after it. Moments are seconds since the
-epoch: one of them is another process's. Pure, but for `trace`.
+epoch: some of them are another process's. `Telling` passes them on: to metrics, to traces, to who wants to know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from headrace.router.waking.held import Held
+    from headrace.telemetry.registry import Registry
     from headrace.telemetry.tracing import Tracer
 
+_PART_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 PARTS = ("decided", "started", "loading", "seen", "connected", "first_byte")
 
 
@@ -52,9 +57,57 @@ class Wake:
         return {name: round(ended - began, 6) for name, began, ended in self.spans()}
 
 
-def trace(tracer: Tracer, wake: Wake, parent: bytes, since: float, until: float, failure: str = "") -> None:
-    """One request's wait as spans: all of it, and below that its parts."""
-    whole = tracer.start("cold start", parent or None, at=since)
-    for name, began, ended in wake.spans(since):
-        tracer.start(name.replace("_", " "), whole, at=began).end(at=ended)
-    whole.end(failure, at=until)
+class Telling:
+    """See the module. Used from the loop's thread only."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self.last: Wake | None = None
+        """The last time that somebody was woken, or the one under way."""
+        self.on_woken: Callable[[Wake], None] = lambda _: None
+        """Called when the first answer after a wake has begun."""
+        self._on_part: Callable[[str, float], None] = lambda _name, _seconds: None
+
+    def declare(self, registry: Registry) -> None:
+        """For the metrics."""
+        parts = registry.histogram(
+            "headrace_router_wake_part_seconds",
+            "Of a wake: what each part of it took.",
+            ("part",),
+            buckets=_PART_BUCKETS,
+        )
+        self._on_part = lambda name, seconds: parts.labels(part=name).observe(seconds)
+
+    def note(self, **moments: float) -> None:
+        """Parts have ended. The first time counts."""
+        for name, moment in moments.items():
+            if self.last is not None and not getattr(self.last, name):
+                setattr(self.last, name, moment)
+
+    def answered(self, request: Held) -> None:
+        """The answer to a request that has waited begins."""
+        wake, now = self.last, time.time()
+        if wake is None:
+            return
+        if not wake.first_byte:
+            wake.first_byte = now
+            for name, seconds in wake.seconds().items():
+                self._on_part(name, seconds)
+            self.on_woken(wake)
+        self._trace(request, wake, now)
+
+    def refused(self, request: Held, why: str) -> None:
+        """Nobody will answer it."""
+        if self.last is not None:
+            self._trace(request, self.last, time.time(), why)
+
+    def _trace(self, request: Held, wake: Wake, now: float, failure: str = "") -> None:
+        """One request's wait as spans: all of it, and below that its parts."""
+        if not self._tracer.enabled:
+            return
+        waited = asyncio.get_running_loop().time() - request.since if request.since else 0.0
+        since = now - waited
+        whole = self._tracer.start("cold start", request.traceparent() or None, at=since)
+        for name, began, ended in wake.spans(since):
+            self._tracer.start(name.replace("_", " "), whole, at=began).end(at=ended)
+        whole.end(failure, at=now)
