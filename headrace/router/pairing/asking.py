@@ -112,6 +112,10 @@ class PrefillAsk:
             self._fail("answered far more than a ticket", drop=True)
         return True
 
+    def answer_chunk(self, data: bytes, begin: int) -> bool:
+        """See `customers.Customer`."""
+        return self.answer_piece(data[begin:-2])
+
     def answer_ended(self) -> None:
         """See `customers.Customer`."""
         self._connection = None

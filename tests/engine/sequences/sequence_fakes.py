@@ -50,6 +50,7 @@ class Owner:
     name = "memory"
     version_text = "1"
     follows = True
+    watch = None
 
     def __init__(self) -> None:
         self.settled = 0
