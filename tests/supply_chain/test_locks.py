@@ -72,6 +72,8 @@ def test_an_audit_tells_a_hole_from_nobody_to_ask(tmp_path: Path, capsys: pytest
     file = tmp_path / "all.lock"
     clean = {"dependencies": [{"name": "a", "version": "1", "vulns": []}], "fixes": []}
     assert audit.audited(FakeAudit(tmp_path, clean, 0).command, file) == audit.CLEAN
+    skipped = {"dependencies": [{"name": "a", "skip_reason": "not found"}], "fixes": []}
+    assert audit.audited(FakeAudit(tmp_path, skipped, 0).command, file) == audit.UNKNOWN
     hole = {"id": "PYSEC-1", "fix_versions": ["1.2"], "aliases": [], "description": ""}
     holes = {"dependencies": [{"name": "a", "version": "1", "vulns": [hole]}], "fixes": []}
     assert audit.audited(FakeAudit(tmp_path, holes, 1).command, file) == audit.HOLES

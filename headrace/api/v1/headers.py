@@ -28,7 +28,8 @@ _SEQUENCE_START, _SEQUENCE_END = 1, 2
 _SIZED = re.compile(rb"(?<![a-z_])byte_size")
 _NUMBERED = re.compile(rb" id: (0|[1-9][0-9]{0,18})((?: flags: [0-9]{1,9})?)")
 """The end of a header's text as protobuf writes it. With a zero before it, a number would be octal."""
-_OTHER_ID = re.compile(rb"(?<![A-Za-z0-9_])id(?![A-Za-z0-9_])")
+_UNSURE = re.compile(rb"#|(?<![A-Za-z0-9_])id(?![A-Za-z0-9_])")
+"""What may make a comment of the end, or a second number, which is an error: the parser tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def header_from_text(text: bytes) -> Header | None:
     # strings, in which anything might stand.
     before, brace, tail = text.rpartition(b"}")
     numbered = _NUMBERED.fullmatch(tail)
-    if numbered is None or _OTHER_ID.search(before):  # two of them are an error, which the parser tells
+    if numbered is None or _UNSURE.search(before):
         return _remembered_text(text)
     header = _remembered_text(before + brace + numbered[2])
     return None if header is None or header.is_v0 else replace(header, id=int(numbered[1]))
