@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 FUZZ_SECONDS ?= 300
 SOAK_SECONDS ?= 3600
 
-.PHONY: help install serve docs test check test-platforms bench fuzz soak lock audit release protos clean
+.PHONY: help install serve docs test check test-platforms bench fuzz soak chaos lock audit release protos clean
 
 help:
 	@echo "make install         .venv with the headrace command, ONNX Runtime and tracing"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench           measure Headrace beside its peers (installs them), about forty minutes"
 	@echo "make fuzz            feed every reader of bytes what nobody would send, FUZZ_SECONDS=300 for each target"
 	@echo "make soak            an hour of mixed traffic on a real server; growth fails it (SOAK_SECONDS=3600)"
+	@echo "make chaos           an account of 100,000 requests while workers are killed, stopped and reloaded"
 	@echo "make lock            requirements/*.lock anew: every version with its hashes"
 	@echo "make audit           known holes of what we depend on (asks PyPI)"
 	@echo "make release         sdist and wheel twice, the same bytes; checksums, SBOM; signed with RELEASE_KEY=..."
@@ -62,6 +63,8 @@ check: $(VENV)/.testing
 	$(BIN)/python scripts/generate_crds.py --check
 	$(BIN)/python scripts/generate_chart.py --check
 	$(BIN)/python scripts/generate_reference.py --check
+	$(BIN)/python scripts/generate_code_reference.py --check
+	$(BIN)/python scripts/draw_architecture.py --check
 
 test-platforms: $(VENV)/.testing
 	bash scripts/install_platform_packages.sh
@@ -78,6 +81,9 @@ fuzz: $(VENV)/.testing
 
 soak: $(VENV)/.testing
 	$(BIN)/python -m soak --seconds $(SOAK_SECONDS)
+
+chaos: $(VENV)/.testing
+	HEADRACE_CHAOS_REQUESTS=100000 $(BIN)/python -m pytest tests/chaos/test_every_request.py -s
 
 lock: $(VENV)/.testing
 	$(BIN)/python scripts/lock.py
