@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_console_browser
 from console_models import write_identity
 from console_served import INFER, ask, console_server
-from test_console_browser import Tab, row
+from console_tab import Tab
+from test_console_browser import row
 
 from headrace.access.keys_file import create_key
-
-browser = test_console_browser.browser  # the fixture
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(180)]
 
