@@ -93,7 +93,7 @@ def test_a_service_with_its_replicas_logs_and_events(tab: Tab, site: FleetUp) ->
     page.get_by_role("link", name="stones").click()
     page.get_by_text("FailedToLoad").first.wait_for()
     page.get_by_role("region", name="Table of conditions").get_by_role("rowheader", name="EngineReady").wait_for()
-    page.get_by_role("region", name="Table of events").get_by_text("its process ended with 1").wait_for()
+    page.get_by_role("region", name="Table of events").get_by_text("ome-container ended with 1").first.wait_for()
     page.get_by_label("Before the last restart").check()
     page.get_by_role("region", name="Lines of the log").get_by_text("this one crashes").wait_for()
     page.get_by_role("link", name="Services").click()

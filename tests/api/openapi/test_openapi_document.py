@@ -33,6 +33,7 @@ from headrace.apps.protocols import build_protocols
 from headrace.apps.server import ServerSettings
 from headrace.console.describing import console_table
 from headrace.core.dtypes import DTYPES
+from headrace.core.handing import HandingSettings
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.modelconfig.types import ControlInput, InputSpec, OutputSpec, SequenceBatching
@@ -55,7 +56,12 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 async def whole_server() -> Routes:
     """The routes of a server that has everything."""
     settings = ServerSettings(
-        http=ADDRESS, grpc=ADDRESS, measuring=MetricsSettings(), predict=PredictSettings(), openai=OpenAiSettings()
+        http=ADDRESS,
+        grpc=ADDRESS,
+        measuring=MetricsSettings(),
+        predict=PredictSettings(),
+        openai=OpenAiSettings(),
+        engine=EngineSettings(handing=HandingSettings("prefill")),
     )
     engine = open_engine(EngineSettings())
     protocols = build_protocols(engine, settings, NO_TRACING, None)

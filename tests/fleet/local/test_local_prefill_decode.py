@@ -76,7 +76,8 @@ def pids(site: LocalSite, component: str) -> list[int]:
     for path in site.root.glob("pods/*/pod.json"):
         said = read_json(path) or {}
         if labels_of(said.get("document", {})).get("component") == component:
-            found.append(int((read_json(path.parent / "process.json") or {}).get("pid", 0)))
+            for each in path.parent.glob("containers/*/process.json"):
+                found.append(int((read_json(each) or {}).get("pid", 0)))
     return [each for each in found if each]
 
 

@@ -158,7 +158,7 @@ def test_paused_resumed_undone_and_promoted_in_the_middle(site: LocalSite) -> No
         rollback(site.get("moved"))
     patched(site, "moved", resume)
     in_phase(site, "moved", "Promoted")
-    assert said(site.ready("moved")).startswith("new")
+    until(lambda: said(url).startswith("new"))
     site.apply(stepped("moved", "newest", steps=calm | {"ome.io/rollout-step-seconds": "3000"}))
     in_phase(site, "moved", "Stepping")
     patched(site, "moved", promotion)
