@@ -86,7 +86,7 @@ SECTIONS: dict[str, tuple[Verb, ...]] = {
         Verb(
             "up",
             "headrace.cli.fleet_up:up",
-            "Run InferenceServices on this machine: the same files as on Kubernetes, as processes.",
+            "Run InferenceServices on this machine: the same files as on Kubernetes, as processes or containers.",
         ),
         Verb(
             "apply",
@@ -112,7 +112,7 @@ SECTIONS: dict[str, tuple[Verb, ...]] = {
         Verb(
             "rollout",
             "headrace.cli.fleet_rollout:rollout",
-            "Move a canary on: promote it, undo it, see how far it is.",
+            "Move a canary on: promote it, undo it, pause and resume its steps, see how far it is.",
         ),
         Verb("logs", "headrace.cli.fleet_local:logs", "Show what the pods of a service on this machine said last."),
         Verb(

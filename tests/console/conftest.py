@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tools of these tests are: beside them, and with the tests of what they look at. One browser for all."""
+"""Where the tools of these tests are: beside them, and with the tests of what they look at."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ for folder in ("backends", "language_models", "microservice", "gateway", "fleet/
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """For one module: as long as it is there its event loop is the thread's, and no other test could run one."""
     from console_tab import chromium
 
     with chromium() as running:
