@@ -89,14 +89,14 @@ def write_repository(folder: Path, model: Path | None, options: argparse.Namespa
 @contextmanager
 def running(repository: Path, roles: tuple[str, str], logs: Path) -> Iterator[list[int]]:
     """Two servers and a router; their ports."""
-    headrace = str(Path(sys.executable).with_name("headrace"))
+    headrace = (sys.executable, "-c", "from headrace.cli.main import main; main()")
     ports = [free_port() for _ in range(3)]
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(*words: str) -> None:
         log = (logs / f"{len(processes)}.log").open("wb")
         processes.append(
-            subprocess.Popen([headrace, *words], stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            subprocess.Popen([*headrace, *words], stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
         )
 
     try:
