@@ -30,7 +30,7 @@ from headrace.modelconfig.types import (
     QueuePolicy,
 )
 
-REQUESTS = 20_000
+REQUESTS = 8_000
 TOGETHER = 50
 WARM_UP = 600
 ALLOWED = REQUESTS / 20
@@ -38,7 +38,7 @@ ALLOWED = REQUESTS / 20
 
 THREAD = {"instance_groups": (InstanceGroup("m", runs="thread"),)}
 WIDTH = 512
-"""4 KiB a request: a leak of each would be 80 MB."""
+"""4 KiB a request: a leak of each would be 32 MB."""
 
 
 def raising(_: Any) -> Any:
