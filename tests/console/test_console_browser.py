@@ -25,7 +25,7 @@ from headrace.access.keys_file import create_key
 
 EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "*", "--model-load-thread-count", "1")
 
-pytestmark = [pytest.mark.platform, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from test_console_browser import row
 
 from headrace.access.keys_file import create_key
 
-pytestmark = [pytest.mark.platform, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
 
 _SLOW = """
 import time

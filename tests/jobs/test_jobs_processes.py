@@ -96,7 +96,7 @@ def leftovers(folder: Path) -> list[str]:
     return [str(each.relative_to(data)) for each in found if each.is_file() and not each.name.startswith(".")]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_real_microservice(folder: Path) -> None:
     async def main() -> None:
         real = JobSettings(folder / "data", port_range=RANGE, callback_url="http://127.0.0.1:1")
@@ -134,7 +134,7 @@ def test_a_real_microservice(folder: Path) -> None:
     run(main())
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_model_that_cannot_be_loaded_is_told(folder: Path) -> None:
     async def main() -> None:
         service = await JobService.open(JobSettings(folder / "data", port_range=RANGE))

@@ -160,7 +160,7 @@ TestGateways = Gateways.TestCase
 TestGateways.settings = settings(
     max_examples=10, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )
-TestGateways.pytestmark = [pytest.mark.timeout(120)]
+TestGateways.pytestmark = [pytest.mark.timeout(300)]
 
 
 def test_a_fake_that_lies_is_caught(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from headrace.wire.site import Site
 from headrace.wire.sockets import Address
 from headrace.wire.websocket.accept import accept
 
-pytestmark = [pytest.mark.platform, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
 
 BALANCERS = Path(__file__).resolve().parents[2] / "docs" / "balancers"
 BODY = json.dumps({"inputs": [{"name": "INPUT0", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}).encode()

@@ -234,7 +234,7 @@ def test_what_others_change_is_put_right(node: Any, clean: Any) -> None:
     node.start()
     until(lambda: node.is_ready("kept"))
     label = "models.ome.io/clusterbasemodel.kept"
-    assert set(node.labels()) == {label}
+    until(lambda: set(node.labels()) == {label})
     kubectl("label", "node", "worker-1", f"{label}-", "models.ome.io/clusterbasemodel.forged=Ready")
     until(lambda: node.labels() == {label: "Ready"})
     kubectl("delete", "configmap", "worker-1", "-n", NAMESPACE)

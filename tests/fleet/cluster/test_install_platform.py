@@ -203,7 +203,7 @@ def test_the_operators_rights_are_enough(installed: Any, tmp_path: Path) -> None
     assert unused == set(), sorted(unused)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_agents_rights_are_enough(installed: Any, tmp_path: Path) -> None:
     from controller_site import until
     from ports import free_port
