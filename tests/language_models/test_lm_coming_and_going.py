@@ -23,7 +23,7 @@ class Stream:
     """One stream of events, read in a thread of its own."""
 
     def __init__(self, server: Server, model: str, tokens: int, number: int = 0) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.ports[0], timeout=60)
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.ports[0], timeout=240)
         self._body = json.dumps(
             {"model": model, "prompt": f"{number} the river", "max_tokens": tokens, "ignore_eos": True, "stream": True}
             | {"stream_options": {"include_usage": True}}
@@ -48,7 +48,7 @@ class Stream:
             self._connection.close()
 
     def ended(self) -> Stream:
-        self._thread.join(60)
+        self._thread.join(240)
         assert not self._thread.is_alive()
         return self
 
@@ -73,7 +73,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def begun(server: Server, model: str, count: int, tokens: int) -> list[Stream]:
     streams = [Stream(server, model, tokens, number) for number in range(count)]
     for stream in streams:
-        assert stream.began.wait(60)
+        assert stream.began.wait(240)
         assert stream.events
     return streams
 
@@ -111,4 +111,4 @@ def test_the_server_ends_when_its_streams_have(server: Server) -> None:
     for stream, tokens in zip(streams, [250] * 4 + [150] * 2, strict=True):
         assert stream.ended().done
         assert stream.tokens == tokens
-    assert server.process.wait(30) == 0, server.log
+    assert server.process.wait(120) == 0, server.log

@@ -153,7 +153,7 @@ def fleet_servers(folder: Path) -> dict[str, WireServer]:
     """Those of the operator, its webhooks, the model agent and the fleet of one machine, not started."""
     identity: Any = SimpleNamespace(files=None)
     reviews = WebhookMetrics(Registry(SystemClock()), lambda: 0.0)
-    control = Control(LocalSettings(folder), _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+    control = Control(LocalSettings(folder), _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
     return {
         "operator": operator_server(OperatorMetrics(_NOTHING), _HERE),
         "agent": agent_server(AgentMetrics(_NOTHING), _HERE),
