@@ -117,7 +117,10 @@ def test_every_route_of_the_gateway(tmp_path: Path) -> None:
         token = api.login("root")
         for route in rights.by_route(rights.GATEWAY):
             method, path = route.split(" ")
-            if path in ("/docs", "/openapi.json", "/metrics") or path.endswith("/logout"):
+            # An administrator reads the audit log, where kinds of accidents have a place; it is looked at below.
+            if path in ("/docs", "/openapi.json", "/metrics", "/console") or path.endswith(("/logout", "/audit")):
+                continue
+            if path.startswith("/console/"):
                 continue
             path = gateway_path(path)
             got = api.ask(method, path, BODY if method != "GET" else None, token)
