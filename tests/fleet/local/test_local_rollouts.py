@@ -84,7 +84,7 @@ def test_a_good_revision_comes_by_steps_and_no_request_fails(site: LocalSite) ->
     assert traffic.failures == []
     assert traffic.answers["old"] and traffic.answers["new"] and traffic.streams > 10
     assert traffic.total >= 200
-    assert said(url).startswith("new")
+    until(lambda: said(url).startswith("new"))
     started, first, ended = told(site, "good")
     assert started == "engine: a new revision gets 20 %, 50 %, then all requests"
     assert re.fullmatch(r"engine: step 20 %: \d+ requests, 0\.0 % errors; 50 % now", first)
@@ -113,7 +113,8 @@ def test_errors_take_a_revision_back_and_the_next_edit_begins_anew(site: LocalSi
     assert text(site.condition("bad", "LatestDeploymentReady"), "reason") == "RolledBack"
     site.apply(stepped("bad", "better", steps={"ome.io/rollout-min-requests": "0"}))
     in_phase(site, "bad", "Promoted")
-    assert said(site.ready("bad")).startswith("better")
+    url = site.ready("bad")
+    until(lambda: said(url).startswith("better"))
     site.delete("bad")
 
 
