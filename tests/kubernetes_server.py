@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightkube import ApiError, Client, KubeConfig
+from lightkube.core.decoders import decode_list
 from lightkube.generic_resource import create_namespaced_resource
 from lightkube.resources import apps_v1, batch_v1, core_v1
 from lightkube.types import PatchType
@@ -38,6 +39,11 @@ HELD = (
     ),  # 1.20 has a beta alone
 )
 """Kinds of which nothing may be left. Not Events: the API server forgets them by itself."""
+
+# msgspec works out how to read a kind when it reads the first, and two threads that do so at once end the process. Here it is
+# done before there is a thread.
+for _kind in (*HELD, core_v1.Node):
+    decode_list(b'{"metadata": {}, "items": []}', _kind)
 
 
 class KubernetesServer:

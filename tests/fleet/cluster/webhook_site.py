@@ -11,12 +11,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx2
 from controller_site import CountingTransport, until
 
+from headrace.fleet.cluster import program
 from headrace.fleet.cluster.api import connect
-from headrace.fleet.cluster.program import OperatorSettings, operate
+from headrace.fleet.cluster.program import Controller, OperatorSettings
 from headrace.fleet.cluster.webhooks.settings import CONFIGURATION, SECRET, WebhookSettings
 
 NAMESPACE = "headrace-system"
@@ -59,6 +61,7 @@ class Operator:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="operator")
         self._ready = threading.Event()
         self.transport: TrackingTransport | None = None
+        self.controller: Controller | None = None
         self.code: int | None = None
 
     def __enter__(self) -> Operator:
@@ -91,7 +94,7 @@ class Operator:
         while True:
             before = len(self.writes)
             time.sleep(seconds)
-            if len(self.writes) == before:
+            if len(self.writes) == before and self.controller is not None and self.controller.settled:
                 return self.writes
 
     async def _run(self) -> None:
@@ -99,8 +102,13 @@ class Operator:
         api = connect(str(self._kubeconfig))
         self.transport = api._client._transport = TrackingTransport(api._client._transport)
         self._ready.set()
-        self.code = await operate(api, self._settings, self._stop)
+        with patch.object(program, "Controller", self._noted):
+            self.code = await program.operate(api, self._settings, self._stop)
         await api.close()
+
+    def _noted(self, *told: Any) -> Controller:
+        self.controller = Controller(*told)
+        return self.controller
 
 
 def registered(site: Any) -> bool:
