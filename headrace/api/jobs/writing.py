@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -116,22 +116,30 @@ class Written:
 
 
 class JobTexts:
-    """Lists of jobs. A job is written once for each of its versions: a list of ten thousand is asked for again and again."""
+    """Lists of jobs. A record is written once: a list of ten thousand is asked for again and again.
+
+    The store gives the same records out as long as they have not changed.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], bytes] = {}
+        self._known: dict[int, bytes] = {}
+        self._records: list[Job] = []
+        """Whose texts are known. Kept, so that no other can get the address of one."""
 
     def page(self, found: JobPage, skip: int, size: int | None) -> Written:
         """Part of a list and where it is in the whole."""
-        known = self._known
-        if len(known) > _KNOWN_JOBS:
-            known.clear()
-        texts = [known.get((record.id, record.version)) or self.write(record) for record in found.jobs]
+        if len(self._known) > _KNOWN_JOBS:
+            self._known.clear()
+            self._records.clear()
+        texts = list(map(self._known.get, map(id, found.jobs)))
+        if None in texts:
+            texts = [text or self.write(record) for text, record in zip(texts, found.jobs, strict=True)]
         rest = encode({"pagination_info": page("jobs", [], skip, size, found.total)["pagination_info"]})
         # Megabytes, maybe, which are put together once and copied no more.
-        return Written([b'{"jobs":[', b",".join(texts), b"]," + rest[1:]])
+        return Written([b'{"jobs":[', b",".join(cast("list[bytes]", texts)), b"]," + rest[1:]])
 
     def write(self, record: Job) -> bytes:
         """One, to be remembered."""
-        text = self._known[record.id, record.version] = encode(job(record))
+        text = self._known[id(record)] = encode(job(record))
+        self._records.append(record)
         return text

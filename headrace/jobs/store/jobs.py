@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, delete, func, insert, select, update
 
@@ -85,16 +85,18 @@ class JobRows:
     def _known(self, connection: Connection, where: ColumnElement[bool], marks: list[_Mark]) -> list[Job]:
         """The jobs of these marks, as they were read before or are now: reading whole rows is what makes lists slow."""
         memory = self._memory
-        missing = [mark[0] for mark in marks if mark not in memory]
+        found = list(map(memory.get, marks))
+        if None not in found:
+            return cast("list[Job]", found)
+        missing = [mark[0] for mark, known in zip(marks, found, strict=True) if known is None]
         if len(memory) + len(missing) > MOST_REMEMBERED:
             memory = self._memory = {}
             missing = [mark[0] for mark in marks]
-        if missing:
-            these = jobs.c.id.in_(missing) if len(missing) <= _FEW else where
-            for row in _tuples(connection, select(jobs).where(these)):
-                job = Job._make(row)
-                memory[job.id, job.version, job.created_on] = job
-        return [found for mark in marks if (found := memory.get(mark)) is not None]
+        these = jobs.c.id.in_(missing) if len(missing) <= _FEW else where
+        for row in _tuples(connection, select(jobs).where(these)):
+            job = Job._make(row)
+            memory[job.id, job.version, job.created_on] = job
+        return [memory[mark] for mark in marks if mark in memory]
 
     async def newest(self, count: int) -> list[Job]:
         """The last that were made, whosever they are; lists that are asked for find them in memory."""
