@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -398,9 +398,9 @@ def _adapter(base: Path, folder: Path) -> Path:
 def test_what_a_killed_server_left_is_removed_and_what_lives_is_not(tmp_path: Path) -> None:
     folder = keeping.own_folder()
     dead = keeping.Keeper(folder, most_bytes=1000, seconds=30)
-    dead.keep(memoryview(b"x" * 100), 1, 0)
+    dead.keep([memoryview(b"x" * 100)], 100, 1, 0)
     living = keeping.Keeper(folder, most_bytes=1000, seconds=30)
-    living.keep(memoryview(b"y" * 100), 1, 0)
+    living.keep([memoryview(b"y" * 60), memoryview(b"y" * 40)], 100, 1, 0)
     os.close(dead._held)  # as the system does when a process is killed
     keeping.Keeper(folder, most_bytes=1000, seconds=30).close()
     assert sorted(each.name for each in folder.iterdir()) == [living.name]
@@ -429,6 +429,20 @@ def test_full_shared_memory_is_no_room() -> None:
         # Whatever is written there, the system says that there is no space left.
         patched.setattr(os, "open", lambda *_: real(os.devnull.replace("null", "full"), os.O_WRONLY))
         with pytest.raises(keeping.NoRoom):
-            keeper.keep(memoryview(b"x" * 100), 1, 0)
+            keeper.keep([memoryview(b"x" * 100)], 100, 1, 0)
     assert keeper.bytes == 0
+    keeper.close()
+
+
+def test_of_what_breaks_off_nothing_is_kept() -> None:
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(b"x" * 50)
+        raise RuntimeError("the GPU is gone")
+
+    folder = keeping.own_folder()
+    keeper = keeping.Keeper(folder, most_bytes=1000, seconds=30)
+    with pytest.raises(RuntimeError, match="the GPU is gone"):
+        keeper.keep(pieces(), 100, 1, 0)
+    assert keeper.bytes == 0
+    assert [each.name for each in (folder / keeper.name).iterdir()] == ["lock"]
     keeper.close()

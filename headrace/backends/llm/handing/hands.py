@@ -16,8 +16,10 @@ import torch
 
 from headrace.backends.llm.handing.giving import Giver
 from headrace.backends.llm.handing.keeping import Keeper, NoRoom, machine_key, own_folder
+from headrace.backends.llm.handing.layout import bytes_of_page, pieces
 from headrace.backends.llm.handing.metrics import GIVEN, TAKEN, HandingMetrics
 from headrace.backends.llm.handing.taking import NotTaken, leave, take
+from headrace.backends.llm.running.kv_cache import KVCache
 from headrace.core.handing import BadTicket, HandingSettings, Offer
 from headrace.telemetry.registry import Registry
 
@@ -98,9 +100,8 @@ class ModelHands:
         hands, began = self._hands, time.monotonic()
         if hands.keeper is None or hands.giver is None:
             return ""
-        data = memoryview(block.cpu().numpy()).cast("B")
         try:
-            kept = hands.keeper.keep(data, len(block), hands.clock())
+            kept = hands.keeper.keep(pieces(block), block.numel(), len(block), hands.clock())
         except NoRoom as error:
             log.info("the pages of a prompt are not kept: %s", error)
             self._given.fell_back("no_room")
@@ -120,13 +121,13 @@ class ModelHands:
         return offer.signed(hands.key)
 
     def take(
-        self, ticket: str, identity: str, digests: Sequence[bytes], page_bytes: int, page_size: int, have: int
+        self, ticket: str, identity: str, digests: Sequence[bytes], cache: KVCache, have: int
     ) -> tuple[int, torch.Tensor] | None:
         """The pages of a prompt with these digests, of which the first `have` are here: number of the first, and bytes.
 
         None where the prompt, or what is left of it, has to be computed here.
         """
-        hands, began = self._hands, time.monotonic()
+        hands, began, page_bytes = self._hands, time.monotonic(), bytes_of_page(cache)
         try:
             offer = Offer.read(ticket, hands.key, hands.clock())
             if offer.model != identity or offer.page_bytes != page_bytes:
@@ -137,7 +138,9 @@ class ModelHands:
                 leave(offer, hands.folder)
                 self._taken.done("not_needed", 0, 0, time.monotonic() - began)
                 return None
-            block = torch.empty(offer.pages - have, page_bytes, dtype=torch.uint8)
+            # From memory that the driver knows, the engine's thread need not wait until the pages are on the GPU.
+            pinned = cache.device.type == "cuda"
+            block = torch.empty(offer.pages - have, page_bytes, dtype=torch.uint8, pin_memory=pinned)
             way = take(offer, have, memoryview(block.numpy()).cast("B"), hands.folder, hands.key, self._seconds)
         except BadTicket as error:
             self._not_taken("bad_ticket", error)
@@ -145,7 +148,7 @@ class ModelHands:
         except NotTaken as error:
             self._not_taken(error.reason, error)
             return None
-        self._taken.done(way, block.numel(), len(block) * page_size, time.monotonic() - began)
+        self._taken.done(way, block.numel(), len(block) * cache.page_size, time.monotonic() - began)
         return have, block
 
     @property

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.backends.llm.choices import Answer, Job, text_tensor
-from headrace.backends.llm.handing.layout import Brought, bytes_of_page, packed
+from headrace.backends.llm.handing.layout import Brought, packed
 from headrace.backends.llm.scheduling.pages import extend_digests
 from headrace.core.errors import INTERNAL_TEXT, Internal, Unavailable
 
@@ -106,9 +106,7 @@ class JobHands:
         digests = extend_digests([], tokens, size, job.salt, (len(tokens) - 1) // size)
         # What the engine's thread does meanwhile may make this wrong: then less is used of what came, or nothing.
         have = next((number for number, each in enumerate(digests) if pool.find(each) is None), len(digests))
-        taken = self._hands.take(
-            job.ask.generation.ticket, self._engine.identity, digests, bytes_of_page(cache), size, have
-        )
+        taken = self._hands.take(job.ask.generation.ticket, self._engine.identity, digests, cache, have)
         if taken is not None:
             job.brought = Brought(cache, *taken)
 

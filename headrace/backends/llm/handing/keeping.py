@@ -21,6 +21,7 @@ import shutil
 import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,10 +103,10 @@ class Keeper:
         fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         made.rename(self._folder)
 
-    def keep(self, data: memoryview, pages: int, now: float) -> Kept:
-        """Keep these bytes. Raises NoRoom."""
+    def keep(self, pieces: Iterable[memoryview], size: int, pages: int, now: float) -> Kept:
+        """Keep these bytes, `size` of them in all; a piece is written before the next is asked for. Raises NoRoom."""
         self.sweep(now)
-        kept = Kept(secrets.token_hex(16), pages, data.nbytes, now + self._seconds)
+        kept = Kept(secrets.token_hex(16), pages, size, now + self._seconds)
         with self._lock:
             if self.bytes + kept.bytes > self._most:
                 raise NoRoom(f"{self.bytes} bytes wait to be taken already")
@@ -113,13 +114,17 @@ class Keeper:
         path = self._folder / kept.id
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as stream:
-                while data:
-                    data = data[stream.write(data) :]
-        except OSError as error:
+                for piece in pieces:
+                    left = piece
+                    while left:
+                        left = left[stream.write(left) :]
+        except BaseException as error:
             path.unlink(missing_ok=True)
             with self._lock:
                 self.bytes -= kept.bytes
-            raise NoRoom("the shared memory of the machine is full") from error
+            if isinstance(error, OSError):
+                raise NoRoom("the shared memory of the machine is full") from error
+            raise
         with self._lock:
             self._kept[kept.id] = kept
         return kept

@@ -16,6 +16,8 @@ from headrace.backends.llm.running.kv_cache import KVCache
 
 log = logging.getLogger("headrace.backends.llm")
 
+_PIECE_BYTES = 8 << 20
+
 
 def bytes_of_page(cache: KVCache) -> int:
     """In all layers."""
@@ -34,10 +36,24 @@ def packed(cache: KVCache, pages: Sequence[int]) -> torch.Tensor:
     return block
 
 
+def pieces(block: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a block. What lies on a GPU comes in pieces, each good until the next is asked for."""
+    flat = block.view(-1)
+    if not block.is_cuda:
+        yield memoryview(flat.numpy())
+        return
+    # Memory that the driver knows is filled many times as fast as fresh memory, whose pages have to be found first.
+    staging = torch.empty(min(_PIECE_BYTES, len(flat)), dtype=torch.uint8, pin_memory=True)
+    for begin in range(0, len(flat), _PIECE_BYTES):
+        part = flat[begin : begin + _PIECE_BYTES]
+        staging[: len(part)].copy_(part)
+        yield memoryview(staging[: len(part)].numpy())
+
+
 def unpack(cache: KVCache, pages: Sequence[int], block: torch.Tensor) -> None:
     """Fill pages with what `packed` made of others."""
     index = torch.tensor(pages, device=cache.device)
-    block = block.to(cache.device)
+    block = block.to(cache.device, non_blocking=True)
     begin = 0
     for rows in _paged(cache):
         size = _row_bytes(rows)
