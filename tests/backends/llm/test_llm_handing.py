@@ -96,7 +96,7 @@ def computed(instance: Served) -> float:
 
 
 def files(folder: Path) -> list[str]:
-    return [each.name for each in folder.rglob("*") if each.is_file() and each.name not in ("lock", "key")]
+    return [each.name for each in folder.rglob("*") if each.is_file() and each.name not in ("gate", "lock", "key")]
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
