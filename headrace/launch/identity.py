@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which process this is, beyond its number, which the kernel gives to another one later. Linux's /proc.
 
-Used by `process`, and by `jobs.leases` to see whether another gateway of this machine still lives.
+Used by `process`, by `fleet.local`, and by `jobs.leases` to see whether another gateway of this machine still lives.
 """
 
 from __future__ import annotations
@@ -49,6 +49,14 @@ def command_of(pid: int) -> list[str]:
     except OSError:
         return []
     return [os.fsdecode(word) for word in raw.split(b"\0")[:-1]]
+
+
+def variables_of(pid: int) -> list[bytes]:
+    """`NAME=value` as it was started with; none if it is gone, or another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def session_members(session: int) -> list[Stat]:

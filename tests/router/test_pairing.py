@@ -169,6 +169,7 @@ def _json(body: bytes) -> Callable[[Exchange], None]:
     ("answer", "outcome"),
     [
         (_error(503), "refused"),
+        (_error(500), "refused"),
         (_error(400), "refused"),
         (_error(403), "refused"),
         (_json(b'{"ticket": ""}'), "nothing"),
@@ -192,7 +193,23 @@ def test_a_prefill_that_takes_too_long_is_not_waited_for() -> None:
     with paired(lambda _: None, pairing=PairingSettings(prefill_seconds=0.05)) as (router, prefill, decode):
         assert by(router.get(CHAT, "POST", BODY)) == "decode"
         assert counts(router) == {"late": 1}
-        assert router.stats(0).cancelled == 1
+        assert router.stats(0).failed == 1
+
+
+def test_a_prefill_that_hangs_is_not_asked_for_ever() -> None:
+    with paired(lambda _: None, pairing=PairingSettings(prefill_seconds=0.05)) as (router, prefill, decode):
+        for _ in range(20):
+            assert by(router.get(CHAT, "POST", BODY)) == "decode"
+        told = counts(router)
+        assert told["late"] < 20 and told["late"] + told["no_prefill"] == 20
+        assert len(prefill.asked) == told["late"]
+
+
+def test_an_error_of_a_prompts_own_says_nothing_of_a_prefills_health() -> None:
+    with paired(_error(500)) as (router, prefill, decode):
+        for _ in range(20):
+            assert by(router.get(CHAT, "POST", BODY)) == "decode"
+        assert counts(router) == {"refused": 20} and router.stats(0).erred == 20
 
 
 def test_a_client_that_goes_away_is_no_more_work_for_anybody() -> None:

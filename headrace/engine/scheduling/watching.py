@@ -104,8 +104,8 @@ class Timeline:
         return "computed" if "formed" in self._marks else self.without_batch
 
 
-class WatchedPending(Pending):
-    """A request whose batch is noted."""
+class _Watched:
+    """A request whose batch is noted in its timeline."""
 
     timeline: Timeline
 
@@ -116,27 +116,16 @@ class WatchedPending(Pending):
 
     @formed.setter
     def formed(self, record: BatchRecord | None) -> None:
-        _formed(self.timeline, record)
+        self.timeline.record = record
+        self.timeline.mark("formed")
 
 
-class WatchedStream(StreamPending):
-    """The same with any number of answers."""
-
-    timeline: Timeline
-
-    @property
-    def formed(self) -> BatchRecord | None:
-        """See `Pending.formed`."""
-        return self.timeline.record
-
-    @formed.setter
-    def formed(self, record: BatchRecord | None) -> None:
-        _formed(self.timeline, record)
+class WatchedPending(_Watched, Pending):
+    """One with one answer."""
 
 
-def _formed(timeline: Timeline, record: BatchRecord | None) -> None:
-    timeline.record = record
-    timeline.mark("formed")
+class WatchedStream(_Watched, StreamPending):
+    """One with any number of answers."""
 
 
 class Watch:
@@ -174,7 +163,7 @@ class Watch:
 
     def refused(self, request: InferRequest | Pending, version: str, error: HeadraceError, arrived_ns: int) -> None:
         """A request has come and was not let in: as such, or (a `Pending`) by its queue."""
-        if isinstance(request, WatchedPending | WatchedStream):
+        if isinstance(request, _Watched):
             request.timeline.ended(error)
             self._closed()
         elif isinstance(request, InferRequest) and self._wants(request):
@@ -188,7 +177,7 @@ class Watch:
     ) -> None:
         """A runner has computed a batch."""
         for pending in batch:
-            if isinstance(pending, WatchedPending | WatchedStream):
+            if isinstance(pending, _Watched):
                 timeline = pending.timeline
                 timeline.mark("started", started_ns)
                 if joined_ns != started_ns:

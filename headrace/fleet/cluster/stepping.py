@@ -26,6 +26,7 @@ LOOK_SECONDS = 5.0
 """Between two looks at a rollout: how late an error may be noticed."""
 _KEPT = 0.8
 """Of this time an answer counts as new: what is told of it brings another look, and that one must find nothing to tell."""
+_FORGOTTEN = 10 * LOOK_SECONDS
 _ASK_SECONDS = 3.0
 
 Ask = Callable[[str, int], Awaitable[Any]]
@@ -55,6 +56,8 @@ class Stepping:
         asked, told = self._told.get(uid, (None, None))
         if asked is None or told is None or (now - asked).total_seconds() >= _KEPT * LOOK_SECONDS:
             told = await self._counted(plan, pods)
+            for old in [each for each, (when, _) in self._told.items() if (now - when).total_seconds() > _FORGOTTEN]:
+                del self._told[old]  # of a service that was deleted in the middle, most likely
             self._told[uid] = (now, told)
         return rolled_on(service, plan, told, now)
 

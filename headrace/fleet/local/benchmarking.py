@@ -159,8 +159,10 @@ class Benchmarks:
         task = asyncio.ensure_future(run.remove())
         self._ends.add(task)
 
-        def over(_: asyncio.Task[None]) -> None:
+        def over(done: asyncio.Task[None]) -> None:
             self._ends.discard(task)
+            if not done.cancelled() and done.exception() is not None:
+                log.error("BenchmarkJob %s/%s could not be ended", *key, exc_info=done.exception())
             self._runs.pop(key, None)
             self.ask(key)
 

@@ -16,13 +16,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.core.errors import FailedPrecondition, HeadraceError, ResourceExhausted
+from headrace.core.errors import HeadraceError, ResourceExhausted
 from headrace.fleet.local.commands import CannotRun, Surroundings, variables_of, words_here
 from headrace.fleet.local.driving import LOG, PREVIOUS, Box, Driver, Ended, Running
 from headrace.fleet.local.probes import Failed, Probe, follow_liveness, follow_readiness, look_of, until_started
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.sight import CRASH_LOOP, ContainerState, Role, Seen, as_json, state_read, terminated
-from headrace.fleet.local.store import read_json, utc_now, write_json
+from headrace.fleet.local.sight import CRASH_LOOP, ContainerState, Role, Seen, terminated
+from headrace.fleet.local.states import restated, state_in
+from headrace.fleet.local.store import utc_now
 from headrace.fleet.status.conditions import time_text
 from headrace.fleet.words import Document, items, part, text, whole
 from headrace.launch.logs import keep_end, last_lines
@@ -72,7 +73,7 @@ class Container:
     ) -> None:
         self.folder = folder
         self.role = role
-        self.state = state_read(ContainerState(), read_json(folder / "state.json"))
+        self.state = state_in(folder, ContainerState())
         self._said = said
         self._pod = pod
         self._settings = settings
@@ -304,17 +305,8 @@ class Container:
             self._pod.tell("Warning", "Ended", f"{self.name} ended with {last['exitCode']}{why}")
 
     def _say(self, **changes: Any) -> None:
-        before = as_json(self.state)
-        for name, value in changes.items():
-            setattr(self.state, name, value)
-        if as_json(self.state) == before:
-            return
-        try:
-            write_json(self.folder / "state.json", as_json(self.state), lasting=False)
-        except FailedPrecondition as error:
-            # It runs on all the same; only another daemon would not know how it was.
-            self._pod.tell("Warning", "DiskPressure", error.message)
-        self._pod.changed()
+        if restated(self.state, self.folder, changes, lambda said: self._pod.tell("Warning", "DiskPressure", said)):
+            self._pod.changed()
 
     def _turn_log(self) -> None:
         self.rotate()

@@ -148,12 +148,8 @@ class Control:
     def _patch(self, asked: Asked) -> Document:
         live = self._one(asked)
         change = part(asked, "change")
-        version = text(change, "metadata", "resourceVersion")
-        if version and version != text(live, "metadata", "resourceVersion"):
-            # The status changes by itself; only what a user wrote counts.
-            generation = part(change, "metadata").get("generation")
-            if generation is not None and generation != part(live, "metadata").get("generation"):
-                raise FailedPrecondition(f"{name_of(live)} was changed meanwhile: look at it again")
+        if self._store.edited_since(live, text(change, "metadata", "resourceVersion")):
+            raise FailedPrecondition(f"{name_of(live)} was changed meanwhile: look at it again")
         metadata = {
             name: value for name, value in part(change, "metadata").items() if name in ("labels", "annotations")
         }

@@ -149,8 +149,11 @@ class Controller:
     async def _sometimes(self) -> None:
         while True:
             await asyncio.sleep(_REST_SECONDS)
-            self._routers.rotate()
-            self._events.flush()
+            try:
+                self._routers.rotate()
+                self._events.flush()
+            except Exception:
+                log.exception("keeping logs and events failed; trying again")
             for each in self._store.all(SERVICE):
                 if text(_ready(part(each, "status")), "status") != "True":
                     self.ask((text(each, "metadata", "namespace"), name_of(each)))
@@ -344,6 +347,7 @@ class Controller:
         if pods or self._routers.ending(key):
             return
         self._objects.remove(key)
+        self._units.forget(key)
         self._ready.pop(key, None)
         if service is not None:
             self._store.remove(service)

@@ -16,7 +16,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,7 @@ from headrace.fleet.local.commands import CannotRun, Surroundings, line_of
 from headrace.fleet.local.processes import Command, Process, headrace_words, passed_on, spawn
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.sight import UNSCHEDULABLE, terminated
+from headrace.fleet.local.states import restated, state_in
 from headrace.fleet.local.store import read_json, utc_now, write_json
 from headrace.fleet.local.volumes import mounted
 from headrace.fleet.status.conditions import time_text
@@ -59,15 +60,6 @@ class JobState:
     late: bool = False
     """Whether it was ended because it took too long."""
 
-    @classmethod
-    def read(cls, said: Document) -> JobState:
-        """Of a file; what is not known counts as new."""
-        fresh = cls()
-        for name, value in said.items():
-            if hasattr(fresh, name) and isinstance(value, type(getattr(fresh, name))):
-                setattr(fresh, name, value)
-        return fresh
-
 
 class Site(Protocol):
     """What a Job needs of the rest of the fleet."""
@@ -90,7 +82,7 @@ class JobRun:
     ) -> None:
         self.folder = folder
         self.job = part(record, "job")
-        self.state = JobState.read(read_json(folder / "state.json") or {})
+        self.state = state_in(folder, JobState())
         self.ending = False
         """Whether somebody removes it already."""
         self._pod = part(record, "pod")
@@ -191,7 +183,7 @@ class JobRun:
             async with asyncio.timeout(self._left()):
                 await self._process.ended()
         except TimeoutError:
-            self.state.late = True
+            self._say(late=True)  # first: whoever finds it ended is to know why
             await self._process.end(_GRACE_SECONDS)
         await self._process.kill()
         self._process = None
@@ -264,16 +256,8 @@ class JobRun:
         self._say(started_at="", last=last)
 
     def _say(self, **changes: Any) -> None:
-        before = asdict(self.state)
-        for name, value in changes.items():
-            setattr(self.state, name, value)
-        if asdict(self.state) == before:
-            return
-        try:
-            write_json(self.folder / "state.json", asdict(self.state), lasting=False)
-        except FailedPrecondition as error:
-            log.error("%s", error.message)
-        self._changed()
+        if restated(self.state, self.folder, changes, lambda said: log.error("%s", said)):
+            self._changed()
 
     async def _stop_following(self) -> None:
         if self._task is not None:

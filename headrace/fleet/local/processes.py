@@ -13,14 +13,17 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.fleet.local import child
-from headrace.launch.identity import boot, session_members, stat_of
+from headrace.launch.identity import boot, session_members, stat_of, variables_of
 
+_RUN = "HEADRACE_RUN"
+"""A variable of each process here, and so of all that it starts: whose they are, when nobody else can tell any more."""
 _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 _PASSED_ON = frozenset(
@@ -62,14 +65,18 @@ class Process:
 
     @classmethod
     def found(cls, record: Mapping[str, Any] | None) -> Process | None:
-        """The process of a record, if it lives."""
+        """The process of a record, if it lives. If it does not, what it has left behind is killed."""
         if not record:
             return None
         try:
             process = cls(int(record["pid"]), int(record["started"]), str(record["boot"]))
         except (KeyError, TypeError, ValueError):
             return None
-        return process if process.lives else None
+        if process.lives:
+            return process
+        if process._boot == boot():
+            _kill_left(process.pid, str(record.get("run", "")))
+        return None
 
     @property
     def lives(self) -> bool:
@@ -81,6 +88,12 @@ class Process:
         stat = stat_of(self.pid)
         return stat is not None and stat.lives and stat.started == self._started
 
+    @property
+    def _unreaped(self) -> bool:
+        """Whether that very process has not gone. It looks dead when its first thread is; the others may hold its ports."""
+        stat = stat_of(self.pid)
+        return self._boot == boot() and stat is not None and stat.started == self._started
+
     async def ended(self) -> int | None:
         """Wait for its end. Its exit code, negative for a signal; None if nobody knows."""
         try:
@@ -89,7 +102,7 @@ class Process:
             return self._code()
         loop = asyncio.get_running_loop()
         try:
-            if self.lives:
+            if self._unreaped:
                 over = asyncio.Event()
                 loop.add_reader(descriptor, over.set)
                 try:
@@ -120,7 +133,9 @@ class Process:
             if not self._kill_session():
                 break
             await asyncio.sleep(_POLL_SECONDS)
-        self._code()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_SECONDS):
+                await self.ended()
 
     def let_go(self) -> None:
         """It runs on, and whoever adopts it reaps it: without this Python would warn that it was left."""
@@ -143,8 +158,18 @@ class Process:
         return self._own.poll() if self._own is not None else None
 
 
+def _kill_left(session: int, run: str) -> None:
+    """What a process had started that ended while nobody looked. By their mark: the session may be another's by now."""
+    mark = f"{_RUN}={run}".encode()
+    for each in session_members(session):
+        if run and mark in variables_of(each.pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(each.pid, signal.SIGKILL)
+
+
 def spawn(command: Command, log: Path, record: Callable[[Mapping[str, Any]], None]) -> Process:
     """Start it. It does nothing before `record` has kept who it is. Raises OSError."""
+    run = uuid.uuid4().hex
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         started = subprocess.Popen(  # noqa: S603  # no shell; what it runs is what the user's document says
@@ -153,7 +178,7 @@ def spawn(command: Command, log: Path, record: Callable[[Mapping[str, Any]], Non
             stdout=descriptor,
             stderr=descriptor,
             cwd=command.folder,
-            env=dict(command.environment),
+            env={**command.environment, _RUN: run},
             start_new_session=True,
             bufsize=0,
         )
@@ -161,7 +186,7 @@ def spawn(command: Command, log: Path, record: Callable[[Mapping[str, Any]], Non
         os.close(descriptor)
     stat = stat_of(started.pid)
     since = stat.started if stat else 0
-    known = {"pid": started.pid, "started": since, "boot": boot()}
+    known = {"pid": started.pid, "started": since, "boot": boot(), "run": run}
     try:
         record(known)
         if started.stdin is not None:

@@ -23,8 +23,9 @@ from headrace.fleet.local.container import Container
 from headrace.fleet.local.contract import Around, Record
 from headrace.fleet.local.driving import Box, Driver
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.sight import State, all_ready, as_json, pod_shown, roles_of, state_read
+from headrace.fleet.local.sight import State, all_ready, pod_shown, roles_of
 from headrace.fleet.local.starting import Starting
+from headrace.fleet.local.states import restated, state_in
 from headrace.fleet.local.store import read_json, utc_now, write_json
 from headrace.fleet.planning.pods import main_container
 from headrace.fleet.planning.site import digest_of
@@ -43,7 +44,7 @@ class Replica:
     def __init__(self, folder: Path, record: Record, settings: LocalSettings, around: Around, driver: Driver) -> None:
         self.folder = folder
         self.record = record
-        self.state = state_read(State(), read_json(folder / "state.json"))
+        self.state = state_in(folder, State())
         self._settings = settings
         self._around = around
         self._starting = Starting(self, around, settings, runs_images=driver.runs_images)
@@ -158,7 +159,9 @@ class Replica:
                     if not each.state.succeeded:
                         break
             else:
-                await asyncio.gather(*(each.run() for each in self.containers if each.role == "main"))
+                # Tasks of the group: where one fails by a mistake of ours the others may not run on unseen.
+                mains = [group.create_task(each.run()) for each in self.containers if each.role == "main"]
+                await asyncio.gather(*mains)
             for task in beside:
                 task.cancel()
         await asyncio.gather(*(each.end() for each in self.containers if each.role == "sidecar"))
@@ -236,16 +239,8 @@ class Replica:
     # Small things
 
     def _say(self, **changes: Any) -> None:
-        before = as_json(self.state)
-        for name, value in changes.items():
-            setattr(self.state, name, value)
-        if as_json(self.state) == before:
-            return
-        try:
-            write_json(self.folder / "state.json", as_json(self.state), lasting=False)
-        except FailedPrecondition as error:
-            self.tell("Warning", "DiskPressure", error.message)
-        self._around.changed(self)
+        if restated(self.state, self.folder, changes, lambda said: self.tell("Warning", "DiskPressure", said)):
+            self.changed()
 
     def _keep(self, record: Record) -> None:
         write_json(self.folder / "pod.json", asdict(record), lasting=False)

@@ -255,7 +255,7 @@ class Routers:
         self._ports = Ports(settings.root / "ports" / "routers", settings.host, settings.port, 65535)
         self._all: dict[tuple[str, str], Router] = {}
         """By namespace and name of the Service."""
-        self._ends: dict[asyncio.Task[None], Service] = {}
+        self._ends: dict[asyncio.Task[None], Router] = {}
         self.on_change: Callable[[Service], None] = lambda _: None
 
     def load(self) -> None:
@@ -285,6 +285,8 @@ class Routers:
                 self._end(each)
         for name in sorted(wanted):
             key = (service[0], name)
+            if key in {(each.service[0], each.name) for each in self._ends.values()}:
+                continue  # the one before still has its folder and its port; its end brings another look
             if key not in self._all:
                 self._all[key] = Router(self._folder / service[0] / name, service, name, self._settings, self._ports)
             self._all[key].begin(self._known, lambda: self.on_change(service))
@@ -329,17 +331,19 @@ class Routers:
 
     def _end(self, router: Router) -> None:
         task = asyncio.ensure_future(router.end())
-        self._ends[task] = router.service
+        self._ends[task] = router
 
-        def over(_: asyncio.Task[None]) -> None:
+        def over(done: asyncio.Task[None]) -> None:
             self._ends.pop(task, None)
+            if not done.cancelled() and done.exception() is not None:
+                log.error("the router of %s could not be ended", router.name, exc_info=done.exception())
             self.on_change(router.service)
 
         task.add_done_callback(over)
 
     def ending(self, service: Service) -> bool:
         """Whether something of a service is still being ended."""
-        return service in self._ends.values()
+        return any(each.service == service for each in self._ends.values())
 
 
 def _entry(backend: Backend) -> dict[str, Any]:

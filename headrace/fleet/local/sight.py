@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from headrace.fleet.local.commands import ADDRESS
 from headrace.fleet.words import Document, items, part, text
@@ -16,7 +16,6 @@ UNSCHEDULABLE = "Unschedulable"
 CRASH_LOOP = "CrashLoopBackOff"
 UNKNOWN_END = "ContainerStatusUnknown"
 OOM_KILLED = "OOMKilled"
-T = TypeVar("T")
 
 
 @dataclass
@@ -52,14 +51,6 @@ class ContainerState:
     def succeeded(self) -> bool:
         """Whether it has done what it was for."""
         return bool(self.ended) and not self.ended.get("exitCode")
-
-
-def state_read(fresh: T, said: Document | None) -> T:
-    """Of a file, into a new one; what is not known counts as new."""
-    for name, value in (said or {}).items():
-        if hasattr(fresh, name) and isinstance(value, type(getattr(fresh, name))):
-            setattr(fresh, name, value)
-    return fresh
 
 
 def roles_of(spec: Document) -> list[tuple[Document, Role]]:
@@ -170,8 +161,3 @@ def _container(seen: Seen, begun: bool) -> dict[str, Any]:
 
 def _truth(value: bool) -> str:
     return "True" if value else "False"
-
-
-def as_json(state: State | ContainerState) -> dict[str, Any]:
-    """For its file."""
-    return asdict(state)

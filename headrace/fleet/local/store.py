@@ -49,6 +49,8 @@ class Store:
         self.on_change: Callable[[Document], None] = lambda _: None
         self._now = now
         self._all: dict[Key, Document] = {}
+        self._edited: dict[Key, int] = {}
+        """By document: the version that a user wrote last, as far as this daemon has seen it."""
         self._version = 0
 
     def load(self) -> None:
@@ -107,16 +109,18 @@ class Store:
             metadata["generation"] = (whole(before, "metadata", "generation") or 0) + (0 if same else 1)
             if "status" in before:
                 made["status"] = before["status"]
-        if not dry_run:
-            return self._put(made), "created" if before is None else "configured"
-        return made, "created" if before is None else "configured"
+        return made if dry_run else self._edit(made), "created" if before is None else "configured"
 
     def change(self, document: Document) -> Document:
         """Keep a document whose spec may be another. Raises FailedPrecondition."""
         before = self._all.get(key_of(document))
         changed = before is None or part(before, "spec") != part(document, "spec")
         generation = (whole(document, "metadata", "generation") or 0) + (1 if changed else 0)
-        return self._put({**document, "metadata": {**part(document, "metadata"), "generation": generation}})
+        return self._edit({**document, "metadata": {**part(document, "metadata"), "generation": generation}})
+
+    def edited_since(self, document: Document, version: str) -> bool:
+        """Whether a user wrote it after a version. The status, which changes all the time, does not count."""
+        return version.isdecimal() and int(version) < self._edited.get(key_of(document), 0)
 
     def told(self, document: Document) -> None:
         """Keep a document with another status. One that cannot be written counts all the same: it is made anew."""
@@ -130,14 +134,20 @@ class Store:
         """The document, from now on being deleted."""
         metadata = {**part(document, "metadata")}
         metadata.setdefault("deletionTimestamp", time_text(self._now()))
-        return self._put({**document, "metadata": metadata})
+        return self._edit({**document, "metadata": metadata})
 
     def remove(self, document: Document) -> None:
         """Forget it."""
         key = key_of(document)
+        self._edited.pop(key, None)
         if self._all.pop(key, None) is not None:
             self._path(key).unlink(missing_ok=True)
             self.on_change(document)
+
+    def _edit(self, document: Mapping[str, Any]) -> Document:
+        made = self._put(document)
+        self._edited[key_of(made)] = int(text(made, "metadata", "resourceVersion"))
+        return made
 
     def _put(self, document: Mapping[str, Any], *, lasting: bool = True) -> Document:
         self._version += 1

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition
@@ -34,16 +34,27 @@ _DEADLINE = 600
 class Units:
     """See the module."""
 
-    def __init__(self, kubelet: Kubelet, objects: Objects) -> None:
+    def __init__(self, kubelet: Kubelet, objects: Objects, clock: Callable[[], float] = time.monotonic) -> None:
         self._kubelet = kubelet
         self._objects = objects
+        self._clock = clock
         self._failures: dict[tuple[Service, str], str] = {}
+        """Why pods of a workload could not be written down."""
         self._moved: dict[tuple[Service, str], tuple[Any, float]] = {}
+        """How a workload stood when it last moved, and when that was."""
+
+    def forget(self, key: Service, *, but: Collection[str] = ()) -> None:
+        """The workloads of a service are gone, but for some: one that comes by the same name begins anew."""
+        for place in {*self._failures, *self._moved}:
+            if place[0] == key and place[1] not in but:
+                self._failures.pop(place, None)
+                self._moved.pop(place, None)
 
     def bring(self, key: Service, service: Document) -> None:
         """One step nearer to what the live objects ask for."""
         pods = self._kubelet.of(key)
         live = {(kind_of(each), name_of(each)) for each in self._objects.workloads(key)}
+        self.forget(key, but={name for _, name in live})
         for each in pods:
             if each.record.owner not in live:
                 each.delete()
@@ -133,7 +144,7 @@ class Units:
 
     def _stuck(self, key: Service, workload: Document, wanted: int, newest: str, units: Sequence[Unit]) -> str:
         """Why nothing moves, when nothing has for too long."""
-        now = time.monotonic()
+        now = self._clock()
         state = (newest, wanted, len(units), sum(each.ready for each in units))
         place = (key, name_of(workload))
         if self._moved.get(place, (None, 0.0))[0] != state:

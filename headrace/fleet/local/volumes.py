@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from headrace.fleet.local.driving import Mounted
 from headrace.fleet.selection.measures import quantity
 from headrace.fleet.words import Document, items, part, text
 
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+"""What a cluster would take; it cannot leave a folder."""
 _LEFT = ("/dev/shm",)  # noqa: S108  the machine's own does as well
 
 
@@ -80,6 +83,9 @@ def _below(mount: Document, volume: Document, here: Path) -> Path:
 
 
 def _place(volume: Document, inside: str, pod: Path, find: Callable[[str, str], Document | None]) -> Path:
+    if not _NAME.fullmatch(text(volume, "name")):
+        said = f"a volume is called {text(volume, 'name')[:64]!a}: take lower-case letters, digits and '-'"
+        raise CannotRun("CreateContainerConfigError", said)
     folder = pod / "volumes" / text(volume, "name")
     if "emptyDir" in volume or "ephemeral" in volume:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

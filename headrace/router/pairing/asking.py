@@ -57,7 +57,7 @@ class PrefillAsk:
         self._connection: Upstream | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._fresh = False
-        self._status = 0
+        self._answer: AnswerHead | None = None
         self._pieces: list[Buffer] = []
         self._began = time.monotonic()
 
@@ -99,11 +99,11 @@ class PrefillAsk:
     def answered(self, head: AnswerHead, body: Buffer) -> None:
         """See `customers.Customer`."""
         self._connection = None
-        self._read(head.status, bytes(body))
+        self._read(head, bytes(body))
 
     def answer_begun(self, head: AnswerHead, length: int) -> None:
         """See `customers.Customer`."""
-        self._status = head.status
+        self._answer = head
 
     def answer_piece(self, data: Buffer) -> bool:
         """See `customers.Customer`."""
@@ -119,7 +119,8 @@ class PrefillAsk:
     def answer_ended(self) -> None:
         """See `customers.Customer`."""
         self._connection = None
-        self._read(self._status, b"".join(self._pieces))
+        if self._answer is not None:
+            self._read(self._answer, b"".join(self._pieces))
 
     def switched(self, head: AnswerHead, rest: bytes) -> None:
         """See `customers.Customer`. Nobody asked for that."""
@@ -162,16 +163,12 @@ class PrefillAsk:
         if len(self._body) > JOIN_BYTES:
             connection.write(self._body)
 
-    def _read(self, status: int, body: bytes) -> None:
+    def _read(self, head: AnswerHead, body: bytes) -> None:
         backend = self._backend
         name = backend.name if backend is not None else ""
-        if status >= 500:
-            self._end(Outcome.REFUSED)
-            self._tell(b"", Handed.REFUSED)
-            return
-        self._end(Outcome.OK)
-        if status != 200:
-            log.info("%s did not take a prompt: it answered %d", name, status)
+        self._end(head.outcome)
+        if head.status != 200:
+            log.info("%s did not take a prompt: it answered %d", name, head.status)
             self._tell(b"", Handed.REFUSED)
             return
         try:
@@ -189,7 +186,8 @@ class PrefillAsk:
             self._tell(b"", Handed.NOTHING)
 
     def _late(self) -> None:
-        self._end(Outcome.CANCELLED, drop=True)
+        # Against its health: one that hangs would have each prompt wait as long as this one did.
+        self._end(Outcome.FAILED, drop=True)
         self._tell(b"", Handed.LATE)
 
     def _fail(self, why: str, *, drop: bool = False) -> None:

@@ -7,8 +7,11 @@ Real tiny models, the real shared memory, real sockets. On CUDA: HEADRACE_TEST_D
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+import threading
+import time
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -22,7 +25,19 @@ import torch
 from llm_instances import Caller, Served, runs, served
 
 from headrace.backends.llm.handing import jobs, keeping
-from headrace.backends.llm.handing.giving import ANSWER, MAGIC, QUESTION, REFUSED, VERSION
+from headrace.backends.llm.handing.giving import (
+    ANSWER,
+    MAGIC,
+    OK,
+    QUESTION,
+    REFUSED,
+    VERSION,
+    Giver,
+    proof_of_answer,
+    proof_of_question,
+    received,
+)
+from headrace.backends.llm.handing.taking import NotTaken, take
 from headrace.core.errors import FailedPrecondition
 from headrace.core.generation import Generation, OutputFormat, Sampling
 from headrace.core.handing import HandingSettings, Offer
@@ -81,7 +96,7 @@ def computed(instance: Served) -> float:
 
 
 def files(folder: Path) -> list[str]:
-    return [each.name for each in folder.rglob("*") if each.is_file() and each.name not in ("lock", "key")]
+    return [each.name for each in folder.rglob("*") if each.is_file() and each.name not in ("gate", "lock", "key")]
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -402,8 +417,9 @@ def test_what_a_killed_server_left_is_removed_and_what_lives_is_not(tmp_path: Pa
     living = keeping.Keeper(folder, most_bytes=1000, seconds=30)
     living.keep([memoryview(b"y" * 60), memoryview(b"y" * 40)], 100, 1, 0)
     os.close(dead._held)  # as the system does when a process is killed
+    (folder / "killed-before-it-had-a-lock").mkdir()
     keeping.Keeper(folder, most_bytes=1000, seconds=30).close()
-    assert sorted(each.name for each in folder.iterdir()) == [living.name]
+    assert sorted(each.name for each in folder.iterdir()) == sorted((living.name, "gate"))
     assert oct((folder / living.name).stat().st_mode & 0o777) == "0o700"
     assert {oct(each.stat().st_mode & 0o777) for each in (folder / living.name).iterdir()} == {"0o600"}
     living.close()
@@ -420,6 +436,62 @@ def test_servers_of_one_machine_find_the_same_key() -> None:
     folder = keeping.own_folder()
     assert keeping.machine_key(folder) == keeping.machine_key(folder)
     assert oct((folder / "key").stat().st_mode & 0o777) == "0o600"
+    (folder / "key").write_bytes(b"short")  # not of ours: we write it whole
+    assert len(keeping.machine_key(folder)) >= 16
+
+
+def test_drops_are_not_waited_for_for_ever() -> None:
+    """All pages have one limit, however small the pieces in which they come."""
+    page = 1 << 16
+
+    def drip(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = listening.accept()
+            with connection:
+                nonce = QUESTION.unpack(received(connection, QUESTION.size, time.monotonic() + 30))[5]
+                connection.sendall(ANSWER.pack(OK, page, proof_of_answer(PREFILL.key, OK, page, nonce)))
+                for _ in range(page):
+                    connection.sendall(b"x")
+                    time.sleep(0.01)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        dripping = threading.Thread(target=drip, args=(listening,), daemon=True)
+        dripping.start()
+        port = listening.getsockname()[1]
+        offer = Offer("0" * 32, "m", "d", 1, page, "", "127.0.0.1", port, 0.0)
+        with pytest.raises(NotTaken) as refused:
+            take(offer, 0, memoryview(bytearray(page)), Path("/nonexistent"), PREFILL.key, 0.3)
+        assert refused.value.reason == "timeout"
+        dripping.join(60)
+        assert not dripping.is_alive(), "who gave up has hung up"
+
+
+def test_a_decoder_that_does_not_read_keeps_no_server_from_ending() -> None:
+    keeper = keeping.Keeper(keeping.own_folder(), most_bytes=1 << 28, seconds=30)
+    kept = keeper.keep([memoryview(bytearray(1 << 26))], 1 << 26, 1, time.time())
+    giver = Giver(keeper, PREFILL.key, "127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", giver.port), 30) as decoder, contextlib.ExitStack() as others:
+        named, nonce = bytes.fromhex(kept.id), b"n" * 16
+        proof = proof_of_question(PREFILL.key, named, 0, 1, nonce)
+        decoder.sendall(QUESTION.pack(MAGIC, VERSION, named, 0, 1, nonce, proof))
+        assert ANSWER.unpack(received(decoder, ANSWER.size, time.monotonic() + 30))[0] == OK
+        for _ in range(20):  # more than are served at once, and none of them asks anything
+            others.enter_context(socket.create_connection(("127.0.0.1", giver.port), 30))
+        giver.close()
+    assert not [each for each in threading.enumerate() if each.name.startswith("llm handing")]
+    keeper.close()
+
+
+def test_where_its_port_is_taken_another_will_do_on_loopback_and_not_elsewhere() -> None:
+    keeper = keeping.Keeper(keeping.own_folder(), most_bytes=1000, seconds=30)
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        giver = Giver(keeper, PREFILL.key, "127.0.0.1", port)
+        assert giver.port not in (0, port)
+        giver.close()
+        with pytest.raises(FailedPrecondition, match=f"0.0.0.0:{port} cannot be listened on"):
+            Giver(keeper, PREFILL.key, "0.0.0.0", port)
+    keeper.close()
 
 
 def test_full_shared_memory_is_no_room() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import InvalidArgument
-from headrace.fleet.local.commands import Line, Surroundings, line_of
+from headrace.fleet.local.commands import CannotRun, Line, Surroundings, line_of
 from headrace.fleet.local.docker_words import create_words, ended_of
 from headrace.fleet.local.driving import Box, Ended, Mounted
 from headrace.fleet.local.limits import Limits
@@ -118,3 +118,12 @@ def test_volumes_are_open_to_the_users_of_an_image(tmp_path: Path) -> None:
     assert [each.inside for each in found] == ["/scratch", "/etc/knobs"] and shared_memory(pod, container) == 2 << 30
     assert (tmp_path / "volumes" / "scratch").stat().st_mode & 0o777 == 0o777
     assert (tmp_path / "volumes" / "knobs" / "a").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("name", ["../../../elsewhere", "a/b", "..", "", "A"])
+def test_a_volume_cannot_leave_its_pod(tmp_path: Path, name: str) -> None:
+    container = {"name": "main", "volumeMounts": [{"name": name, "mountPath": "/scratch"}]}
+    pod = {"spec": {"containers": [container], "volumes": [{"name": name, "emptyDir": {}}]}}
+    with pytest.raises(CannotRun, match="lower-case"):
+        mounted(pod, container, tmp_path / "pod", lambda *_: None, {})
+    assert list(tmp_path.iterdir()) == []

@@ -309,6 +309,11 @@ def test_a_canary_gets_its_share(site: LocalSite) -> None:
         return sum(each.startswith("canary") for each in answers) / len(answers)
 
     until(lambda: share() == pytest.approx(0.25, abs=0.1))
+    # Undone, its pods go; the same revision once more has some again.
+    site.apply(service("birds", runner=newer, canaryTrafficPercent=0))
+    until(lambda: share() == 0.0 and len(site.pods("birds")) == 1)
+    site.apply(service("birds", runner=newer, canaryTrafficPercent=50))
+    until(lambda: share() == pytest.approx(0.5, abs=0.1))
     site.apply(service("birds", runner=newer, canaryTrafficPercent=100))
     until(lambda: share() == 1.0)
     site.ready("birds")

@@ -107,6 +107,17 @@ def test_documents_are_found_again(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_only_what_a_user_wrote_makes_a_version_old(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    one = document("BaseModel", "m", {"a": 1})
+    seen = store.applied(one)[0]["metadata"]["resourceVersion"]
+    store.told({**store.all()[0], "status": {"state": "Ready"}})
+    assert not store.edited_since(one, seen), "the status is written all the time"
+    store.applied({**one, "spec": {"a": 2}})
+    assert store.edited_since(one, seen) and not store.edited_since(one, "")
+    assert not store.edited_since(one, store.all()[0]["metadata"]["resourceVersion"])
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".", "A", "-a", "x" * 254])
 def test_a_name_cannot_leave_its_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidArgument, match="lower-case"):

@@ -16,9 +16,9 @@ from headrace.fleet.local.sight import (
     phase_of,
     pod_shown,
     roles_of,
-    state_read,
     terminated,
 )
+from headrace.fleet.local.states import state_read
 from headrace.fleet.status.pods import state_of
 
 DONE = {"exitCode": 0, "reason": "Completed"}

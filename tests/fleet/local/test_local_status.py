@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from local_site import LocalSite, runtime, service
 
 from headrace.fleet.planning import plan
@@ -25,7 +30,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Lin
 
 NOW = datetime(2026, 11, 16, tzinfo=UTC)
 READY = {"state": {"running": {}}, "ready": True}
+CREATING = {"state": {"waiting": {"reason": "ContainerCreating"}}, "ready": False}
 BACK_OFF = "back-off 10s restarting failed container=ome-container pod=x"
+WORKLOADS = ("Deployment", "LeaderWorkerSet")
+LOOKS = 8
+"""Of the operator, until nothing more comes of them."""
 
 
 @pytest.fixture(scope="module")
@@ -43,45 +52,62 @@ def fixed(name: str, **engine: Any) -> dict[str, Any]:
 
 
 class FakeKubernetes:
-    """One service on a cluster whose node has room for all, or for none."""
+    """One service on a cluster: what the operator plans is made, and its pods are as the test says."""
 
-    def __init__(self, wanted: Document, model: Document) -> None:
-        self.service: dict[str, Any] = {**wanted, "metadata": {**wanted["metadata"], "generation": 1, "uid": "u"}}
+    def __init__(self, model: Document, *runtimes: Document) -> None:
         ready = {**model, "status": {"state": "Ready"}}
-        self._facts: ClusterFacts = cluster_facts([runtime(), ready], FleetSettings(node_pinning="none"))
+        made = cluster_facts([*(runtimes or [runtime()]), ready], FleetSettings(node_pinning="none"))
+        self._facts: ClusterFacts = replace(made, capabilities=frozenset({"lws"}))
+        self._live: dict[str, Document] = {}
+        self.service: dict[str, Any] = {}
 
-    def step(self, container: Document | None, *, unschedulable: str = "") -> Document:
-        """The status that the operator writes when the pod's container is like this."""
-        planned = plan(self.service, self._facts, {})
+    def apply(self, wanted: Document) -> FakeKubernetes:
+        generation = self.service.get("metadata", {}).get("generation", 0) + 1
+        metadata = {**wanted["metadata"], "generation": generation, "uid": "u"}
+        self.service = {**wanted, "metadata": metadata, "status": self.service.get("status", {})}
+        return self
+
+    def settled(self) -> Document:
+        """The status when all that was planned is up."""
+        self.look(CREATING)
+        for _ in range(LOOKS):
+            told = self.look(READY)
+        return told
+
+    def look(self, container: Document | None, *, unschedulable: str = "") -> Document:
+        """The status that the operator writes when the main container of all pods is like this."""
         ready = bool(container and container.get("ready"))
-        objects = [self._live(each, ready) for each in planned.objects]
-        planned = plan(self.service, self._facts, {live_key(kind_of(each), name_of(each)): each for each in objects})
-        (workload,) = (each for each in objects if kind_of(each) == "Deployment")
-        pod = {
-            "metadata": {
-                "name": f"{name_of(workload)}-abc",
-                "labels": workload["spec"]["template"]["metadata"]["labels"],
-            },
-            "status": self._pod_status(container, unschedulable),
-        }
-        told = status(self.service, planned, Observed(tuple(objects), (pod,)), NOW)
+        for _ in range(2):
+            planned = plan(self.service, self._facts, self._live)
+            for rise in planned.rises:
+                asleep = self._live[live_key(rise.kind, rise.name)]
+                self._live[live_key(rise.kind, rise.name)] = {
+                    **asleep,
+                    "spec": {**asleep["spec"], "replicas": rise.replicas},
+                }
+            made = [self._made(each, planned.objects, ready) for each in planned.objects]
+            self._live = {live_key(kind_of(each), name_of(each)): each for each in made}
+        status_of_pods = self._pod_status(container, unschedulable)
+        pods = [
+            {"metadata": {"name": f"{name_of(workload)}-abc-{number}", "labels": labels}, "status": status_of_pods}
+            for workload in self._live.values()
+            for number, labels in enumerate(_labels_of_pods(workload))
+        ]
+        told = status(self.service, planned, Observed(tuple(self._live.values()), tuple(pods)), NOW)
         self.service = {**self.service, "status": told}
         return told
 
-    def _live(self, planned: Document, ready: bool) -> dict[str, Any]:
-        made = {**planned, "metadata": {**planned["metadata"], "generation": 1, "uid": "u"}}
-        if kind_of(planned) == "Deployment":
-            word = "MinimumReplicasAvailable" if ready else "MinimumReplicasUnavailable"
-            verb = "has" if ready else "does not have"
-            available = {
-                "type": "Available",
-                "status": str(ready),
-                "reason": word,
-                "message": f"Deployment {verb} minimum availability.",
-            }
-            count = {"readyReplicas": 1, "availableReplicas": 1} if ready else {"unavailableReplicas": 1}
-            made["status"] = {"observedGeneration": 1, "replicas": 1, "updatedReplicas": 1, **count}
-            made["status"]["conditions"] = [available, {"type": "Progressing", "status": "True"}]
+    def _made(self, planned: Document, beside: Sequence[Document], ready: bool) -> dict[str, Any]:
+        before = self._live.get(live_key(kind_of(planned), name_of(planned)), {})
+        made = {**planned, "metadata": {**planned["metadata"], "uid": "u"}}
+        if kind_of(planned) in WORKLOADS:
+            known = before.get("spec", {}).get("replicas")
+            replicas = known if known == 0 else max(known or 1, _least(planned, beside))
+            made["spec"] = {"replicas": replicas, **planned["spec"]}
+        generation = before.get("metadata", {}).get("generation", 0) + (before.get("spec") != made.get("spec"))
+        made["metadata"]["generation"] = generation
+        if kind_of(planned) in WORKLOADS:
+            made["status"] = _workload_status(kind_of(planned), made["spec"]["replicas"], generation, ready)
         return made
 
     def _pod_status(self, container: Document | None, unschedulable: str) -> dict[str, Any]:
@@ -97,12 +123,54 @@ class FakeKubernetes:
         return {"phase": "Running", "conditions": conditions, "containerStatuses": [told]}
 
 
+def _least(workload: Document, objects: Sequence[Document]) -> int:
+    """Which its autoscaler lets it have: one leaves alone what is at zero."""
+    scalers = (each["spec"] for each in objects if kind_of(each) == "HorizontalPodAutoscaler")
+    found = (each["minReplicas"] for each in scalers if each["scaleTargetRef"]["name"] == name_of(workload))
+    return int(next(found, 1))
+
+
+def _workload_status(kind: str, replicas: int, generation: int, ready: bool) -> dict[str, Any]:
+    up = ready or not replicas
+    condition = {
+        "type": "Available",
+        "status": str(up),
+        "reason": "MinimumReplicasAvailable" if up else "MinimumReplicasUnavailable",
+        "message": f"{kind} {'has' if up else 'does not have'} minimum availability.",
+    }
+    there = replicas if ready else 0
+    return {
+        "observedGeneration": generation,
+        "replicas": replicas,
+        "updatedReplicas": replicas,
+        "readyReplicas": there,
+        **({"availableReplicas": there, "unavailableReplicas": replicas - there} if kind == "Deployment" else {}),
+        "conditions": [condition, {"type": "Progressing", "status": "True"}],
+    }
+
+
+def _labels_of_pods(workload: Document) -> list[dict[str, str]]:
+    """Of every pod that a controller of Kubernetes would make for a workload."""
+    spec = workload.get("spec", {})
+    if kind_of(workload) == "Deployment":
+        return [spec["template"]["metadata"]["labels"]] * spec["replicas"]
+    if kind_of(workload) != "LeaderWorkerSet":
+        return []
+    group, place = spec["leaderWorkerTemplate"], "leaderworkerset.sigs.k8s.io"
+    templates = [group["leaderTemplate"], *[group["workerTemplate"]] * (group["size"] - 1)]
+    return [
+        {**template["metadata"]["labels"], f"{place}/name": name_of(workload), f"{place}/worker-index": str(index)}
+        for _ in range(spec["replicas"])
+        for index, template in enumerate(templates)
+    ]
+
+
 def compared(told: Any) -> Any:
     """Without what differs from one place to another: times, addresses, names of pods, and words of a kubelet."""
     if isinstance(told, dict):
-        left_out = ("lastTransitionTime", "time", "location", "message", "url")
-        made = {name: compared(value) for name, value in told.items() if name not in left_out}
-        return {name: value for name, value in made.items() if value != {}}
+        made = {name: compared(value) for name, value in told.items() if name not in ("time", "location", "message")}
+        there = {name: "there" for name in ("url", "lastTransitionTime") if name in made}
+        return {name: value for name, value in (made | there).items() if value != {}}
     if isinstance(told, list):
         return [compared(each) for each in told]
     return told
@@ -126,9 +194,7 @@ def assert_same(site: LocalSite, name: str, there: Document) -> Document:
 def test_a_service_that_is_ready(site: LocalSite) -> None:
     site.apply(fixed("same"))
     site.ready("same")
-    there = FakeKubernetes(fixed("same"), site.model)
-    there.step({"state": {"waiting": {"reason": "ContainerCreating"}}, "ready": False})
-    told = there.step(READY)
+    told = FakeKubernetes(site.model).apply(fixed("same")).settled()
     assert messages(assert_same(site, "same", told)) == messages(told)
     site.delete("same")
 
@@ -136,10 +202,9 @@ def test_a_service_that_is_ready(site: LocalSite) -> None:
 def test_one_that_crashes(site: LocalSite) -> None:
     wanted = fixed("ill", runner={"name": "ome-container", "args": ["--text=crash"]})
     site.apply(wanted)
-    there = FakeKubernetes(wanted, site.model)
     ended = {"exitCode": 1, "reason": "Error", "message": "this one crashes at its start\n", "finishedAt": ""}
     waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": BACK_OFF}}, "ready": False}
-    told = there.step({**waiting, "lastState": {"terminated": ended}})
+    told = FakeKubernetes(site.model).apply(wanted).look({**waiting, "lastState": {"terminated": ended}})
     assert messages(assert_same(site, "ill", told)) == messages(told)
     site.delete("ill")
 
@@ -148,7 +213,51 @@ def test_one_that_does_not_fit(site: LocalSite) -> None:
     asked = {"nvidia.com/gpu": "64"}
     wanted = fixed("large", runner={"name": "ome-container", "resources": {"limits": asked, "requests": asked}})
     site.apply(wanted)
-    there = FakeKubernetes(wanted, site.model)
-    told = there.step(None, unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+    there = FakeKubernetes(site.model).apply(wanted)
+    told = there.look(None, unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
     assert "it asks for 64 GPU(s)" in messages(assert_same(site, "large", told))["EngineReady"]
     site.delete("large")
+
+
+def test_a_canary_its_undoing_and_its_promotion(site: LocalSite) -> None:
+    newer = {"name": "ome-container", "args": ["--port=8080", "--text=canary"]}
+    there = FakeKubernetes(site.model)
+    for percent in (None, 25, 0, 50, 100):
+        share = {} if percent is None else {"canaryTrafficPercent": percent, "runner": newer}
+        wanted = service("birds", minReplicas=2, maxReplicas=2, **share)
+        site.apply(wanted)
+        told = there.apply(wanted).settled()
+        assert messages(assert_same(site, "birds", told)) == messages(told), percent
+    site.delete("birds")
+
+
+def test_a_group_of_processes(site: LocalSite) -> None:
+    group = runtime("status-group")
+    runner = group["spec"]["engineConfig"].pop("runner")
+    group["spec"]["engineConfig"] |= {"leader": {"runner": runner}, "worker": {"size": 1, "runner": runner}}
+    wanted = service("many", "status-group", maxReplicas=1, worker={"size": 1})
+    site.apply(group, wanted)
+    told = FakeKubernetes(site.model, group).apply(wanted).settled()
+    assert messages(assert_same(site, "many", told)) == messages(told)
+    site.delete("many")
+
+
+def test_a_router_before_its_engines(site: LocalSite) -> None:
+    wanted = fixed("routed")
+    wanted["spec"]["router"] = {"minReplicas": 1, "maxReplicas": 1, "config": {"routing_strategy": "round_robin"}}
+    site.apply(wanted)
+    told = FakeKubernetes(site.model).apply(wanted).settled()
+    assert messages(assert_same(site, "routed", told)) == messages(told)
+    site.delete("routed")
+
+
+def test_what_the_verb_shows_is_that_document(site: LocalSite) -> None:
+    site.apply(fixed("shown"))
+    site.ready("shown")
+    told = FakeKubernetes(site.model).apply(fixed("shown")).settled()
+    assert_same(site, "shown", told)
+    environ = {**os.environ, "HEADRACE_STATE_DIR": str(site.root)}
+    words = [Path(sys.executable).parent / "headrace", "get", "isvc", "shown", "-o", "yaml"]
+    shown = subprocess.run(words, env=environ, capture_output=True, timeout=120, check=True).stdout
+    assert compared(yaml.safe_load(shown)["status"]) == compared(told)
+    site.delete("shown")

@@ -13,7 +13,9 @@ may have the pages, the prefill's that the bytes come from one of the fleet. The
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
+import ipaddress
 import logging
 import socket
 import struct
@@ -35,9 +37,11 @@ MAGIC, VERSION = b"HRKV", 1
 OK, GONE, REFUSED = 0, 1, 2
 _GIVERS = 8
 """Decoders that are served at once; the others wait in the line of the socket."""
+_WAITING = 128
 _ASK_SECONDS = 5.0
+"""A decoder's time for its question: strangers may not keep givers busy."""
 _GIVE_SECONDS = 30.0
-"""The longest silence of a decoder, before its question and while it reads."""
+"""The longest silence of a decoder while it reads."""
 _SWEEP_SECONDS = 1.0
 
 
@@ -60,28 +64,29 @@ class Giver:
         self._keeper = keeper
         self._key = key
         self._clock = clock
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._socket = socket.create_server(found[4][:2], family=found[0], backlog=128)
-        except OSError:
-            raise FailedPrecondition(
-                f"--handing-address {host}:{port} cannot be listened on: name a free port of this machine"
-            ) from None
+        self._socket = _listening(host, port)
         self._socket.settimeout(_SWEEP_SECONDS)
         self.port: int = self._socket.getsockname()[1]
         self._closed = False
+        self._open: set[socket.socket] = set()
+        """Connections that are served, or wait to be."""
         self._threads = ThreadPoolExecutor(_GIVERS, thread_name_prefix="llm handing")
         self._thread = threading.Thread(target=self._accept, name="llm handing", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Listen and give no more: a decoder that does not read must not keep this server from ending."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; it must not wait for a number that is reused
         self._thread.join()
         self._socket.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for each in tuple(self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._threads.shutdown(cancel_futures=True)
+        for each in self._open:
+            each.close()
 
     def _accept(self) -> None:
         while not self._closed:
@@ -95,23 +100,21 @@ class Giver:
                     log.warning("a decoder could not be let in")
                     time.sleep(_SWEEP_SECONDS)  # too many open files, most likely
                 continue
-            try:
-                self._threads.submit(self._serve, connection)
-            except RuntimeError:  # closed
-                connection.close()
+            self._open.add(connection)
+            self._threads.submit(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
-                connection.settimeout(_ASK_SECONDS)
                 self._answer(connection)
             except OSError as error:
                 log.debug("a decoder went away: %s", error)
             except Exception:
                 log.exception("pages could not be given to a decoder")
+        self._open.discard(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        asked = received(connection, QUESTION.size)
+        asked = received(connection, QUESTION.size, time.monotonic() + _ASK_SECONDS)
         magic, version, named, first, count, nonce, proof = QUESTION.unpack(asked)
         wanted = proof_of_question(self._key, named, first, count, nonce)
         if magic != MAGIC or version != VERSION or not hmac.compare_digest(proof, wanted):
@@ -145,16 +148,41 @@ class Giver:
         connection.sendall(ANSWER.pack(status, length, proof_of_answer(self._key, status, length, nonce)))
 
 
-def received(connection: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises ConnectionError if there are fewer."""
+def _listening(host: str, port: int) -> socket.socket:
+    """Raises FailedPrecondition."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        try:
+            return socket.create_server(address[:2], family=family, backlog=_WAITING)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not ipaddress.ip_address(address[0]).is_loopback:
+                raise
+            # No firewall lets through this port and no other, and tickets tell the decoders which it is.
+            log.warning("port %d of %s is taken: another is used", port, host)
+            return socket.create_server((address[0], 0), family=family, backlog=_WAITING)
+    except OSError:
+        raise FailedPrecondition(
+            f"--handing-address {host}:{port} cannot be listened on: name a free port of this machine"
+        ) from None
+
+
+def received(connection: socket.socket, count: int, ends: float) -> bytes:
+    """So many bytes. Raises as `receive_into`."""
     data = bytearray(count)
-    receive_into(connection, memoryview(data))
+    receive_into(connection, memoryview(data), ends)
     return bytes(data)
 
 
-def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill this."""
+def receive_into(connection: socket.socket, view: memoryview, ends: float) -> None:
+    """Fill this. Raises ConnectionError if there are fewer bytes, TimeoutError if not all are there when `ends` has come.
+
+    ends: of `time.monotonic`. All of it has this one limit: with one for each piece, drops would come for ever.
+    """
     while view:
+        left = ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
         got = connection.recv_into(view)
         if not got:
             raise ConnectionError("the other side closed the connection")

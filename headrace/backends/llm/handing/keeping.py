@@ -2,6 +2,7 @@
 """Bytes in the shared memory of this machine until somebody takes them, or for so long. Made by `hands`.
 
     /dev/shm/headrace-handing-<user>/key             what servers of this machine sign with, if they are told no other
+    /dev/shm/headrace-handing-<user>/gate            held by who makes something in this folder, or removes what was left
     /dev/shm/headrace-handing-<user>/<server>/lock   held by a server as long as it lives
     /dev/shm/headrace-handing-<user>/<server>/<id>   the pages of one prompt
 
@@ -20,8 +21,7 @@ import secrets
 import shutil
 import stat
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,44 +64,52 @@ def own_folder(root: Path = _SHARED_MEMORY) -> Path:
 def machine_key(folder: Path) -> bytes:
     """The key that all servers of this user on this machine find; made by the first."""
     path = folder / "key"
-    for _ in range(2):
-        with contextlib.suppress(OSError):
-            key = path.read_bytes()
-            if len(key) >= LEAST_KEY_BYTES:
-                return key
-        # Written whole beside it: one who reads finds all of it or nothing. The first link stays.
-        written = folder / f"key.{secrets.token_hex(8)}"
-        try:
-            with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-                stream.write(secrets.token_bytes(_KEY_BYTES))
-            with contextlib.suppress(FileExistsError):
-                os.link(written, path)
-        except OSError:
-            break
-        finally:
-            written.unlink(missing_ok=True)
-    raise FailedPrecondition(f"{path} cannot be written: make room in /dev/shm, or name a key with --handing-key-file")
+    try:
+        with _alone_in(folder):
+            key = path.read_bytes() if path.exists() else b""
+            if len(key) < LEAST_KEY_BYTES:
+                key, fresh = secrets.token_bytes(_KEY_BYTES), folder / "key.new"
+                with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+                    stream.write(key)
+                fresh.replace(path)
+    except OSError:
+        said = f"{path} cannot be written: make room in /dev/shm, or name a key with --handing-key-file"
+        raise FailedPrecondition(said) from None
+    return key
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One server at a time: so what another sees here is whole, and has its lock, or is of one that was killed."""
+    gate = os.open(folder / "gate", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(gate)
 
 
 class Keeper:
     """What one server keeps. From any thread."""
 
     def __init__(self, folder: Path, *, most_bytes: int, seconds: float) -> None:
+        """Raises FailedPrecondition where there is no place for it."""
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._most = most_bytes
         self._seconds = seconds
         self._folder = folder / self.name
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
-        """Oldest first."""
+        self._kept: dict[str, Kept] = {}
         self.bytes = 0
-        sweep_left(folder)
-        # Locked before it has the name that others look for: see `sweep_left`.
-        made = folder / f"new.{self.name}"
-        made.mkdir(mode=0o700)
-        self._held = os.open(made / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made.rename(self._folder)
+        try:
+            with _alone_in(folder):
+                _sweep_left(folder)
+                self._folder.mkdir(mode=0o700)
+                self._held = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            said = f"{self._folder} cannot be made: {os.strerror(error.errno or 0)}; make room in /dev/shm"
+            raise FailedPrecondition(said) from None
 
     def keep(self, pieces: Iterable[memoryview], size: int, pages: int, now: float) -> Kept:
         """Keep these bytes, `size` of them in all; a piece is written before the next is asked for. Raises NoRoom."""
@@ -122,9 +130,9 @@ class Keeper:
             path.unlink(missing_ok=True)
             with self._lock:
                 self.bytes -= kept.bytes
-            if isinstance(error, OSError):
-                raise NoRoom("the shared memory of the machine is full") from error
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise NoRoom(f"the shared memory of the machine takes no more: {os.strerror(error.errno or 0)}") from None
         with self._lock:
             self._kept[kept.id] = kept
         return kept
@@ -154,7 +162,9 @@ class Keeper:
     def sweep(self, now: float) -> int:
         """Remove what nobody took in time, and account for what was taken by way of its file; how many were too old."""
         late = 0
-        for kept in tuple(self._kept.values()):
+        with self._lock:
+            there = tuple(self._kept.values())
+        for kept in there:
             over = now > kept.until
             if over or not (self._folder / kept.id).exists():
                 late += over and (self._folder / kept.id).exists()
@@ -167,21 +177,23 @@ class Keeper:
         os.close(self._held)
 
 
-def sweep_left(folder: Path) -> None:
-    """Remove what servers have left that are no more."""
+def _sweep_left(folder: Path) -> None:
+    """Remove what servers have left that are no more. Only while `_alone_in` it."""
     for each in folder.iterdir():
-        if each.name.startswith("new.") or not each.is_dir():
-            continue
-        try:
-            descriptor = os.open(each / "lock", os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:
-            continue  # it is being removed by another
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue  # it lives
-        else:
+        if each.is_dir() and not _lives(each):
             log.info("removing pages that a server has left in %s", each)
             shutil.rmtree(each, ignore_errors=True)
-        finally:
-            os.close(descriptor)
+
+
+def _lives(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False  # killed before it had one, or removed by its server at this moment
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

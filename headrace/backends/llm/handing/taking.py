@@ -6,6 +6,7 @@ Called by `hands`, in a thread. Whatever goes wrong is `NotTaken` with one word 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
@@ -55,7 +56,8 @@ def take(offer: Offer, first: int, into: memoryview, folder: Path, key: bytes, s
 def leave(offer: Offer, folder: Path) -> None:
     """The pages are not needed: let go of them where that costs nothing. Elsewhere they go by themselves."""
     if offer.file:
-        (folder / offer.file).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (folder / offer.file).unlink(missing_ok=True)
 
 
 def _from_file(path: Path, offer: Offer, first: int, into: memoryview) -> bool:
@@ -64,16 +66,19 @@ def _from_file(path: Path, offer: Offer, first: int, into: memoryview) -> bool:
     except OSError:
         return False  # of another machine, or of another container
     with stream:
-        if os.fstat(stream.fileno()).st_size != offer.size:
-            return False
-        # Nobody else is to take it, and nobody need remove it if this process is killed now.
-        path.unlink(missing_ok=True)
-        stream.seek(first * offer.page_bytes)
-        while into:
-            got = stream.readinto(into)
-            if not got:
-                raise NotTaken("broken", "the file is shorter than it was")
-            into = into[got:]
+        try:
+            if os.fstat(stream.fileno()).st_size != offer.size:
+                return False
+            # Nobody else is to take it, and nobody need remove it if this process is killed now.
+            path.unlink(missing_ok=True)
+            stream.seek(first * offer.page_bytes)
+            while into:
+                got = stream.readinto(into)
+                if not got:
+                    raise NotTaken("broken", "the file is shorter than it was")
+                into = into[got:]
+        except OSError:
+            raise NotTaken("broken", "the file cannot be read") from None
     return True
 
 
@@ -84,16 +89,11 @@ def _from_server(offer: Offer, first: int, into: memoryview, key: bytes, seconds
         count = offer.pages - first
         proof = proof_of_question(key, named, first, count, nonce)
         connection.sendall(QUESTION.pack(MAGIC, VERSION, named, first, count, nonce, proof))
-        status, length, proof = ANSWER.unpack(received(connection, ANSWER.size))
+        status, length, proof = ANSWER.unpack(received(connection, ANSWER.size, ends))
         if not hmac.compare_digest(proof, proof_of_answer(key, status, length, nonce)):
             raise NotTaken("refused", "who answered does not know our key")
         if status == GONE:
             raise NotTaken("gone", "they are not kept any more")
         if status != OK or length != into.nbytes:
             raise NotTaken("refused", "the prefill does not give them")
-        while into:
-            # All of it has one limit, and not each piece.
-            connection.settimeout(max(0.001, ends - time.monotonic()))
-            piece = into[: 1 << 22]
-            receive_into(connection, piece)
-            into = into[len(piece) :]
+        receive_into(connection, into, ends)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is left of something that ended while nobody looked, or that comes back by the same name: nothing that harms."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_site import until
+
+from headrace.fleet.local.cgroups import Cgroups
+from headrace.fleet.local.container import Container
+from headrace.fleet.local.contract import Record
+from headrace.fleet.local.machine import Placement
+from headrace.fleet.local.objects import Objects
+from headrace.fleet.local.process_driver import ProcessDriver
+from headrace.fleet.local.processes import Command, Process, spawn
+from headrace.fleet.local.replica import make_replica
+from headrace.fleet.local.routing import Routers
+from headrace.fleet.local.settings import LocalSettings
+from headrace.fleet.local.store import read_json
+from headrace.fleet.local.units import Units
+from headrace.fleet.words import Document
+from headrace.launch.identity import session_members, stat_of
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+
+SERVICE = ("default", "s")
+_PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(600)"
+_CHILD = "import time; time.sleep(600)"
+
+
+def test_the_children_of_a_process_that_died_unseen_end_with_it(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {}
+    command = Command((sys.executable, "-c", _PARENT, _CHILD), dict(os.environ), tmp_path)
+    process = spawn(command, tmp_path / "log", kept.update)
+    until(lambda: len(session_members(process.pid)) == 2)
+    os.kill(process.pid, signal.SIGKILL)
+    asyncio.run(process.ended())
+    assert len(session_members(process.pid)) == 1, "the child outlives its parent"
+    # To a stranger's record, whose number is the same by chance, they mean nothing.
+    assert Process.found({**kept, "run": "another"}) is None
+    assert len(session_members(process.pid)) == 1
+    assert Process.found(kept) is None
+    until(lambda: not session_members(process.pid))
+
+
+def test_a_process_has_not_ended_before_its_last_thread_has(tmp_path: Path) -> None:
+    """Its first thread is gone, so that it looks like a zombie. How it ended is not known yet."""
+    waits = "while not pathlib.Path('go').exists(): time.sleep(0.01)"
+    other = f"def other():\n    {waits}\n    os._exit(7)"
+    ends = "threading.Thread(target=other).start(); ctypes.CDLL(None).pthread_exit(None)"
+    line = f"import ctypes, os, pathlib, threading, time\n{other}\n{ends}"
+
+    async def play() -> None:
+        process = spawn(Command((sys.executable, "-c", line), dict(os.environ), tmp_path), tmp_path / "log", print)
+        try:
+            while (stat := stat_of(process.pid)) is not None and stat.lives:
+                await asyncio.sleep(0.01)
+            ended = asyncio.ensure_future(process.ended())
+            await asyncio.sleep(0)
+            assert not ended.done()
+            (tmp_path / "go").touch()
+            async with asyncio.timeout(60):
+                assert await ended == 7
+        finally:
+            await process.kill()
+
+    asyncio.run(play())
+
+
+def test_a_router_that_is_wanted_again_while_it_ends_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    settings = LocalSettings(tmp_path, 15_300)
+
+    async def play() -> None:
+        routers = Routers(settings)
+        changed = asyncio.Event()
+        routers.on_change = lambda _: changed.set()
+
+        async def until_true(check: Any) -> None:
+            async with asyncio.timeout(60):
+                while not check():
+                    changed.clear()
+                    await changed.wait()
+
+        routers.want(SERVICE, ["a"])
+        first = routers.get("default", "a")
+        assert first is not None
+        await until_true(lambda: first.up)
+        was = first.pid
+        routers.want(SERVICE, [])
+        routers.want(SERVICE, ["a"])
+        assert routers.get("default", "a") is None, "what ends is not taken for what is wanted"
+        await until_true(lambda: not routers.ending(SERVICE))
+        routers.want(SERVICE, ["a"])
+        second = routers.get("default", "a")
+        assert second is not None
+        await until_true(lambda: second.up)
+        assert second.pid != was and stat_of(was or 0) is None
+        assert read_json(second.folder / "router.json") is not None, "the next daemon finds it"
+        await routers.end_all()
+        await routers.close()
+
+    asyncio.run(play())
+
+
+class FakeKubelet:
+    """No pods."""
+
+    def of(self, service: tuple[str, str]) -> list[Any]:
+        return []
+
+
+def test_a_workload_that_comes_back_has_its_time_anew(tmp_path: Path) -> None:
+    """What did not get further long ago says nothing of one by the same name."""
+    template = {"metadata": {}, "spec": {"containers": []}}
+    workload: Document = {
+        "kind": "Deployment",
+        "metadata": {"name": "w"},
+        "spec": {"replicas": 1, "template": template},
+    }
+    now = [0.0]
+    objects = Objects(tmp_path)
+    units = Units(FakeKubelet(), objects, lambda: now[0])  # type: ignore[arg-type]
+
+    def progressing() -> str:
+        units.tell(SERVICE)
+        (live,) = objects.workloads(SERVICE)
+        (found,) = (each for each in live["status"]["conditions"] if each["type"] == "Progressing")
+        return str(found["status"])
+
+    objects.bring(SERVICE, [workload])
+    assert progressing() == "True"
+    now[0] = 601.0
+    assert progressing() == "False"
+    objects.remove(SERVICE)
+    units.forget(SERVICE)
+    objects.bring(SERVICE, [workload])
+    assert progressing() == "True"
+
+
+class FakeAround:
+    """Room for every pod, and nobody who listens."""
+
+    def models(self, replica: Any) -> dict[str, str]:
+        return {}
+
+    def place(self, replica: Any) -> Placement:
+        return Placement()
+
+    def changed(self, replica: Any) -> None:
+        """Nothing follows."""
+
+
+def test_a_mistake_in_one_container_leaves_no_other_without_somebody_who_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pod is followed anew: two who follow one container would both start it."""
+    left: list[str] = []
+
+    async def run(container: Container) -> None:
+        if container.name == "first":
+            raise RuntimeError("a mistake of ours")
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            left.append(container.name)
+
+    monkeypatch.setattr(Container, "run", run)
+    containers = [{"name": "second"}, {"name": "first"}]
+    pod = {"metadata": {"name": "p", "namespace": "default"}, "spec": {"containers": containers}}
+    record = Record("uid", pod, SERVICE, ("Deployment", "w"), "p", "hash")
+
+    async def play() -> None:
+        driver = ProcessDriver(Cgroups({}))
+        replica = make_replica(tmp_path / "pod", record, LocalSettings(tmp_path), FakeAround(), driver)  # type: ignore[arg-type]
+        with pytest.raises(ExceptionGroup):
+            await replica.run()
+        assert left == ["second"]
+
+    asyncio.run(play())
