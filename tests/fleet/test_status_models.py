@@ -54,6 +54,22 @@ def test_a_container_that_crashes_is_the_reason() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ('{"level":"ERROR","message":"no memory"}\n{"level":"info","message":"bye"}', "no memory"),
+        ("Traceback (most recent call last):\n  ...\nValueError: no such layer\n\n", "ValueError: no such layer"),
+        ('ValueError: no such layer\n{"level":"info","message":"bye"}', "ValueError: no such layer"),
+        ("7", "7"),
+        ('{"level":"info","message":"ready: 1 model(s)"}', ""),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_of_a_log_the_line_is_told_that_says_why(log: str, said: str) -> None:
+    message = told(seen([crashing("a", message=log, code=137)]), "EngineReady")["message"]
+    assert message == "pod a: container ome-container ended with exit code 137 (Error)" + (f": {said}" if said else "")
+
+
 def test_it_has_failed_until_it_is_ready_not_until_it_is_tried_again() -> None:
     again = crashing("a")
     again["status"]["containerStatuses"][0]["state"] = {"running": {"startedAt": "2024-01-15T12:00:00Z"}}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ _STUCK = frozenset(
     }
 )
 """Reasons to wait that seldom pass by themselves. The model was never tried."""
+_GRAVE = frozenset({"warning", "error", "critical", "fatal"})
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,24 @@ def _fault(pod: str, container: Document, *, starting: bool) -> PodState | None:
         return None
     why = text(ended, "reason") or "Error"
     reason = text(waiting, "reason") if why in ("", "Error", "Completed") else why
-    said = text(ended, "message").strip()
+    said = _last_words(text(ended, "message"))
     message = f"container {named} ended with exit code {code} ({why})" + (f": {said}" if said else "")
     return PodState(pod, FAILED, reason or why, message, _LOAD_FAILED, code, text(ended, "finishedAt"))
+
+
+def _last_words(log: str) -> str:
+    """Of the end of a container's log what most likely says why: the last warning of a log of JSON, else the last line."""
+    lines = [each.strip() for each in log.splitlines() if each.strip()]
+    for line in reversed(lines):
+        try:
+            said = json.loads(line)
+        except ValueError:
+            said = None
+        if not isinstance(said, dict):
+            return line
+        if str(said.get("level")).lower() in _GRAVE:
+            return str(said.get("message", ""))
+    return ""
 
 
 def _waiting(pod: Document) -> PodState:
