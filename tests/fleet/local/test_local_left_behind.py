@@ -118,7 +118,7 @@ class FakeKubelet:
 
 def test_a_workload_that_comes_back_has_its_time_anew(tmp_path: Path) -> None:
     """What did not get further long ago says nothing of one by the same name."""
-    template = {"metadata": {}, "spec": {"containers": []}}
+    template: Document = {"metadata": {}, "spec": {"containers": []}}
     workload: Document = {
         "kind": "Deployment",
         "metadata": {"name": "w"},
