@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from local_site import LocalSite, document, runtime, said, service, until
 
-from headrace.fleet.words import items, text
+from headrace.core.errors import FailedPrecondition
+from headrace.fleet.client.kinds import kind_named
+from headrace.fleet.words import Document, items, text
 from headrace.launch.identity import stat_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
@@ -318,6 +320,24 @@ def test_a_canary_gets_its_share(site: LocalSite) -> None:
     until(lambda: share() == 1.0)
     site.ready("birds")
     site.delete("birds")
+
+
+def test_a_change_of_what_was_looked_at_before_an_edit_is_refused(site: LocalSite) -> None:
+    """Or `rollout promote` would promote what its user has not seen."""
+    site.apply(service("edited"))
+    site.ready("edited")
+    change = {"metadata": dict(site.get("edited")["metadata"]), "spec": {"engine": {"canaryTrafficPercent": 100}}}
+    site.apply(service("edited", maxReplicas=4))
+
+    def patch() -> Document:
+        kind = kind_named("InferenceService")
+        return site.ask(lambda fleet: fleet.patch(kind, "default", "edited", change))
+
+    with pytest.raises(FailedPrecondition, match="was changed meanwhile"):
+        patch()
+    change["metadata"] = dict(site.get("edited")["metadata"])
+    assert patch()["spec"]["engine"] == {"minReplicas": 1, "maxReplicas": 4, "canaryTrafficPercent": 100}
+    site.delete("edited")
 
 
 def test_a_delete_goes_on_after_the_daemon_was_killed_in_it(site: LocalSite) -> None:

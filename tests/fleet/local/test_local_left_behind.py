@@ -88,23 +88,25 @@ def test_a_router_that_is_wanted_again_while_it_ends_gets_a_folder_of_its_own(tm
                     changed.clear()
                     await changed.wait()
 
-        routers.want(SERVICE, ["a"])
-        first = routers.get("default", "a")
-        assert first is not None
-        await until_true(lambda: first.up)
-        was = first.pid
-        routers.want(SERVICE, [])
-        routers.want(SERVICE, ["a"])
-        assert routers.get("default", "a") is None, "what ends is not taken for what is wanted"
-        await until_true(lambda: not routers.ending(SERVICE))
-        routers.want(SERVICE, ["a"])
-        second = routers.get("default", "a")
-        assert second is not None
-        await until_true(lambda: second.up)
-        assert second.pid != was and stat_of(was or 0) is None
-        assert read_json(second.folder / "router.json") is not None, "the next daemon finds it"
-        await routers.end_all()
-        await routers.close()
+        try:
+            routers.want(SERVICE, ["a"])
+            first = routers.get("default", "a")
+            assert first is not None
+            await until_true(lambda: first.up)
+            was = first.pid
+            routers.want(SERVICE, [])
+            routers.want(SERVICE, ["a"])
+            assert routers.get("default", "a") is None, "what ends is not taken for what is wanted"
+            await until_true(lambda: not routers.ending(SERVICE))
+            routers.want(SERVICE, ["a"])
+            second = routers.get("default", "a")
+            assert second is not None
+            await until_true(lambda: second.up)
+            assert second.pid != was and stat_of(was or 0) is None
+            assert read_json(second.folder / "router.json") is not None, "the next daemon finds it"
+        finally:
+            await routers.end_all()
+            await routers.close()
 
     asyncio.run(play())
 
@@ -118,7 +120,7 @@ class FakeKubelet:
 
 def test_a_workload_that_comes_back_has_its_time_anew(tmp_path: Path) -> None:
     """What did not get further long ago says nothing of one by the same name."""
-    template = {"metadata": {}, "spec": {"containers": []}}
+    template: Document = {"metadata": {}, "spec": {"containers": []}}
     workload: Document = {
         "kind": "Deployment",
         "metadata": {"name": "w"},

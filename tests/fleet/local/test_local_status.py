@@ -223,7 +223,7 @@ def test_a_canary_its_undoing_and_its_promotion(site: LocalSite) -> None:
     newer = {"name": "ome-container", "args": ["--port=8080", "--text=canary"]}
     there = FakeKubernetes(site.model)
     for percent in (None, 25, 0, 50, 100):
-        share = {} if percent is None else {"canaryTrafficPercent": percent, "runner": newer}
+        share: dict[str, Any] = {} if percent is None else {"canaryTrafficPercent": percent, "runner": newer}
         wanted = service("birds", minReplicas=2, maxReplicas=2, **share)
         site.apply(wanted)
         told = there.apply(wanted).settled()
@@ -257,7 +257,7 @@ def test_what_the_verb_shows_is_that_document(site: LocalSite) -> None:
     told = FakeKubernetes(site.model).apply(fixed("shown")).settled()
     assert_same(site, "shown", told)
     environ = {**os.environ, "HEADRACE_STATE_DIR": str(site.root)}
-    words = [Path(sys.executable).parent / "headrace", "get", "isvc", "shown", "-o", "yaml"]
+    words = [str(Path(sys.executable).parent / "headrace"), "get", "isvc", "shown", "-o", "yaml"]
     shown = subprocess.run(words, env=environ, capture_output=True, timeout=120, check=True).stdout
     assert compared(yaml.safe_load(shown)["status"]) == compared(told)
     site.delete("shown")
