@@ -36,8 +36,9 @@ OK, GONE, REFUSED = 0, 1, 2
 _GIVERS = 8
 """Decoders that are served at once; the others wait in the line of the socket."""
 _ASK_SECONDS = 5.0
+"""For the whole question, so that strangers who say it a byte at a time keep nobody out for long."""
 _GIVE_SECONDS = 30.0
-"""The longest silence of a decoder, before its question and while it reads."""
+"""The longest silence of a decoder while it reads."""
 _SWEEP_SECONDS = 1.0
 
 
@@ -71,6 +72,7 @@ class Giver:
         self.port: int = self._socket.getsockname()[1]
         self._closed = False
         self._threads = ThreadPoolExecutor(_GIVERS, thread_name_prefix="llm handing")
+        self._free = threading.Semaphore(_GIVERS)
         self._thread = threading.Thread(target=self._accept, name="llm handing", daemon=True)
         self._thread.start()
 
@@ -86,32 +88,41 @@ class Giver:
     def _accept(self) -> None:
         while not self._closed:
             self._keeper.sweep(self._clock())
-            try:
-                connection, _ = self._socket.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                if not self._closed:
-                    log.warning("a decoder could not be let in")
-                    time.sleep(_SWEEP_SECONDS)  # too many open files, most likely
-                continue
-            try:
-                self._threads.submit(self._serve, connection)
-            except RuntimeError:  # closed
-                connection.close()
+            # Nobody is let in who could not be served: each is a descriptor, and the server has need of its own.
+            if self._free.acquire(timeout=_SWEEP_SECONDS) and not self._let_in():
+                self._free.release()
+
+    def _let_in(self) -> bool:
+        """Give the next decoder to a thread, if there is one; whether it was."""
+        try:
+            connection, _ = self._socket.accept()
+        except TimeoutError:
+            return False
+        except OSError:
+            if not self._closed:
+                log.warning("a decoder could not be let in")
+                time.sleep(_SWEEP_SECONDS)  # too many open files, most likely
+            return False
+        try:
+            self._threads.submit(self._serve, connection)
+        except RuntimeError:  # closed
+            connection.close()
+            return False
+        return True
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
-                connection.settimeout(_ASK_SECONDS)
                 self._answer(connection)
             except OSError as error:
                 log.debug("a decoder went away: %s", error)
             except Exception:
                 log.exception("pages could not be given to a decoder")
+            finally:
+                self._free.release()
 
     def _answer(self, connection: socket.socket) -> None:
-        asked = received(connection, QUESTION.size)
+        asked = received(connection, QUESTION.size, time.monotonic() + _ASK_SECONDS)
         magic, version, named, first, count, nonce, proof = QUESTION.unpack(asked)
         wanted = proof_of_question(self._key, named, first, count, nonce)
         if magic != MAGIC or version != VERSION or not hmac.compare_digest(proof, wanted):
@@ -145,16 +156,20 @@ class Giver:
         connection.sendall(ANSWER.pack(status, length, proof_of_answer(self._key, status, length, nonce)))
 
 
-def received(connection: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises ConnectionError if there are fewer."""
+def received(connection: socket.socket, count: int, ends: float) -> bytes:
+    """So many bytes. Raises ConnectionError if there are fewer, TimeoutError if they are not there by then."""
     data = bytearray(count)
-    receive_into(connection, memoryview(data))
+    receive_into(connection, memoryview(data), ends)
     return bytes(data)
 
 
-def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill this."""
+def receive_into(connection: socket.socket, view: memoryview, ends: float) -> None:
+    """Fill this. All of it has one limit, by the monotonic clock, and not each piece."""
     while view:
+        left = ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the other side took too long")
+        connection.settimeout(left)
         got = connection.recv_into(view)
         if not got:
             raise ConnectionError("the other side closed the connection")

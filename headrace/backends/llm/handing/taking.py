@@ -84,16 +84,11 @@ def _from_server(offer: Offer, first: int, into: memoryview, key: bytes, seconds
         count = offer.pages - first
         proof = proof_of_question(key, named, first, count, nonce)
         connection.sendall(QUESTION.pack(MAGIC, VERSION, named, first, count, nonce, proof))
-        status, length, proof = ANSWER.unpack(received(connection, ANSWER.size))
+        status, length, proof = ANSWER.unpack(received(connection, ANSWER.size, ends))
         if not hmac.compare_digest(proof, proof_of_answer(key, status, length, nonce)):
             raise NotTaken("refused", "who answered does not know our key")
         if status == GONE:
             raise NotTaken("gone", "they are not kept any more")
         if status != OK or length != into.nbytes:
             raise NotTaken("refused", "the prefill does not give them")
-        while into:
-            # All of it has one limit, and not each piece.
-            connection.settimeout(max(0.001, ends - time.monotonic()))
-            piece = into[: 1 << 22]
-            receive_into(connection, piece)
-            into = into[len(piece) :]
+        receive_into(connection, into, ends)

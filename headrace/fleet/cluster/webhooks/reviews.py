@@ -70,7 +70,10 @@ def reviewed(body: bytes | bytearray | memoryview, deed: Deed, sight: Sight) -> 
     uid = text(request, "uid")
     if text(asked, "apiVersion") != REVIEW_VERSION or not uid:
         raise InvalidArgument(f"send an AdmissionReview of {REVIEW_VERSION} with a request and its uid")
-    verdict = deed(request, sight)
+    try:
+        verdict = deed(request, sight)
+    except RecursionError:  # a document may be deeper than what looks at it can go
+        raise InvalidArgument("the document is nested too deeply") from None
     response: dict[str, Any] = {"uid": uid, "allowed": not verdict.refusals}
     if verdict.refusals:
         response["status"] = _status(request, verdict.refusals)
