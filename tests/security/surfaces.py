@@ -242,10 +242,10 @@ class Fleet:
             return told(connection, b"\r\n".join([*head, b"", b""]) + body)
 
     def files(self) -> dict[str, str]:
-        """All that lies around its folder, but for what it writes of itself."""
-        own = ("log", "told", "events.json")
-        files = (path for path in sorted(self.root.parent.rglob("*")) if path.is_file() and path.name not in own)
-        return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        """All that lies around its folder, and the names of what is in it: what its documents say changes by itself."""
+        files = [path for path in sorted(self.root.parent.rglob("*")) if path.is_file() and path.name != "events.json"]
+        around = {path: path.read_bytes() for path in files if self.root not in path.parents and path.name != "told"}
+        return {str(path): hashlib.sha256(around.get(path, b"")).hexdigest() for path in files}
 
 
 @contextmanager

@@ -134,17 +134,18 @@ def test_garbage(fleet: Fleet, body: bytes) -> None:
 def test_a_document_that_is_nested_deeply_harms_nobody(fleet: Fleet, depth: int) -> None:
     """As deep as JSON can be read: what follows goes as deep, with more on its way. Where documents hold what they like."""
     deep = f'{{"a":{"[" * depth}{"]" * depth}}}'
-    for number, document in enumerate((
-        f'{{"apiVersion":"v1","kind":"ConfigMap","metadata":{{"name":"deep-{depth}"}},"data":{deep}}}',
-        f'{{"apiVersion":"ome.io/v1beta1","kind":"InferenceService","metadata":{{"name":"deep-{depth}"}},'
-        f'"spec":{{"model":{{"name":"m"}},"engine":{{"affinity":{deep}}}}}}}',
-        f'{{"apiVersion":"ome.io/v1beta1","kind":"ClusterServingRuntime","metadata":{{"name":"deep-{depth}"}},'
-        f'"spec":{{"supportedModelFormats":[],"containers":[{{"name":"x","image":"x","lifecycle":{deep}}}]}}}}',
-    )):  # fmt: skip
-        told = fleet.verb("apply", f'{{"document":{document}}}'.encode())
-        assert told.status in (200, 400), (number, told)
+    ours = '"apiVersion":"ome.io/v1beta1","kind"'
+    named = f'"metadata":{{"name":"deep-{depth}"}}'
+    containers = f'[{{"name":"x","image":"x","lifecycle":{deep}}}]'
+    for said in (
+        f'"apiVersion":"v1","kind":"ConfigMap",{named},"data":{deep}',
+        f'{ours}:"InferenceService",{named},"spec":{{"model":{{"name":"m"}},"engine":{{"affinity":{deep}}}}}',
+        f'{ours}:"ClusterServingRuntime",{named},"spec":{{"supportedModelFormats":[],"containers":{containers}}}',
+    ):
+        told = fleet.verb("apply", f'{{"document":{{{said}}}}}'.encode())
+        assert told.status in (200, 400), (said[:80], told)
         if told.status == 200:
-            fleet.verb("delete", f'{{"document":{document}}}'.encode())
+            fleet.verb("delete", f'{{"document":{{{said}}}}}'.encode())
     assert fleet.verb("list").status == 200
     assert fleet.page("GET", "/console/api/services").status == 200
     assert not [path for path in fleet.root.rglob(".*.new") if path.is_file()]

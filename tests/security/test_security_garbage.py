@@ -35,9 +35,12 @@ BODIES: dict[str, bytes] = {
     "deep": nested(100_000), "deep mappings": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
     "a long number": b"9" * 5000, "NaN": b'{"model": NaN, "body": NaN}',
     "half a pair": b'{"model":"\\ud800","path":"\\ud800"}',
-    "wrong members": json.dumps({"path": 5, "headers": [], "body": {}, "method": None, "messages": "x", "input": {}}).encode(),
+    "wrong members": b'{"path": 5, "headers": [], "body": {}, "method": null, "messages": "x", "input": {}}',
     "deep members": b'{"path":"/v1/chat/completions","model":"x","input":%b,"messages":%b,"body":%b}' % ((nested(900),) * 3),
-    **{f"tensors: {name}": json.dumps(each).encode() for name, each in WRONG_TENSORS.items()},
+    **{
+        f"tensors: {name}": each if isinstance(each, bytes) else json.dumps(each).encode()
+        for name, each in WRONG_TENSORS.items()
+    },
 }  # fmt: skip
 
 

@@ -83,8 +83,8 @@ def said(port: int, *pieces: bytes) -> bytes:
             connection.shutdown(socket.SHUT_WR)
             while received := connection.recv(65536):
                 told += received
-        except ConnectionError:
-            pass
+        except OSError:
+            pass  # it was refused before it was read
         return told
 
 
@@ -248,7 +248,8 @@ def test_whoever_answers_a_decoder_it_takes_what_it_asked_for_or_nothing(
 )
 def test_a_ticket_names_no_file_elsewhere(prefill: Prefill, name: str) -> None:
     """Not even a ticket that is signed: servers of other users, and of other versions, may have the key, too."""
-    for changes in ({"file": name}, {"file": f"{name}/{'0' * 32}"}, {"id": name}, {"host": f"127.0.0.1/{name}"}):
+    below = [] if name == "--help" else [{"file": f"{name}/{'0' * 32}"}]  # a folder may be called that
+    for changes in ({"file": name}, *below, {"id": name}, {"host": f"127.0.0.1/{name}"}):
         ticket = prefill.offer(**changes).signed(KEY)
         with pytest.raises(BadTicket):
             Offer.read(ticket, KEY, 0.0)

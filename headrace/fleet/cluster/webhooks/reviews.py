@@ -64,7 +64,7 @@ def reviewed(body: bytes | bytearray | memoryview, deed: Deed, sight: Sight) -> 
     """The answer to a review. Raises InvalidArgument for what is none."""
     try:
         asked = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
+    except (ValueError, RecursionError):  # of msgspec, or of bytes that are no text
         raise InvalidArgument("the body is no JSON; send an AdmissionReview") from None
     request = part(asked, "request")
     uid = text(request, "uid")
