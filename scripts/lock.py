@@ -128,7 +128,8 @@ def _write(name: str, extras: tuple[str, ...]) -> None:
         how = ["--dry-run", "--quiet", "--require-hashes", "--only-binary", ":all:"]
         subprocess.run([uv, "pip", "install", *how, *where, "--requirements", new], cwd=ROOT, check=True)
     # The Dockerfile reads this line.
-    head = f"# Written by scripts/lock.py: headrace[{','.join(extras)}], Python {_OLDEST_PYTHON} and newer.\n"
+    what = "what headrace is built with" if extras == (BUILD_SYSTEM,) else f"headrace[{','.join(extras)}]"
+    head = f"# Written by scripts/lock.py: {what}, Python {_OLDEST_PYTHON} and newer.\n"
     new.write_text(head + new.read_text())
     new.replace(file)
     print(f"{file.relative_to(ROOT)}: {len(pinned(file.read_text()))} packages")

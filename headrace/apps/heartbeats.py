@@ -5,7 +5,7 @@ Made by `server` before it forks: the counters lie in memory that all processes 
 and a look at it a read. `Watchdog` is asked by `supervisor`; it judges, and ends nobody.
 
 A beat comes from the worker's event loop, for that is what answers clients. But a loop is silent, too, while a library holds
-Python's lock: as a large model is loaded, or in one long computation. Then the process uses the CPU or reads from a disk; one
+Python's lock: as a large model is loaded, or in one long computation. It then uses the CPU or reads from a disk. One
 that was stopped, or waits for a lock for ever, does neither. So silence is counted twice over:
 
     silent and at rest     hangs, after as many seconds as it is told
