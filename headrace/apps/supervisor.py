@@ -27,7 +27,7 @@ _LONGEST_DELAY_SECONDS = 30.0
 _LONG_LIFE_SECONDS = 60.0
 _EARLY_SECONDS = 1.0
 """A worker that finds its configuration bad in this time, when no other is older, would do so again: all are stopped."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -82,13 +82,25 @@ class _Supervisor:
                 self._start_due(before)
                 if all(worker.pid is None and worker.due is None for worker in self._workers):
                     return self._code
-                arrived = signal.sigtimedwait(_SIGNALS, self._patience())
-                if arrived is not None and arrived.si_signo != signal.SIGCHLD:
-                    self._signalled(signal.Signals(arrived.si_signo))
+                arrived = self._arrived()
+                if arrived in (signal.SIGTERM, signal.SIGINT):
+                    self._signalled(arrived)
                 self._reap()
                 self._look()
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if signal.SIGALRM in signal.sigpending():
+                signal.sigwait({signal.SIGALRM})
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _arrived(self) -> signal.Signals:
+        """The next signal; SIGALRM when it is time for a look.
+
+        Not `sigtimedwait`: if this process was stopped meanwhile (Ctrl-Z, a paused container) and goes on when the time is
+        over, Python gives back what lay in its memory as if it were a signal. Seen with 3.11.
+        """
+        signal.setitimer(signal.ITIMER_REAL, max(self._patience(), 0.001))
+        return signal.Signals(signal.sigwaitinfo(_SIGNALS).si_signo)
 
     def _patience(self) -> float:
         dues = [worker.due for worker in self._workers if worker.due is not None]

@@ -94,13 +94,14 @@ def test_who_starts_may_compute_for_as_long_as_it_takes() -> None:
     assert "done nothing" in starting.seconds(31)  # but not do nothing
 
 
-def test_work_and_rest_are_counted_apart() -> None:
-    """A library that holds Python's lock makes its other threads wake up now and then: that is no work to speak of."""
-    watched = Watched()
-    for _ in range(14):
-        assert watched.seconds(2) == ""
-        assert watched.seconds(1, working=True) == ""
+def test_little_work_is_none_and_little_rest_is_none() -> None:
+    """Threads that wait for Python's lock wake up now and then; who computes has to wait where the machine is crowded."""
+    watched, crowded = Watched(), Watched()
+    for _ in range(28):
+        assert watched.seconds(2) == watched.seconds(1, working=True) == ""
+        assert crowded.seconds(1) == crowded.seconds(2, working=True) == ""
     assert "done nothing" in watched.seconds(10)
+    assert crowded.seconds(10) == ""
 
 
 def test_time_that_the_supervisor_has_not_seen_is_no_silence() -> None:

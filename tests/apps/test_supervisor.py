@@ -348,6 +348,31 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced(program: Callable[[str]
     assert run.code() == 0, run.text
 
 
+def test_a_worker_that_computes_is_not_taken_for_one_that_hangs(program: Callable[[str], Program]) -> None:
+    """Three times as long as one at rest would have, in one piece, without a beat: as a library with Python's lock does."""
+    run = program(
+        """
+        from headrace.apps.heartbeats import Heartbeats, Watchdog
+
+        beats = Heartbeats(2)
+
+        def main(index):
+            beats.serve(index)
+            tell(f"up {index} {os.getpid()}")
+            while index and time.thread_time() < 9:
+                pass
+            tell(f"computed {index}")
+            beats.beat(index)
+            return wait_for_signal(index)
+
+        sys.exit(run_processes(2, main, Watchdog(beats, 3.0)))
+        """
+    )
+    run.until(lambda: "computed 1" in run.text, seconds=120)
+    killed = [line for line in run.lines if "killing" in line]
+    assert killed and all("worker 0" in line for line in killed), run.text  # which only waits, and beats no more
+
+
 def test_a_stopped_worker_does_not_keep_the_program_from_ending(program: Callable[[str], Program]) -> None:
     run = program(BEATING)
     run.until(lambda: len(run.workers) == 2)
