@@ -123,8 +123,8 @@ class Watchdog:
             return ""
         passed = min(passed, LONGEST_LOOK_SECONDS)
         if effort.since(before):
-            # Work makes up for rest, second by second: on a crowded machine who computes has to wait now and then, and threads
-            # that wait for Python's lock wake up for a little.
+            # Work makes up for rest, second by second: on a crowded machine who computes has to wait now and then, and
+            # threads that wait for Python's lock wake up for a little.
             pulse.working += passed
             pulse.resting = max(0.0, pulse.resting - passed)
         else:
