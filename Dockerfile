@@ -10,9 +10,20 @@ ARG EXTRAS=onnx,cloud,kubernetes
 WORKDIR /src
 # Debian's Python has no ensurepip, so the environment is made without pip and filled from outside: it stays out of the image, too.
 RUN python3 -m venv --without-pip /opt/headrace
+COPY requirements ./requirements
+# What we depend on, before what we change. With the extras that image.lock names it is installed from there: those versions, those
+# files by their hashes, and nothing else. With others it is what PyPI has today. (No grep: a base need not have one.)
+RUN read -r locked < requirements/image.lock; case "$locked" in *"headrace[$EXTRAS],"*) \
+      python3 -m pip --python /opt/headrace/bin/python install --no-cache-dir --require-hashes --only-binary :all: \
+        -r requirements/image.lock && touch /opt/locked;; esac
 COPY pyproject.toml README.md LICENSE ./
 COPY headrace ./headrace
-RUN python3 -m pip --python /opt/headrace/bin/python install --no-cache-dir ".${EXTRAS:+[$EXTRAS]}"
+# setuptools by its hash, too, so pip must not bring its own. --no-index: if the lock had left something out, this fails.
+RUN python3 -m pip install --no-cache-dir --require-hashes --target /opt/setuptools -r requirements/build.lock \
+    && PYTHONPATH=/opt/setuptools python3 -m pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheel . \
+    && set -- /opt/wheel/*.whl \
+    && if [ -e /opt/locked ]; then index=--no-index; fi \
+    && python3 -m pip --python /opt/headrace/bin/python install --no-cache-dir $index "$1${EXTRAS:+[$EXTRAS]}"
 
 FROM ${BASE}
 # What `headrace service` runs its line with, instead of the entry point. bash gives its place to the line's last command, so

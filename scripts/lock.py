@@ -22,8 +22,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from tool_venvs import ROOT, tool
 
-LOCKS = {"image": ("onnx", "cloud", "kubernetes"), "all": ("all",), "test": ("all", "test", "check")}
-"""Each file and the extras of pyproject.toml that are in it."""
+BUILD_SYSTEM = "build-system"
+LOCKS = {
+    "image": ("onnx", "cloud", "kubernetes"), "all": ("all",), "test": ("all", "test", "check"), "build": (BUILD_SYSTEM,),
+}  # fmt: skip
+"""Each file and the extras of pyproject.toml that are in it; or what the package is built with, and nothing else."""
 FOLDER = ROOT / "requirements"
 UV = "uv==0.13.7"
 _OLDEST_PYTHON = "3.11"
@@ -74,7 +77,10 @@ def pinned(text: str) -> dict[str, list[Version]]:
 
 def wanted_by(extras: tuple[str, ...]) -> list[Requirement]:
     """What pyproject.toml asks for with these extras, and with the extras that those name."""
-    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    said: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    if extras == (BUILD_SYSTEM,):
+        return [Requirement(each) for each in said[BUILD_SYSTEM]["requires"]]
+    project = said["project"]
     wanted = [Requirement(each) for each in project["dependencies"]]
     ahead, seen = list(extras), set[str]()
     while ahead:
@@ -94,7 +100,10 @@ def _write(name: str, extras: tuple[str, ...]) -> None:
     uv, file = tool(UV, "uv"), FOLDER / f"{name}.lock"
     new = file.with_suffix(".new")
     FOLDER.mkdir(exist_ok=True)
-    said = [word for extra in extras for word in ("--extra", extra)]
+    said = ["pyproject.toml", *(word for extra in extras for word in ("--extra", extra))]
+    asked = b""
+    if extras == (BUILD_SYSTEM,):
+        said, asked = ["-"], "\n".join(map(str, wanted_by(extras))).encode()
     how = [
         "--universal",
         "--generate-hashes",
@@ -104,8 +113,9 @@ def _write(name: str, extras: tuple[str, ...]) -> None:
         _OLDEST_PYTHON,
         "--quiet",
     ]
-    subprocess.run([uv, "pip", "compile", "pyproject.toml", *said, *how, "--output-file", new], cwd=ROOT, check=True)
-    for machine in _MACHINES if name == "image" else ():
+    words = [uv, "pip", "compile", *said, *how, "--output-file", new]
+    subprocess.run(words, cwd=ROOT, input=asked, check=True)
+    for machine in _MACHINES if name in ("image", "build") else ():
         # The image is made without a compiler: there must be a wheel of everything, for both kinds of machines.
         where = [
             "--python-platform",
@@ -117,7 +127,9 @@ def _write(name: str, extras: tuple[str, ...]) -> None:
         ]
         how = ["--dry-run", "--quiet", "--require-hashes", "--only-binary", ":all:"]
         subprocess.run([uv, "pip", "install", *how, *where, "--requirements", new], cwd=ROOT, check=True)
-    head = f"# Written by scripts/lock.py: headrace[{','.join(extras)}], Python {_OLDEST_PYTHON} and newer.\n"
+    # The Dockerfile reads this line.
+    what = "what headrace is built with" if extras == (BUILD_SYSTEM,) else f"headrace[{','.join(extras)}]"
+    head = f"# Written by scripts/lock.py: {what}, Python {_OLDEST_PYTHON} and newer.\n"
     new.write_text(head + new.read_text())
     new.replace(file)
     print(f"{file.relative_to(ROOT)}: {len(pinned(file.read_text()))} packages")

@@ -13,6 +13,7 @@ from functools import partial
 
 import uvloop
 
+from headrace.apps.heartbeats import Heartbeats, Watchdog
 from headrace.apps.memory import MemoryReturner
 from headrace.apps.ports import Ports, held_ports, tell_who_can_connect
 from headrace.apps.protocols import Protocols, build_protocols, build_site
@@ -36,14 +37,16 @@ log = logging.getLogger("headrace.apps")
 def run_server(settings: ServerSettings) -> int:
     """Serve until a signal; returns the exit code."""
     if settings.workers == 1:
-        return _run_process(settings, "", 0)
+        return _run_process(settings, "", None, 0)
+    beats = Heartbeats(settings.workers)
+    watchdog = Watchdog(beats, settings.worker_timeout_seconds) if settings.worker_timeout_seconds else None
     with held_ports(settings) as held, worker_folder() as folder:
-        return run_processes(settings.workers, partial(_run_process, held, folder))
+        return run_processes(settings.workers, partial(_run_process, held, folder, beats), watchdog)
 
 
-def _run_process(settings: ServerSettings, folder: str, index: int) -> int:
+def _run_process(settings: ServerSettings, folder: str, beats: Heartbeats | None, index: int) -> int:
     try:
-        return uvloop.run(_Serving(settings, folder, index).run())
+        return uvloop.run(_Serving(settings, folder, beats, index).run())
     except HeadraceError as error:
         log.error("%s", error.message)
         return BAD_CONFIGURATION
@@ -52,15 +55,18 @@ def _run_process(settings: ServerSettings, folder: str, index: int) -> int:
 class _Serving:
     """One process, from its settings to its exit code."""
 
-    def __init__(self, settings: ServerSettings, folder: str, index: int) -> None:
+    def __init__(self, settings: ServerSettings, folder: str, beats: Heartbeats | None, index: int) -> None:
         self._settings = settings
         self._folder = folder
+        self._beats = beats
         self._index = index
         self._ends: float | None = None
 
     async def run(self) -> int:
         """Open the ports, load the models, serve until a signal, drain."""
         settings = self._settings
+        if self._beats is not None:
+            self._beats.keep_beating(self._index)
         engine = open_engine(settings.engine, settings.progress if self._index == 0 else silent)
         worker = Worker(self._folder, self._index, settings.workers, engine.plane) if self._folder else None
         tracer = open_tracing(settings.trace_endpoint, "headrace") if settings.trace_endpoint else NO_TRACING
@@ -116,6 +122,8 @@ class _Serving:
         # What exists now lives as long as the process: the collector need not look at it again.
         gc.collect()
         gc.freeze()
+        if self._beats is not None:
+            self._beats.serve(self._index)
         names = engine.plane.model_names()
         state = "ready" if engine.plane.ready else "not ready"
         log.info("%s: %d model(s): %s", state, len(names), ", ".join(names), extra={"worker": self._index})

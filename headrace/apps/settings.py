@@ -58,6 +58,9 @@ class ServerSettings:
     workers: int = 1
     """Processes that share the ports."""
 
+    worker_timeout_seconds: float = 30.0
+    """How long one of several processes may hang before it is killed and another started; 0 for as long as it likes."""
+
     grace_seconds: float = 30.0
     """How long a request in flight may take after SIGTERM."""
 

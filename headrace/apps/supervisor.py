@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from headrace.apps.heartbeats import BEAT_SECONDS, Watchdog
 from headrace.core.exit_codes import BAD_CONFIGURATION
 
 log = logging.getLogger("headrace.apps")
@@ -26,15 +27,16 @@ _LONGEST_DELAY_SECONDS = 30.0
 _LONG_LIFE_SECONDS = 60.0
 _EARLY_SECONDS = 1.0
 """A worker that finds its configuration bad in this time, when no other is older, would do so again: all are stopped."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def run_processes(count: int, main: Callable[[int], int]) -> int:
+def run_processes(count: int, main: Callable[[int], int], watchdog: Watchdog | None = None) -> int:
     """Run `main(index)` in `count` processes until SIGTERM or SIGINT; returns the exit code of the program.
 
-    One process is this very one. Several are forked, and a worker that ends without being told to is started again.
-    A first signal is passed on, so that workers drain; a second kills them. 0 when all ended well.
+    One process is this very one. Several are forked, and a worker that ends without being told to is started again; with a
+    watchdog, so is one that hangs. A first signal is passed on, so that workers drain; a second kills them. 0 when all ended
+    well.
     """
     if count < 1:
         raise ValueError("there must be at least one process")
@@ -42,7 +44,7 @@ def run_processes(count: int, main: Callable[[int], int]) -> int:
         return main(0)
     if threading.active_count() > 1:
         raise RuntimeError("run_processes must come before any thread: a forked worker would inherit its locks")
-    return _Supervisor(count, main).run()
+    return _Supervisor(count, main, watchdog).run()
 
 
 class _Worker:
@@ -55,14 +57,18 @@ class _Worker:
         self.delay = _FIRST_DELAY_SECONDS
         self.due: float | None = 0.0
         """When to start a process here; None while one runs, or when none is to run any more."""
+        self.hung = False
+        """Whether this process was killed for that."""
 
     def __str__(self) -> str:
         return f"worker {self.index} (pid {self.pid})"
 
 
 class _Supervisor:
-    def __init__(self, count: int, main: Callable[[int], int]) -> None:
+    def __init__(self, count: int, main: Callable[[int], int], watchdog: Watchdog | None = None) -> None:
         self._main = main
+        self._watchdog = watchdog
+        self._looked = time.monotonic()
         self._workers = [_Worker(index) for index in range(count)]
         self._stopping = False
         self._killed = False
@@ -76,16 +82,30 @@ class _Supervisor:
                 self._start_due(before)
                 if all(worker.pid is None and worker.due is None for worker in self._workers):
                     return self._code
-                arrived = signal.sigtimedwait(_SIGNALS, self._patience())
-                if arrived is not None and arrived.si_signo != signal.SIGCHLD:
-                    self._signalled(signal.Signals(arrived.si_signo))
+                arrived = self._arrived()
+                if arrived in (signal.SIGTERM, signal.SIGINT):
+                    self._signalled(arrived)
                 self._reap()
+                self._look()
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if signal.SIGALRM in signal.sigpending():
+                signal.sigwait({signal.SIGALRM})
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _arrived(self) -> signal.Signals:
+        """The next signal; SIGALRM when it is time for a look.
+
+        Not `sigtimedwait`: if this process was stopped meanwhile (Ctrl-Z, a paused container) and goes on when the time is
+        over, Python gives back what lay in its memory as if it were a signal. Seen with 3.11.
+        """
+        signal.setitimer(signal.ITIMER_REAL, max(self._patience(), 0.001))
+        return signal.Signals(signal.sigwaitinfo(_SIGNALS).si_signo)
 
     def _patience(self) -> float:
         dues = [worker.due for worker in self._workers if worker.due is not None]
-        return max(0.0, min(dues) - time.monotonic()) if dues else 60.0
+        longest = 60.0 if self._watchdog is None else BEAT_SECONDS
+        return min(longest, max(0.0, min(dues) - time.monotonic())) if dues else longest
 
     def _start_due(self, mask: set[int | signal.Signals]) -> None:
         now = time.monotonic()
@@ -97,6 +117,8 @@ class _Supervisor:
         sys.stdout.flush()  # what is buffered here would come out once per worker
         sys.stderr.flush()
         parent = os.getpid()
+        if self._watchdog is not None:
+            self._watchdog.begin(worker.index)
         try:
             pid = os.fork()
         except OSError as error:  # no memory or no process left, for now
@@ -105,7 +127,7 @@ class _Supervisor:
             return
         if pid == 0:
             _be_worker(worker.index, self._main, mask, parent)
-        worker.pid, worker.started, worker.due = pid, now, None
+        worker.pid, worker.started, worker.due, worker.hung = pid, now, None, False
         log.info("started %s", worker)
 
     def _postpone(self, worker: _Worker) -> None:
@@ -142,12 +164,27 @@ class _Supervisor:
                     worker.pid = None
                     self._ended(worker, name, os.waitstatus_to_exitcode(status))
 
+    def _look(self) -> None:
+        """Kill whoever hangs; while stopping, too, for it would never end. `_reap` finds it, and it is started again."""
+        now = time.monotonic()
+        if self._watchdog is None or now - self._looked < BEAT_SECONDS / 2:
+            return
+        passed, self._looked = now - self._looked, now
+        for worker in self._workers:
+            if worker.pid is None or worker.hung:
+                continue
+            hangs = self._watchdog.looked(worker.index, worker.pid, passed)
+            if hangs:
+                log.error("%s %s: killing it (--worker-timeout-seconds %g)", worker, hangs, self._watchdog.seconds)
+                worker.hung = True
+                os.kill(worker.pid, signal.SIGKILL)
+
     def _ended(self, worker: _Worker, name: str, code: int) -> None:
         lived = time.monotonic() - worker.started
         if self._stopping:
             # A signal may also come before the worker has a handler for it; then there was nothing to drain.
             if code not in (0, -signal.SIGTERM, -signal.SIGINT) and not self._killed:
-                log.warning("%s did not stop well: %s", name, _cause(code))
+                log.warning("%s did not stop well: %s", name, _cause(code, hung=worker.hung))
                 self._code = self._code or 1
             return
         if code == BAD_CONFIGURATION and lived < _EARLY_SECONDS and not self._any_serves():
@@ -157,7 +194,9 @@ class _Supervisor:
             return
         if lived >= _LONG_LIFE_SECONDS:
             worker.delay = _FIRST_DELAY_SECONDS
-        log.error("%s %s after %.1f s; starting it again in %g s", name, _cause(code), lived, worker.delay)
+        log.error(
+            "%s %s after %.1f s; starting it again in %g s", name, _cause(code, hung=worker.hung), lived, worker.delay
+        )
         self._postpone(worker)
 
     def _any_serves(self) -> bool:
@@ -166,7 +205,9 @@ class _Supervisor:
         return any(worker.pid is not None and worker.started <= soon for worker in self._workers)
 
 
-def _cause(code: int) -> str:
+def _cause(code: int, *, hung: bool = False) -> str:
+    if hung:
+        return "hung and was killed"
     if code >= 0:
         return f"exited with code {code}"
     known = {number.value: number.name for number in signal.Signals}  # those of real time have no names

@@ -221,6 +221,15 @@ _OTHERS: tuple[Flag, ...] = (
     Flag("metrics-config", METRICS, "Such as summary_latencies=true.", metavar="SETTING=VALUE", many=True),
     Flag("workers", LIMITS, "Processes that share the ports.", "whole", 1, aliases=("processes",), least=1, most=256),
     Flag(
+        "worker-timeout-seconds",
+        LIMITS,
+        "How long one of several processes may hang before another takes its place; 0: for ever.",
+        "number",
+        30.0,
+        metavar="SECONDS",
+        least=0,
+    ),
+    Flag(
         "max-body-bytes",
         LIMITS,
         "Largest HTTP body and gRPC message.",

@@ -47,6 +47,7 @@ def server_settings(configured: Configured, progress: Progress, staging: Staging
         metrics=ports.metrics,
         listening=ports.listening,
         workers=given.whole("workers"),
+        worker_timeout_seconds=given.number("worker-timeout-seconds"),
         grace_seconds=given.number("grace-seconds"),
         access_log=given.truth("access-log"),
         trace_endpoint=endpoint,

@@ -242,7 +242,7 @@ def kept_key(folder: Path) -> str:
 def _document(exchange: Exchange) -> dict[str, Any]:
     try:
         found = json.loads(bytes(exchange.body) or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise InvalidArgument("the body must be a JSON object")

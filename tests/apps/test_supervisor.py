@@ -312,6 +312,89 @@ def test_workers_end_with_a_supervisor_that_is_killed(program: Callable[[str], P
     assert "drained 1" in run.text
 
 
+BEATING = """
+    import threading
+    from headrace.apps import supervisor
+    from headrace.apps.heartbeats import Heartbeats, Watchdog
+
+    supervisor.BEAT_SECONDS = 0.05
+
+    beats = Heartbeats(2)
+
+    def beating(index):
+        def beat():
+            while True:
+                beats.beat(index)
+                time.sleep(0.01)
+        threading.Thread(target=beat, daemon=True).start()
+        beats.serve(index)
+        return wait_for_signal(index)
+
+    sys.exit(run_processes(2, beating, Watchdog(beats, 4.0)))
+"""
+
+
+def test_a_worker_that_is_stopped_is_killed_and_replaced(program: Callable[[str], Program]) -> None:
+    run = program(BEATING)
+    run.until(lambda: len(run.workers) == 2)
+    first = dict(run.workers)
+    os.kill(first[1], signal.SIGSTOP)
+    run.until(lambda: run.workers[1] != first[1])
+    assert f"worker 1 (pid {first[1]}) has been stopped for" in run.text
+    assert f"worker 1 (pid {first[1]}) hung and was killed" in run.text
+    assert "memory runs out" not in run.text
+    assert (run.workers[0], alive(first[0]), alive(first[1])) == (first[0], True, False)
+    run.signal(signal.SIGTERM)
+    assert run.code() == 0, run.text
+
+
+def test_a_worker_that_computes_is_not_taken_for_one_that_hangs(program: Callable[[str], Program]) -> None:
+    """Three times as long as one at rest would have, in one piece, without a beat: as a library with Python's lock does."""
+    run = program(
+        """
+        from headrace.apps.heartbeats import Heartbeats, Watchdog
+
+        beats = Heartbeats(2)
+
+        def main(index):
+            beats.serve(index)
+            tell(f"up {index} {os.getpid()}")
+            while index and time.thread_time() < 9:
+                pass
+            tell(f"computed {index}")
+            beats.beat(index)
+            return wait_for_signal(index)
+
+        sys.exit(run_processes(2, main, Watchdog(beats, 3.0)))
+        """
+    )
+    run.until(lambda: "computed 1" in run.text, seconds=120)
+    killed = [line for line in run.lines if "killing" in line]
+    assert killed and all("worker 0" in line for line in killed), run.text  # which only waits, and beats no more
+
+
+def test_a_stopped_worker_does_not_keep_the_program_from_ending(program: Callable[[str], Program]) -> None:
+    run = program(BEATING)
+    run.until(lambda: len(run.workers) == 2)
+    os.kill(run.workers[1], signal.SIGSTOP)
+    run.signal(signal.SIGTERM)
+    assert run.code() == 1, run.text
+    assert "drained 0" in run.text
+    assert "did not stop well: hung and was killed" in run.text
+
+
+def test_a_supervisor_that_was_stopped_itself_kills_nobody(program: Callable[[str], Program]) -> None:
+    run = program(BEATING)
+    run.until(lambda: len(run.workers) == 2)
+    os.killpg(run.process.pid, signal.SIGSTOP)  # all of them, as Ctrl-Z does, or a container that is paused
+    time.sleep(6)
+    os.killpg(run.process.pid, signal.SIGCONT)
+    time.sleep(1)
+    run.signal(signal.SIGTERM)
+    assert run.code() == 0, run.text
+    assert "killing" not in run.text
+
+
 SERVERS = f"""
     sys.path.insert(0, {str(ROOT / "tests" / "wire")!r})
     import uvloop

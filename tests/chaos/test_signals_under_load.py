@@ -32,8 +32,9 @@ def alone(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Server]:
-    """Two workers that are ready."""
-    with served(chaos_models(tmp_path), tmp_path / "log", "--workers", "2") as server:
+    """Two workers that are ready, and may be stopped for as long as it takes."""
+    patient = ("--workers", "2", "--worker-timeout-seconds", "0")
+    with served(chaos_models(tmp_path), tmp_path / "log", *patient) as server:
         wait_for(lambda: ready(server) == 2, told=lambda: server.log)
         yield server
 
@@ -73,6 +74,26 @@ def test_a_stopped_worker_answers_everything_when_it_goes_on(pair: Server) -> No
         crowd.wait_for(10)
     crowd.check()
     assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+
+
+def test_a_worker_that_hangs_is_replaced_and_costs_its_own_clients_one_request_each(tmp_path: Path) -> None:
+    """Stopped for good. Nobody waits for ever, and who was with the other worker notices nothing."""
+    with served(chaos_models(tmp_path), tmp_path / "log", "--workers", "2", "--worker-timeout-seconds", "8") as server:
+        wait_for(lambda: ready(server) == 2, told=lambda: server.log)
+        with Crowd(server.ports, each=EACH) as crowd:
+            crowd.wait_for(10)
+            hung = server.worker(1)
+            os.kill(hung, signal.SIGSTOP)
+            wait_for(lambda: server.worker(1) != hung, told=lambda: server.log)
+            wait_for(lambda: ready(server) == 3, told=lambda: server.log)
+            crowd.wait_for(10)
+        assert f"worker 1 (pid {hung}) has been stopped for" in server.log
+        assert "hung and was killed" in server.log
+        assert not psutil.pid_exists(hung)
+    crowd.check()
+    assert crowd.total("told") == 0, crowd.texts("told")
+    assert all(len(account.cut) <= EACH for account in crowd.accounts.values()), crowd.texts("cut")
+    assert 0 < crowd.total("cut") < EACH * len(CLIENTS), crowd.texts("cut")
 
 
 def test_a_stopped_parent_stops_nobody(pair: Server) -> None:

@@ -26,18 +26,23 @@ def test_the_image_runs_every_program(tmp_path: Path) -> None:
     for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "headrace", tmp_path / "headrace", ignore=shutil.ignore_patterns("__pycache__"))
-    said = re.search(r"ARG EXTRAS=(\S+)", (ROOT / "Dockerfile").read_text())
-    assert said is not None
-    # Without ONNX Runtime, to be quicker: models are served elsewhere.
-    extras = ",".join(each for each in said[1].split(",") if each != "onnx")
+    (tmp_path / "requirements").mkdir()
+    for name in ("image.lock", "build.lock"):
+        shutil.copy(ROOT / "requirements" / name, tmp_path / "requirements")
+    locked = {
+        each.lower() for each in re.findall(r"^([\w.-]+)==", (ROOT / "requirements/image.lock").read_text(), re.M)
+    }
     with docker_engine() as engine:
 
         def run(*words: str, script: str = "") -> str:
             entry = ("--entrypoint", "/bin/bash") if script else ()
             return engine.docker("run", *HARD, *entry, OWN, *(("-c", script) if script else words))
 
-        build = ("--build-arg", f"BASE={IMAGE}", "--build-arg", f"EXTRAS={extras}", "--tag", OWN)
-        engine.docker("build", *build, str(tmp_path), seconds=500)
+        engine.docker("build", "--build-arg", f"BASE={IMAGE}", "--tag", OWN, str(tmp_path), seconds=500)
+        # What is in it is what the lock names, by its hashes, and ourselves. Not setuptools, nor pip.
+        names = "import importlib.metadata as m; print(*{each.name.lower() for each in m.distributions()})"
+        found = set(run(script=f"python -c '{names}'").replace("_", "-").split())
+        assert found - {each.replace("_", "-") for each in locked} == {"headrace"}
         assert "kind: DaemonSet" in run("operator", "manifests", "--without", "crds")
         run(script="python -c 'import headrace.fleet.cluster.webhooks.certificates, obstore, huggingface_hub'")
         # Each gets as far as to look for its cluster, with all that it needs imported, and says what is missing.

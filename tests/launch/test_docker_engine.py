@@ -264,6 +264,7 @@ def own_image(engine: DockerEngine, tmp_path_factory: pytest.TempPathFactory) ->
     for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, context)
     shutil.copytree(ROOT / "headrace", context / "headrace", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "requirements", context / "requirements")
     (context / "secret.txt").write_text("not for the image")
     # Without ONNX Runtime, to be quicker: what is served here needs none.
     arguments = ("--build-arg", f"BASE={IMAGE}", "--build-arg", "EXTRAS=")

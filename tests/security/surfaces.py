@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +19,8 @@ from typing import Any
 
 import psutil
 from job_api import EXPERIMENT, JOB, ORG
+from ports import free_port
+from raw_asking import Answer, ask, told
 from serving import Serving, serving
 
 from headrace.access.keys_file import create_key
@@ -40,7 +44,7 @@ from headrace.fleet.cluster.serving import server_of as operator_server
 from headrace.fleet.cluster.webhooks.serving import WebhookMetrics
 from headrace.fleet.cluster.webhooks.serving import server_of as webhook_server
 from headrace.fleet.local.control import Control
-from headrace.fleet.local.settings import LocalSettings
+from headrace.fleet.local.settings import SOCKET, LocalSettings
 from headrace.microservice.app import build_site as microservice_site
 from headrace.microservice.profiles import profile_named
 from headrace.microservice.service import Microservice
@@ -149,7 +153,7 @@ def router_routes() -> Routes:
     return build_router_site(RouterProxy(settings), None, RouterAppSettings(settings, _HERE)).routes
 
 
-def fleet_servers(folder: Path) -> dict[str, WireServer]:
+def fleet_servers(folder: Path, sight: Any = _NOTHING) -> dict[str, WireServer]:
     """Those of the operator, its webhooks, the model agent and the fleet of one machine, not started."""
     identity: Any = SimpleNamespace(files=None)
     reviews = WebhookMetrics(Registry(SystemClock()), lambda: 0.0)
@@ -157,7 +161,7 @@ def fleet_servers(folder: Path) -> dict[str, WireServer]:
     return {
         "operator": operator_server(OperatorMetrics(_NOTHING), _HERE),
         "agent": agent_server(AgentMetrics(_NOTHING), _HERE),
-        "webhooks": webhook_server(_HERE, identity, lambda: _NOTHING, reviews),
+        "webhooks": webhook_server(_HERE, identity, lambda: sight, reviews),
         "local fleet": control.server(),
         "fleet console": console_server(control, "key", _HERE),
     }
@@ -215,3 +219,38 @@ def _still_runs(running: Program) -> None:
     # No `assert`: these files are run under `python -O`, too, where only those of tests are left.
     if running.process.poll() is not None:
         raise RuntimeError(f"it has ended:\n{running.log}")
+
+
+class Fleet:
+    """`headrace up`: its page by a port and a key, its verbs by a UNIX socket."""
+
+    def __init__(self, running: Program, root: Path) -> None:
+        self.running, self.root, self.port = running, root, running.port
+        (self.key,) = set(re.findall(r"/console#key=(\S+)", running.log))
+
+    def page(self, method: str, path: str, body: bytes = b"", *fields: bytes) -> Answer:
+        """By who has the key."""
+        return ask(self.port, method, path, body, (b"authorization: Bearer " + self.key.encode(), *fields))
+
+    def verb(self, name: str, body: bytes = b"{}", *fields: bytes, length: int | None = None) -> Answer:
+        """By its owner."""
+        head = [b"POST /v1/" + name.encode() + b" HTTP/1.1", b"host: test", b"connection: close", *fields]
+        head.append(b"content-length: %d" % (len(body) if length is None else length))
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(20)
+            connection.connect(str(self.root / SOCKET))
+            return told(connection, b"\r\n".join([*head, b"", b""]) + body)
+
+    def files(self) -> dict[str, str]:
+        """All that lies around its folder, and the names of what is in it: what its documents say changes by itself."""
+        files = [path for path in sorted(self.root.parent.rglob("*")) if path.is_file() and path.name != "events.json"]
+        around = {path: path.read_bytes() for path in files if self.root not in path.parents and path.name != "told"}
+        return {str(path): hashlib.sha256(around.get(path, b"")).hexdigest() for path in files}
+
+
+@contextmanager
+def fleet_up(folder: Path) -> Iterator[Fleet]:
+    """The fleet of a machine, with nothing applied to it."""
+    words = ("up", "--state-dir", folder / "state", "--port", str(free_port()), "--console", "127.0.0.1:0")
+    with program(folder / "told", *words, ready=r"http://127\.0\.0\.1:(\d+)/console#key=\S") as running:
+        yield Fleet(running, folder / "state")

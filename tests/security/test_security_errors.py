@@ -20,10 +20,12 @@ import routes_and_rights as rights
 from job_api import job_api
 from raw_asking import Answer, ask
 from serving import serving
-from surfaces import Served, gateway_path, inference_server, microservice_routes, write_echo
+from surfaces import Served, fleet_servers, gateway_path, inference_server, microservice_routes, write_echo
 
 from headrace.core.errors import INTERNAL_TEXT
 from headrace.engine.dataplane import DataPlane
+from headrace.fleet.cluster.webhooks import serving as webhooks
+from headrace.fleet.local.control import Control
 from headrace.microservice.service import Microservice
 from headrace.wire.site import Site
 
@@ -146,3 +148,27 @@ def test_every_route_of_a_microservice(tmp_path: Path, monkeypatch: pytest.Monke
                     failed += 1
                     assert INTERNAL_TEXT in answer.body.decode() and answer.fields["x-request-id"], route
     assert failed == 7
+
+
+def test_every_route_of_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The socket and the page of a machine's, the webhooks, metrics of the operator and of the agent."""
+    monkeypatch.setattr(Control, "do", explode)
+    monkeypatch.setattr(webhooks, "reviewed", explode)
+    tables = {
+        "operator": rights.OPERATOR, "agent": rights.AGENT, "webhooks": rights.WEBHOOKS, "local fleet": rights.LOCAL_FLEET,
+        "fleet console": rights.FLEET_CONSOLE,
+    }  # fmt: skip
+    failed = dict.fromkeys(tables, 0)
+    for name, server in fleet_servers(tmp_path).items():
+        routes = server.site.routes
+        with serving(lambda routes=routes: Site(routes)) as running:
+            for route in rights.by_route(tables[name]):
+                method, path = route.split(" ")
+                if path.startswith("/console") and "/api/" not in path:
+                    continue  # pages that are made before anything can fail, and have words of their own
+                sent = BODY if method == "POST" else b""
+                answer = ask(running.port, method, path.replace("{}", "x"), sent, (b"authorization: Bearer key",))
+                if tells_nothing(answer):
+                    failed[name] += 1
+                    assert INTERNAL_TEXT in answer.body.decode() and answer.fields["x-request-id"], route
+    assert failed == {"operator": 0, "agent": 0, "webhooks": 9, "local fleet": 1, "fleet console": 7}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that lead elsewhere (test 1), on every route of the gateway, and on the files of the console.
+"""Names that lead elsewhere (test 1), on every route of the gateway, on WebSockets, and on the files of the console.
 
 The inference server's routes are tried by `tests/api/test_bad_input_corpus.py`, archives and object stores by
-`tests/storage`, documents of the local fleet by `tests/fleet/local/test_local_parts.py`.
+`tests/storage`, those of a machine's fleet by `test_security_fleet`, of tickets by `test_security_handing`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import routes_and_rights as rights
 from bad_inputs import NAMES
 from job_api import EXPERIMENT, JOB, ORG, Api, job_api
-from raw_asking import Answer, ask
+from raw_asking import Answer, ask, exchange
 from surfaces import Served, gateway_path, inference_server
 
 
@@ -111,3 +111,21 @@ def test_the_console_gives_its_own_files_and_no_other(server: Served, name: str)
     assert ask(server.port, "GET", f"/console/assets/{digest}/main.js").status == 200
     for path in (f"/console/assets/{digest}/{name}", f"/console/assets/{name}/main.js", f"/console/{name}"):
         assert ask(server.port, "GET", path).status in (400, 404), path
+
+
+_QUESTION = b'{"features": [1, 2, 3, 4]}'
+_FRAMES = bytes([0x81, 0x80 | len(_QUESTION)]) + bytes(4) + _QUESTION + b"\x88\x80" + bytes(4)
+"""A message and a close, masked with zeros."""
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=list(NAMES))
+def test_names_in_the_path_of_a_websocket(server: Served, name: str) -> None:
+    head = (
+        f"GET /predict/{name}/stream HTTP/1.1\r\nhost: test\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+        "sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    told = exchange(server.port, head.encode() + _FRAMES)
+    assert told.status in (101, 400, 404), told
+    assert "set-cookie" not in told.fields and b"root:" not in told.body
+    if told.status == 101:  # the model is looked for when a message asks for it
+        assert b'"error"' in told.body and b'"outputs"' not in told.body, told

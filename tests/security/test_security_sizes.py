@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More than is allowed (test 4), on every route of the gateway, of a microservice and of the router that takes a body.
+"""More than is allowed (test 4), on every route of the gateway, a microservice, the router and the webhooks with a body.
 
 The inference server's routes are tried by `tests/api/test_bad_input_corpus.py`, frames and messages by `tests/wire`. Nobody
 sends what is announced: who waits for it before they refuse would never answer. What gateway and router pass on is not kept
@@ -19,7 +19,7 @@ from job_api import StandInJobs, job_api
 from raw_asking import Answer, ask, exchange
 from routing import routing
 from serving import serving
-from surfaces import gateway_path, microservice_routes
+from surfaces import fleet_servers, gateway_path, microservice_routes
 
 from headrace.core.limits import Limits
 from headrace.microservice.service import Microservice
@@ -47,7 +47,7 @@ def kept(table: rights.Rights) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module", params=["gateway", "a stranger's gateway", "microservice", "router"])
+@pytest.fixture(scope="module", params=["gateway", "a stranger's gateway", "microservice", "webhooks", "router"])
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Taking]:
     folder: Path = tmp_path_factory.mktemp("sizes")
     if "gateway" in request.param:
@@ -60,6 +60,10 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             patch.setattr(Microservice, "gate", lambda self: None)
             with serving(lambda: Site(microservice_routes(folder), limits=Limits(body_bytes=MOST))) as running:
                 yield Taking(running.port, kept(rights.MICROSERVICE))
+    elif request.param == "webhooks":
+        routes = fleet_servers(folder)["webhooks"].site.routes
+        with serving(lambda: Site(routes, limits=Limits(body_bytes=MOST))) as running:
+            yield Taking(running.port, kept(rights.WEBHOOKS))
     else:
         with routing("http://127.0.0.1:1", limits=Limits(body_bytes=MOST)) as router:
             yield Taking(router.port, kept(rights.ROUTER))

@@ -24,7 +24,7 @@ from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.settings import SOCKET, LocalSettings
 from headrace.fleet.local.store import CORE, Store, key_of, takes
-from headrace.fleet.words import Document, kind_of, name_of, part, text
+from headrace.fleet.words import Document, items, kind_of, name_of, part, text
 from headrace.version import __version__
 from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
 from headrace.wire.http.routes import Routes
@@ -41,6 +41,7 @@ log = logging.getLogger("headrace.fleet")
 
 Asked = dict[str, Any]
 _MOST_LINES = 100_000
+_MOST_SECONDS = 1e6
 
 
 class Control:
@@ -110,11 +111,14 @@ class Control:
     def _called(self, exchange: Exchange) -> Any:
         try:
             asked = json.loads(bytes(exchange.body) or b"{}")
-        except ValueError:
-            raise InvalidArgument("what was sent is not JSON") from None
+        except (ValueError, RecursionError):
+            raise InvalidArgument("what was sent is not JSON, or is nested too deeply") from None
         if not isinstance(asked, dict):
             raise InvalidArgument("what was sent is no mapping")
-        return self.do(exchange.params[0], asked)
+        try:
+            return self.do(exchange.params[0], asked)
+        except RecursionError:  # what a document may hold freely can be deeper than what follows it can go
+            raise InvalidArgument("what was sent is nested too deeply") from None
 
     # Documents
 
@@ -194,7 +198,7 @@ class Control:
         return [each.shown() for each in self._kubelet.of(key)]
 
     def _told(self, asked: Asked) -> list[Document]:
-        return self._events.of({each for each in asked.get("uids", []) if isinstance(each, str)})
+        return self._events.of({each for each in items(asked, "uids") if isinstance(each, str)})
 
     def _progress(self, asked: Asked) -> list[Asked]:
         return [asdict(each) for each in self._kubelet.progress(self._one(asked))]
@@ -251,7 +255,8 @@ class Control:
 
     def _woken(self, asked: Asked) -> Asked:
         """A router tells of a cold start."""
-        parts = {name: each for name, each in part(asked, "parts").items() if isinstance(each, int | float)}
+        told = part(asked, "parts").items()
+        parts = {name: each for name, each in told if isinstance(each, int | float) and 0 <= each < _MOST_SECONDS}
         self._controller.woken((text(asked, "namespace"), text(asked, "name")), parts)
         return {}
 

@@ -191,12 +191,13 @@ def write_json(path: Path, content: Any, *, lasting: bool = True) -> None:
     `lasting`: also if the machine loses its power in the next moment. What is told of processes need not be: it survives
     every kill as it is, and without power there are no processes; waiting for the disk is what a cold start waits for.
     """
+    written = json.dumps(content)  # all of it, before a file is begun that would be left there
     fresh = path.parent / f".{path.name}.new"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump(content, file)
+            file.write(written)
             if lasting:
                 file.flush()
                 os.fsync(file.fileno())

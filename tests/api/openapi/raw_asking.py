@@ -47,16 +47,21 @@ def ask(
 
 def exchange(port: int, sent: bytes) -> Answer:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
-        try:
-            sock.sendall(sent)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # It was refused before it was read; the answer is there all the same.
-        received = b""
-        try:
-            while piece := sock.recv(65536):
-                received += piece
-        except ConnectionResetError:
-            pass
+        return told(sock, sent)
+
+
+def told(sock: socket.socket, sent: bytes) -> Answer:
+    """What is answered to these bytes, until the end of the connection."""
+    try:
+        sock.sendall(sent)
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # It was refused before it was read; the answer is there all the same.
+    received = b""
+    try:
+        while piece := sock.recv(65536):
+            received += piece
+    except ConnectionResetError:
+        pass
     head, _, body = received.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     fields = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}

@@ -39,7 +39,7 @@ _GIVERS = 8
 """Decoders that are served at once; the others wait in the line of the socket."""
 _WAITING = 128
 _ASK_SECONDS = 5.0
-"""A decoder's time for its question: strangers may not keep givers busy."""
+"""For the whole question, so that strangers who say it a byte at a time keep nobody out for long."""
 _GIVE_SECONDS = 30.0
 """The longest silence of a decoder while it reads."""
 _SWEEP_SECONDS = 1.0
@@ -71,6 +71,7 @@ class Giver:
         self._open: set[socket.socket] = set()
         """Connections that are served, or wait to be."""
         self._threads = ThreadPoolExecutor(_GIVERS, thread_name_prefix="llm handing")
+        self._free = threading.Semaphore(_GIVERS)
         self._thread = threading.Thread(target=self._accept, name="llm handing", daemon=True)
         self._thread.start()
 
@@ -91,17 +92,24 @@ class Giver:
     def _accept(self) -> None:
         while not self._closed:
             self._keeper.sweep(self._clock())
-            try:
-                connection, _ = self._socket.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                if not self._closed:
-                    log.warning("a decoder could not be let in")
-                    time.sleep(_SWEEP_SECONDS)  # too many open files, most likely
-                continue
-            self._open.add(connection)
-            self._threads.submit(self._serve, connection)
+            # Nobody is let in who could not be served: each is a descriptor, and the server has need of its own.
+            if self._free.acquire(timeout=_SWEEP_SECONDS) and not self._let_in():
+                self._free.release()
+
+    def _let_in(self) -> bool:
+        """Give the next decoder to a thread, if there is one; whether it was."""
+        try:
+            connection, _ = self._socket.accept()
+        except TimeoutError:
+            return False
+        except OSError:
+            if not self._closed:
+                log.warning("a decoder could not be let in")
+                time.sleep(_SWEEP_SECONDS)  # too many open files, most likely
+            return False
+        self._open.add(connection)
+        self._threads.submit(self._serve, connection)
+        return True
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:
@@ -112,6 +120,7 @@ class Giver:
             except Exception:
                 log.exception("pages could not be given to a decoder")
         self._open.discard(connection)
+        self._free.release()
 
     def _answer(self, connection: socket.socket) -> None:
         asked = received(connection, QUESTION.size, time.monotonic() + _ASK_SECONDS)

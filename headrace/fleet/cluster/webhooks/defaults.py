@@ -53,7 +53,7 @@ def _written(service: Document) -> Document:
     """What `kubectl apply` was given, if it was that: what stands there is a wish, whatever its value."""
     try:
         found = msgspec.json.decode(annotations_of(service).get(LAST_APPLIED, "{}"))
-    except (msgspec.MsgspecError, RecursionError):
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -64,13 +64,16 @@ def reviewed(body: bytes | bytearray | memoryview, deed: Deed, sight: Sight) -> 
     """The answer to a review. Raises InvalidArgument for what is none."""
     try:
         asked = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
+    except (ValueError, RecursionError):  # of msgspec, or of bytes that are no text
         raise InvalidArgument("the body is no JSON; send an AdmissionReview") from None
     request = part(asked, "request")
     uid = text(request, "uid")
     if text(asked, "apiVersion") != REVIEW_VERSION or not uid:
         raise InvalidArgument(f"send an AdmissionReview of {REVIEW_VERSION} with a request and its uid")
-    verdict = deed(request, sight)
+    try:
+        verdict = deed(request, sight)
+    except RecursionError:  # a document may be deeper than what looks at it can go
+        raise InvalidArgument("the document is nested too deeply") from None
     response: dict[str, Any] = {"uid": uid, "allowed": not verdict.refusals}
     if verdict.refusals:
         response["status"] = _status(request, verdict.refusals)
