@@ -47,7 +47,7 @@ def test_one_command_makes_the_models_and_serves_them(tmp_path: Path) -> None:
             start_new_session=True,
         )
     try:
-        while "ready: " not in log.read_text():
+        while "model(s)" not in log.read_text():
             assert make.poll() is None, log.read_text()
             time.sleep(0.05)
         assert (tmp_path / "build" / "models" / "strings" / "config.pbtxt").is_file()
@@ -59,4 +59,6 @@ def test_one_command_makes_the_models_and_serves_them(tmp_path: Path) -> None:
     finally:
         os.killpg(make.pid, signal.SIGINT)  # Ctrl-C: make and all that it runs
         make.wait(60)
-    assert "stopped" in log.read_text().splitlines()[-1] or "Interrupt" in log.read_text().splitlines()[-1]
+    assert "SIGINT: draining" in log.read_text() and "Traceback" not in log.read_text()
+    with pytest.raises(ProcessLookupError):  # nobody of them is left
+        os.killpg(make.pid, 0)
