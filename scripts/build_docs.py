@@ -37,7 +37,10 @@ PAGES = (
 GROUPS = {
     "Start here": "/docs/start /README /examples/README /docs/comparison from-*",
     "Examples": "/examples/*/README",
-    "Models": "serve-a-folder model-[cf]* write-a-* language-models other-engines media-and-storage ab-testing batch",
+    "Models": (
+        "serve-a-folder model-[cf]* write-a-* language-models prefill-decode other-engines media-and-storage ab-testing "
+        "batch"
+    ),
     "Clients": "use-from-clients python-client predict openai console",
     "Running it": "configuration serve-options run-several-processes router measure-and-tune metrics doctor-and-top asgi",
     "Security": "/SECURITY threat-model serve-over-tls limits-and-keys limits",

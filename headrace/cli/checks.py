@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From options to settings: what the user typed is checked here, and told in a sentence when it is wrong."""
+"""From options to settings: what the user typed is checked here, and what is wrong is told, with what to try."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
 
 FAILED = 1
 BAD_USE = BAD_CONFIGURATION
+_COMMAND = re.compile(r"([`'])(headrace [^`']+)\1")
+
+
+def complain(text: str) -> None:
+    """Print an error for people. The commands that it names stand below it again, each on a line that can be copied."""
+    typer.secho(f"headrace: {text}", fg="red", err=True)
+    for command in dict.fromkeys(command for _, command in _COMMAND.findall(text)):
+        typer.secho(f"     try: {command}", err=True)
 
 
 @contextmanager
@@ -26,7 +35,7 @@ def or_exit() -> Iterator[None]:
     try:
         yield
     except (HeadraceError, ValueError) as error:
-        typer.secho(f"headrace: {error}", fg="red", err=True)
+        complain(str(error))
         raise typer.Exit(BAD_USE) from None
 
 
@@ -38,7 +47,7 @@ def told(otherwise: int = BAD_USE) -> Iterator[None]:
     try:
         yield
     except HeadraceError as error:
-        typer.secho(f"headrace: {one_line(error.message)}", fg="red", err=True)
+        complain(one_line(error.message))
         raise typer.Exit(otherwise if error.status is None else FAILED) from None
 
 

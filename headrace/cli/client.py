@@ -73,7 +73,7 @@ class ServerClient:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or type(error).__name__
             raise Unavailable(
-                f"no server answers at {self.url} ({reason}); start one with 'headrace serve', or name it with --url"
+                f"no server answers at {self.url} ({reason}); start one with 'headrace serve MODELS', or name it with --url"
             ) from None
         finally:
             connection.close()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from headrace.cli.checks import BAD_USE, FAILED
+from headrace.cli.checks import BAD_USE, FAILED, complain
 
 if TYPE_CHECKING:
     from headrace.fleet.client.contract import Fleet
@@ -101,7 +101,7 @@ def or_sentence() -> Iterator[None]:
     try:
         yield
     except HeadraceError as error:
-        typer.secho(f"headrace: {one_line(error.message)}", fg="red", err=True)
+        complain(one_line(error.message))
         raise typer.Exit(BAD_USE if isinstance(error, InvalidArgument) else FAILED) from None
 
 

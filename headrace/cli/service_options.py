@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from headrace.cli.checks import BAD_USE, FAILED
+from headrace.cli.checks import BAD_USE, FAILED, complain
 
 if TYPE_CHECKING:
     from headrace.core.errors import HeadraceError
@@ -83,15 +83,13 @@ def or_sentence(platform: str = "") -> Iterator[None]:
     try:
         yield
     except HeadraceError as error:
-        typer.secho(f"headrace: {one_line(error.message)}", fg="red", err=True)
+        complain(one_line(error.message))
         if isinstance(error, StartFailed) and error.last_lines:
             typer.echo("the last lines of its log:", err=True)
             for line in error.last_lines.splitlines():
                 typer.echo(f"  {one_line(line)}", err=True)
         elif platform and isinstance(error, FailedPrecondition):
-            typer.echo(
-                f"headrace service preflight --platform {platform} says what is there and what is missing", err=True
-            )
+            typer.echo(f"     try: headrace service preflight --platform {platform}", err=True)
         raise typer.Exit(exit_code(error)) from None
 
 
@@ -112,7 +110,7 @@ def refuse(text: str) -> typer.Exit:
     """Say what to do instead; raise what this returns."""
     from headrace.telemetry.logs import one_line
 
-    typer.secho(f"headrace: {one_line(text)}", fg="red", err=True)
+    complain(one_line(text))
     return typer.Exit(BAD_USE)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of the page, with heads that let a browser run nothing else and ask nobody else.
 
-Called by `http`, by `fleet` and by the gateway, each with a page of its own; the other files are one set. The page names its
-style and its scripts under a digest of them all, so those can be kept for ever: another version of the server has another
-digest. They are compressed once, when a server is made.
+Called by `http`, by `fleet` and by the gateway, each with a page of its own: `frame.html` around the page's own sections and
+buttons. The other files are one set. The page names its style and its scripts under a digest of them all, so those can be
+kept for ever: another version of the server has another digest. They are compressed once, when a server is made.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gzip
 import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
+from string import Template
 
 from headrace.core.errors import NotFound
 from headrace.wire.http.coding import GZIP, choose_coding
@@ -19,12 +20,9 @@ from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import CONTENT_TYPE, Fields, ResponseHead
 from headrace.wire.http.routes import Routes
 
-SERVER, GATEWAY, FLEET = "console.html", "gateway.html", "fleet.html"
-"""The pages there are."""
 PATH = "/console"
 ASSETS = "/console/assets"
-_PLACE = "ASSETS"
-"""Stands in the page for where the other files are."""
+_FRAME = "frame.html"
 
 _TYPES = {
     "html": b"text/html; charset=utf-8",
@@ -53,6 +51,22 @@ _ASSET_FIELDS: Fields = ((b"cache-control", b"public, max-age=31536000, immutabl
 
 
 @dataclass(frozen=True, slots=True)
+class Page:
+    """What a page has of its own."""
+
+    name: str
+    """Of its script, and of the file with its sections and buttons."""
+    title: str
+    command: str
+    """For who has no JavaScript."""
+
+
+SERVER = Page("server", "Headrace", "headrace models --help")
+GATEWAY = Page("gateway", "Headrace gateway", "headrace jobs --help")
+FLEET = Page("fleet", "Headrace fleet", "headrace get --help")
+
+
+@dataclass(frozen=True, slots=True)
 class File:
     """A file as it is sent."""
 
@@ -77,17 +91,24 @@ class File:
 class Pages:
     """A page and its files."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page: Page) -> None:
         folder = files("headrace.console").joinpath("assets")
         texts = {each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES}
-        text = texts[page]
+        frame, own = Template(texts[_FRAME].decode()), texts[f"{page.name}.html"].decode().rstrip()
         texts = {name: each for name, each in texts.items() if not name.endswith(".html")}
         digest = hashlib.sha256()
         for name, each in sorted(texts.items()):
             digest.update(b"%b %d\n%b" % (name.encode(), len(each), each))
         self.digest = digest.hexdigest()[:16]
-        # Relative: the server may be behind a proxy that gives it a path of its own.
-        self.page = _file(page, text.replace(_PLACE.encode(), f"{ASSETS[1:]}/{self.digest}".encode()), _PAGE_FIELDS)
+        text = frame.substitute(
+            title=page.title,
+            # Relative: the server may be behind a proxy that gives it a path of its own.
+            assets=f"{ASSETS[1:]}/{self.digest}",
+            script=f"{page.name}.js",
+            own=own,
+            command=page.command,
+        )
+        self.page = _file(_FRAME, text.encode(), _PAGE_FIELDS)
         self.assets = {name: _file(name, each, _ASSET_FIELDS) for name, each in texts.items()}
 
     def add_to(self, routes: Routes) -> None:

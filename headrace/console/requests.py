@@ -89,7 +89,7 @@ class Watching:
         now = asyncio.get_running_loop().time()
         return {
             "watching": {
-                name: {"left": self._watches[name].left, "seconds": max(0.0, timer.when() - now)}
+                name: {"left": self._watches[name].left, "seconds": round(max(0.0, timer.when() - now), 1)}
                 for name, (_, timer) in self._running.items()
             },
             "requests": {

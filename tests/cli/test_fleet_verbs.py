@@ -46,8 +46,9 @@ def test_without_a_fleet_all_say_the_same(words: list[str], monkeypatch: pytest.
     monkeypatch.setenv("KUBECONFIG", "/somewhere")  # which names no cluster that somebody asked for
     monkeypatch.setenv("HEADRACE_STATE_DIR", str(tmp_path))
     result = headrace(*words)
-    assert result.exit_code == 1 and result.output.count("\n") == 1
-    assert result.output.startswith("headrace: no fleet runs on this machine: ") and "--kube" in result.output
+    said, line = result.output.splitlines()
+    assert result.exit_code == 1 and line == "     try: headrace up"
+    assert said.startswith("headrace: no fleet runs on this machine: ") and "--kube" in said
 
 
 def test_a_table_says_where_and_why_not(fleet: MemoryFleet) -> None:

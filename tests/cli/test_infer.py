@@ -84,7 +84,7 @@ def refused(*arguments: str | Path) -> str:
 def failed(code: int, *arguments: str | Path) -> str:
     done = run("infer", *arguments)
     assert (done.returncode, done.stdout) == (code, ""), done
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("note: ", "     try: "))]
     assert len(lines) == 1
     assert lines[0].startswith("headrace: ")
     return lines[0]

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,6 +129,21 @@ def test_an_error_is_a_line_also_with_json() -> None:
     done = run("models", "list", "--url", "http://127.0.0.1:1", "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("headrace: no server answers at http://127.0.0.1:1 ")
+
+
+def test_what_an_error_names_can_be_copied_from_a_line_of_its_own(tmp_path: Path) -> None:
+    done = run("logs", "digits", "--state-dir", tmp_path)
+    said, line = done.stderr.splitlines()
+    assert said.startswith("headrace: no fleet runs on this machine: start one by `headrace up`")
+    assert (done.returncode, line) == (1, "     try: headrace up")
+    assert len(run("models", "list", "--url", "http://127.0.0.1:x").stderr.splitlines()) == 1
+
+
+def test_every_verb_shows_examples() -> None:
+    every = {path: command for verb in VERBS for path, command in commands(opened(verb), (verb.name,))}
+    for path, command in every.items():
+        (_, examples) = re.split(r"\bExamples?:\n", f"{command.help}\n{command.epilog}")
+        assert f"headrace {' '.join(path)}" in examples, path
 
 
 def test_logs_of_pods_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:

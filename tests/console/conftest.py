@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-for folder in ("backends", "language_models", "microservice", "gateway", "fleet/local", "console"):
+for folder in ("backends", "language_models", "media", "microservice", "storage", "gateway", "fleet/local", "console"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 

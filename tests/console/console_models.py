@@ -60,16 +60,35 @@ def write_plain(folder: Path) -> Path:
 def write_all(folder: Path) -> Path:
     """Those, a detector in Python, a classifier and a detector of Hugging Face's, and a tiny language model."""
     from cases.vision import write
-    from llm_models import tiny_llama
-    from lm_served import configure
 
     write_plain(folder)
-    (folder / "finder" / "1").mkdir(parents=True)
-    (folder / "finder" / "config.pbtxt").write_text(_FINDER_CONFIG)
-    (folder / "finder" / "1" / "model.py").write_text(_FINDER)
+    write_finder(folder)
     for kind in ("resnet", "rt_detr"):
         (folder / kind).mkdir()
         write(kind, folder / kind)
+    write_llama(folder)
+    return folder
+
+
+def write_finder(folder: Path) -> None:
+    """A detector in Python."""
+    (folder / "finder" / "1").mkdir(parents=True)
+    (folder / "finder" / "config.pbtxt").write_text(_FINDER_CONFIG)
+    (folder / "finder" / "1" / "model.py").write_text(_FINDER)
+
+
+def write_llama(folder: Path) -> None:
+    """A tiny language model."""
+    from llm_models import tiny_llama
+    from lm_served import configure
+
     tiny_llama(folder / "llama" / "1")
     configure(folder / "llama", max_model_len="512")
-    return folder
+
+
+def write_seer(folder: Path) -> None:
+    """One that sees."""
+    from lm_served import configure, make_seer
+
+    make_seer(folder / "seer" / "1")
+    configure(folder / "seer")

@@ -67,8 +67,6 @@ def test_models_are_shown_and_found(tab: Tab) -> None:
     page.wait_for_selector("text=7 models, 8 versions")
     assert "ready" in row(page, "echo").inner_text()
     assert "Export it again" in row(page, "broken").inner_text()
-    paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    assert paint < 1000
     tab.picture("models")
     page.get_by_label("Search").fill("riv")
     page.wait_for_selector("text=1 model, 2 versions")

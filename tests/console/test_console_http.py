@@ -20,6 +20,7 @@ from headrace.api.v2.settings import V2Settings
 from headrace.apps.protocols import build_protocols
 from headrace.apps.settings import ServerSettings
 from headrace.console.live import added
+from headrace.console.pages import FLEET, GATEWAY, SERVER, Page, Pages
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.telemetry.tracing import NO_TRACING
 from headrace.wire.sockets import Address
@@ -72,13 +73,23 @@ def test_files_come_compressed_to_who_wants_that(server: str) -> None:
     (script,) = [part for part in parts(server) if part.endswith(".js")]
     plain, packed = ask(f"{server}/{script}"), ask(f"{server}/{script}", accept_encoding="gzip")
     assert packed.fields["content-encoding"] == "gzip" and "content-encoding" not in plain.fields
-    assert gzip.decompress(packed.body) == plain.body == (ASSETS / "main.js").read_bytes()
+    assert gzip.decompress(packed.body) == plain.body == (ASSETS / "server.js").read_bytes()
     assert packed.fields["vary"] == "accept-encoding"
 
 
 def test_a_slash_too_many_leads_to_the_page(server: str) -> None:
     answer = ask(f"{server}/console/")
     assert (answer.status, answer.fields["location"]) == (308, "../console")
+
+
+@pytest.mark.parametrize("page", [SERVER, GATEWAY, FLEET], ids=lambda page: page.name)
+def test_each_page_is_whole(page: Page) -> None:
+    made = Pages(page)
+    text = made.page.plain.decode()
+    assert "$" not in text and f"<title>{page.title}</title>" in text
+    named = re.findall(rf"{made.digest}/([\w.]+)", text)
+    assert f"{page.name}.js" in named and set(named) <= made.assets.keys()
+    assert text.count('id="theme-button"') == text.count("<nav ") == 1
 
 
 def test_all_of_it_is_under_200_kilobytes_and_names_nobody_else() -> None:

@@ -49,7 +49,7 @@ def make_repository(folder: Path) -> Path:
     with torch.random.fork_rng():
         tiny_llama(folder / "llama" / "1")
         _make_adapters(folder / "llama" / "1", folder / "llama" / "adapters")
-        _make_seer(folder / "seer" / "1")
+        make_seer(folder / "seer" / "1")
         _make_embedder(folder / "embedder" / "1")
     adapters = ",".join(f"{name}=../adapters/{name}" for name in ADAPTERS)
     configure(folder / "llama", max_model_len=str(CONTEXT), adapters=adapters)
@@ -79,7 +79,7 @@ def _make_adapters(base: Path, folder: Path) -> None:
         changed.save_pretrained(folder / name)
 
 
-def _make_seer(folder: Path) -> None:
+def make_seer(folder: Path) -> None:
     """A Qwen2-VL with patches of 4 x 4."""
     first = 512
     text = {

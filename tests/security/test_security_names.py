@@ -104,12 +104,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize("name", [*NAMES.values(), "pages.py", "../pages.py", "console.html", "main.js%00.css"])
+@pytest.mark.parametrize("name", [*NAMES.values(), "pages.py", "../pages.py", "frame.html", "server.js%00.css"])
 def test_the_console_gives_its_own_files_and_no_other(server: Served, name: str) -> None:
     page = ask(server.port, "GET", "/console").body.decode()
     digest = page.split("console/assets/")[1].split("/")[0]
-    assert ask(server.port, "GET", f"/console/assets/{digest}/main.js").status == 200
-    for path in (f"/console/assets/{digest}/{name}", f"/console/assets/{name}/main.js", f"/console/{name}"):
+    assert ask(server.port, "GET", f"/console/assets/{digest}/server.js").status == 200
+    for path in (f"/console/assets/{digest}/{name}", f"/console/assets/{name}/server.js", f"/console/{name}"):
         assert ask(server.port, "GET", path).status in (400, 404), path
 
 

@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A chat with a language model, streamed as it is written; pictures go along for models that see.
+// A chat with a language model, streamed as it is written; a picture or a video goes along for models that see.
 
 import { call } from "./api.js";
 import { field, h, number } from "./dom.js";
 import { asUrl } from "./files.js";
 import { chatCode } from "./snippets.js";
+
+const part = (file, url) => (file.type.startsWith("video/") ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } });
+
+// A message as the code beside it has it: whoever copies that puts their own picture there.
+const shortened = ({ role, content }) => ({ role, content: typeof content === "string" ? content : content.map((each) => (each.type === "text" ? each : { type: each.type, [each.type]: { url: "data:..." } })) });
 
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -28,7 +33,7 @@ export function chatForm({ name, code, timeline }) {
   const system = h("input", { autocomplete: "off" });
   const most = h("input", { type: "number", min: "1", max: "100000", value: "128" });
   const heat = h("input", { type: "number", min: "0", max: "2", step: "0.1", value: "0.7" });
-  const file = h("input", { type: "file", accept: "image/*" });
+  const file = h("input", { type: "file", accept: "image/*,video/*" });
   const button = h("button", { class: "main" }, "Send");
   const stop = h("button", { type: "button", disabled: true, onclick: () => running?.abort() }, "Stop");
   const speed = h("p", { class: "soft", role: "status" });
@@ -42,7 +47,7 @@ export function chatForm({ name, code, timeline }) {
   });
   const shown = () => {
     const said = messages.length ? messages : [{ role: "user", content: text.value || "Hello" }];
-    code.show(chatCode(request(said.map((each) => (typeof each.content === "string" ? each : { ...each, content: each.content.map((part) => (part.type === "image_url" ? { type: "image_url", image_url: { url: "data:..." } } : part)) })))));
+    code.show(chatCode(request(said.map(shortened))));
   };
   function bubble(role, content) {
     const words = h("span", {}, content);
@@ -59,10 +64,9 @@ export function chatForm({ name, code, timeline }) {
     button.disabled = true;
     stop.disabled = false;
     try {
-      const picture = file.files[0] ? await asUrl(file.files[0]) : null;
-      const content = picture ? [{ type: "text", text: question }, { type: "image_url", image_url: { url: picture } }] : question;
-      messages.push({ role: "user", content });
-      bubble("user", picture ? `${question} [${file.files[0].name}]` : question);
+      const [chosen] = file.files;
+      messages.push({ role: "user", content: chosen ? [{ type: "text", text: question }, part(chosen, await asUrl(chosen))] : question });
+      bubble("user", chosen ? `${question} [${chosen.name}]` : question);
       text.value = file.value = "";
       shown();
       await answer();
@@ -119,7 +123,7 @@ export function chatForm({ name, code, timeline }) {
     { class: "card", onsubmit: send },
     talk,
     field("Message (Enter sends, Shift+Enter is a new line)", text),
-    h("div", { class: "row" }, field("Picture, for a model that sees", file)),
+    h("div", { class: "row" }, field("Picture or video, for a model that sees", file)),
     h("div", { class: "row" }, field("System", system), field("Most tokens", most), field("Temperature", heat)),
     h("div", { class: "row" }, button, stop),
     speed,

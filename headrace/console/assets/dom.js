@@ -20,6 +20,11 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// What the browser's tab is called: what is shown, and whose page it is.
+export function entitle(text) {
+  document.title = `${text} – ${document.querySelector(".brand").textContent}`;
+}
+
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);

@@ -3,7 +3,7 @@
 
 import { call, get } from "./api.js";
 import { confirmed } from "./dialogs.js";
-import { field, h, note, setText } from "./dom.js";
+import { entitle, field, h, note, setText } from "./dom.js";
 import { jobList } from "./jobs.js";
 import { facts, failed, when } from "./saying.js";
 import { may, orgPath } from "./session.js";
@@ -87,7 +87,7 @@ function one(main, id) {
   get(pathOf(id)).then(
     (told) => {
       setText(title, nameOf(told));
-      document.title = `${nameOf(told)} – Headrace console`;
+      entitle(nameOf(told));
       about.replaceChildren(facts([["Model", told.network_arch], ["Description", told.description], ["Workspace", told.workspace], ["Created", when(told.created_on)], ["Id", h("span", { class: "mono" }, told.id)]]));
       if (may("experiments.write")) buttons.append(h("button", { type: "button", class: "danger", onclick: async () => (await remove(told)) && (location.hash = "#/experiments") }, "Delete"));
     },

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What all pages have around them: which section is shown, colours, and the keys that work everywhere.
 
-import { setText } from "./dom.js";
+import { entitle, setText } from "./dom.js";
 
 const THEMES = { auto: ["Auto", "as the system"], light: ["Light", "light"], dark: ["Dark", "dark"] };
 
@@ -28,7 +28,7 @@ export function frame(pages, first) {
       else link.removeAttribute("aria-current");
     }
     leave = pages[page](main, rest.join("/")) || null;
-    document.title = `${main.querySelector("h1").textContent} – Headrace console`;
+    entitle(main.querySelector("h1").textContent);
     if (document.activeElement === document.body) main.focus({ preventScroll: true });
   }
 

@@ -4,7 +4,7 @@
 import { askForm } from "./ask.js";
 import { call, get, post } from "./api.js";
 import { confirmed } from "./dialogs.js";
-import { field, h, note, number, setText } from "./dom.js";
+import { entitle, field, h, note, number, setText } from "./dom.js";
 import { FINAL, isService, KINDS, nameOf, startable, statusPill, stoppable, stopService, withParents } from "./jobs.js";
 import { facts, failed, pill, when } from "./saying.js";
 import { jobPath, may, orgPath, servicePath } from "./session.js";
@@ -119,7 +119,7 @@ export function jobPage(main, id) {
 
   function draw(job, status) {
     setText(title, nameOf(job));
-    document.title = `${nameOf(job)} – Headrace console`;
+    entitle(nameOf(job));
     mark.replaceChildren(statusPill(job), " ", h("span", { class: "soft" }, KINDS[job.action] || job.action));
     drawButtons(job);
     const over = FINAL.includes(job.status) && job.status !== "Error";

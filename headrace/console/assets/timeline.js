@@ -11,7 +11,7 @@ const WHY = {
   "delay expired": "its oldest request had waited as long as the model allows",
   "shape change": "the next request had another shape",
   "idle instance": "an instance was idle and there was nothing to wait for",
-  "one at a time": "the model takes one request at a time",
+  "one at a time": "its model is given requests one by one",
   sequence: "these were the sequences that had a request",
 };
 
