@@ -40,8 +40,8 @@ HELD = (
 )
 """Kinds of which nothing may be left. Not Events: the API server forgets them by itself."""
 
-# msgspec works out how to read a kind when it reads the first, and two threads that do so at once end the process. Here it is
-# done before there is a thread.
+# msgspec works out how to read a kind when it reads the first, and two threads that do so at once end the process. Here
+# it is done before there is a thread.
 for _kind in (*HELD, core_v1.Node):
     decode_list(b'{"metadata": {}, "items": []}', _kind)
 
