@@ -65,7 +65,7 @@ class Prefill(NamedTuple):
 def prefill(tmp_path: Path) -> Iterator[Prefill]:
     folder = own_folder(tmp_path)
     keeper = Keeper(folder, most_bytes=1 << 20, seconds=1e9)
-    kept = keeper.keep(memoryview(SECRET[: PAGES * PAGE]), PAGES, 0.0)
+    kept = keeper.keep([memoryview(SECRET[: PAGES * PAGE])], PAGES * PAGE, PAGES, 0.0)
     giver = Giver(keeper, KEY, "127.0.0.1", 0, clock=lambda: 0.0)
     try:
         yield Prefill(giver, keeper, bytes.fromhex(kept.id), folder)
