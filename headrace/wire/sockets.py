@@ -16,12 +16,14 @@ import socket
 import stat
 import struct
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 
 BACKLOG = 2048
 """Connections the kernel completes for us before we accept them; it cuts this to net.core.somaxconn."""
 
+_FIRST_INHERITED = 3  # SD_LISTEN_FDS_START
 _UNIX_PATH_BYTES = 107  # sockaddr_un.sun_path is 108 with its final zero
 _FORMS = "write 127.0.0.1:8000, [::1]:8000 or unix:/path (0.0.0.0:8000 listens on every interface)"
 
@@ -74,6 +76,8 @@ class Listener:
         self.address = address
         """As asked, but with the port the kernel chose."""
         self._inode: tuple[int, int] | None = None
+        self._shared = False
+        """Whether who started this process listens, too, and will give the socket to the next."""
         if address.path:
             if reuse_port:
                 raise InvalidArgument(f"{address} cannot be shared by several processes; use one process or a TCP port")
@@ -81,7 +85,9 @@ class Listener:
             os.chmod(address.path, unix_mode)  # before listen: nobody can have connected yet
             self._inode = _inode(address.path)
         else:
-            self._socket = _bind_tcp(address, reuse_port=reuse_port)
+            inherited = None if reuse_port else _inherited(address)
+            self._shared = inherited is not None
+            self._socket = inherited or _bind_tcp(address, reuse_port=reuse_port)
             self.address = replace(address, port=self._socket.getsockname()[1])
         self._socket.setblocking(False)
         try:
@@ -94,6 +100,10 @@ class Listener:
         """Another descriptor of the same socket, for a loop's server to own and close."""
         return self._socket.dup()
 
+    def fileno(self) -> int:
+        """To be handed to a process that is to accept from it."""
+        return self._socket.fileno()
+
     def turn_away(self) -> bool:
         """Let no new connection begin. True if some that have begun may still be on their way to the backlog.
 
@@ -104,6 +114,8 @@ class Listener:
         if self.address.path:
             self._unlink()
             return False
+        if self._shared:
+            return False  # who comes now is for the next process
         program = ctypes.create_string_buffer(_DROP_SYN, len(_DROP_SYN))
         try:
             self._socket.setsockopt(
@@ -156,14 +168,35 @@ def reserve_port(address: Address) -> tuple[Address, socket.socket]:
     return replace(address, port=held.getsockname()[1]), held
 
 
-def _bind_tcp(address: Address, *, reuse_port: bool) -> socket.socket:
+def _inherited(address: Address) -> socket.socket | None:
+    """The socket of this address that this process was started with, as systemd hands them over (LISTEN_FDS)."""
+    count = os.environ.get("LISTEN_FDS", "")
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or not count.isdecimal():
+        return None
+    _, where = _resolved(address)
+    for descriptor in range(_FIRST_INHERITED, _FIRST_INHERITED + int(count)):
+        with contextlib.suppress(OSError):  # it is closed, or no socket
+            sock = socket.socket(fileno=descriptor)
+            if sock.getsockname() == where and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                sock.set_inheritable(False)
+                return sock
+            sock.detach()
+    return None
+
+
+def _resolved(address: Address) -> tuple[socket.AddressFamily, Any]:
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except OSError:
         raise InvalidArgument(f"address {address}: the host name does not resolve; {_FORMS}") from None
     # A name such as localhost may mean both families; one listener has one, and most clients try IPv4.
-    family, kind, protocol, _, where = min(found, key=lambda info: info[0] != socket.AF_INET)
-    sock = socket.socket(family, kind, protocol)
+    family, _, _, _, where = min(found, key=lambda info: info[0] != socket.AF_INET)
+    return family, where
+
+
+def _bind_tcp(address: Address, *, reuse_port: bool) -> socket.socket:
+    family, where = _resolved(address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:

@@ -199,3 +199,46 @@ def test_turning_away_keeps_the_backlog_and_begins_nothing_new(host: str) -> Non
     assert taken.recv(10) == b"more"
     taken.close()
     early.close()
+
+
+_HEIR = """
+import os, sys
+given, address = sys.argv[1:]
+os.dup2(int(given), 3)
+os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()))
+from headrace.wire.sockets import Address, Listener
+listener = Listener(Address.parse(address))
+print(listener.address, listener.fileno() == 3, listener.turn_away(), flush=True)
+sys.stdin.readline()
+for connection in listener.take_backlog():
+    connection.sendall(b"from the heir")
+    connection.close()
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", IPV6])
+def test_a_socket_that_a_process_was_started_with_is_accepted_from_and_outlives_it(host: str) -> None:
+    held = Listener(Address(host, 0))
+    words = [sys.executable, "-c", _HEIR, str(held.fileno()), str(held.address)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "pass_fds": (held.fileno(),)}
+    with subprocess.Popen(words, **pipes) as heir, socket.create_connection((host, held.address.port), 30) as client:
+        assert heir.stdout is not None and heir.stdin is not None
+        # It takes no means against new connections: they are for the next process.
+        assert heir.stdout.readline().split() == [str(held.address), "True", "False"]
+        heir.stdin.write("\n")
+        heir.stdin.close()
+        assert client.recv(100) == b"from the heir"
+    with socket.create_connection((host, held.address.port), 30):
+        (waited,) = held.take_backlog()
+        waited.close()
+    held.close()
+
+
+def test_a_socket_of_another_address_is_left_alone() -> None:
+    held, other = Listener(Address("127.0.0.1", 0)), Listener(Address("127.0.0.1", 0))
+    free = other.address
+    other.close()
+    words = [sys.executable, "-c", _HEIR, str(held.fileno()), str(free)]
+    told = subprocess.run(words, input="\n", capture_output=True, text=True, pass_fds=(held.fileno(),))
+    assert told.stdout.split()[:2] == [str(free), "False"], told.stderr
+    held.close()

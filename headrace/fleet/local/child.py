@@ -3,12 +3,17 @@
 
 Waits at a gate, its standard input, until it is recorded who it is: if the daemon dies before that, the gate ends and so
 does this. Then it becomes the program. Imports nothing else, so that the gate is reached at once.
+
+A socket that the daemon listens on for the program becomes its descriptor 3, and it is told as systemd tells it.
 """
 
 import os
 import sys
 
 GO = b"\n"
+LISTENS = "HEADRACE_LISTENS"
+"""A variable: the number of that socket here."""
+_FIRST = 3
 
 
 def main() -> None:
@@ -18,6 +23,12 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+    listens = os.environ.pop(LISTENS, "")
+    if listens:
+        if int(listens) != _FIRST:
+            os.dup2(int(listens), _FIRST)
+            os.close(int(listens))
+        os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()))
     try:
         os.execv(sys.argv[1], sys.argv[1:])  # noqa: S606
     except OSError as error:

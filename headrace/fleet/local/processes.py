@@ -52,6 +52,8 @@ class Command:
     environment: Mapping[str, str]
     folder: Path
     """Where it starts."""
+    listens: int | None = None
+    """A descriptor of a socket that it is to accept from, if there is one; see `child`."""
 
 
 class Process:
@@ -170,6 +172,7 @@ def _kill_left(session: int, run: str) -> None:
 def spawn(command: Command, log: Path, record: Callable[[Mapping[str, Any]], None]) -> Process:
     """Start it. It does nothing before `record` has kept who it is. Raises OSError."""
     run = uuid.uuid4().hex
+    listens = {} if command.listens is None else {child.LISTENS: str(command.listens)}
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         started = subprocess.Popen(  # noqa: S603  # no shell; what it runs is what the user's document says
@@ -178,7 +181,8 @@ def spawn(command: Command, log: Path, record: Callable[[Mapping[str, Any]], Non
             stdout=descriptor,
             stderr=descriptor,
             cwd=command.folder,
-            env={**command.environment, _RUN: run},
+            env={**command.environment, **listens, _RUN: run},
+            pass_fds=() if command.listens is None else (command.listens,),
             start_new_session=True,
             bufsize=0,
         )

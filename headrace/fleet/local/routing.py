@@ -2,7 +2,8 @@
 """The routers in front of Services: one `headrace router` for each that somebody has to reach. Called by `controller`.
 
 A router outlives the daemon like every process here, and keeps its port. Who is ready stands in a file that it follows, so
-that pods come and go without a restart. Its folder is made first and removed last.
+that pods come and go without a restart. Its folder is made first and removed last. The daemon listens on its port, too, and
+leaves it to the router to accept: when one is killed, who connects meanwhile waits for the next.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 from headrace.core.errors import FailedPrecondition, ResourceExhausted
 from headrace.fleet.local.asking import router_status
 from headrace.fleet.local.commands import ADDRESS
-from headrace.fleet.local.probes import tcp_look
 from headrace.fleet.local.processes import Command, Process, headrace_words, passed_on, spawn
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import each_folder, read_json, write_json
@@ -29,6 +29,7 @@ from headrace.fleet.planning.site import CLUSTER_DOMAIN
 from headrace.fleet.words import Document
 from headrace.launch.logs import keep_end
 from headrace.launch.ports import Ports, is_free
+from headrace.wire.sockets import Address, Listener
 
 log = logging.getLogger("headrace.fleet")
 
@@ -67,6 +68,8 @@ class Router:
         self._backends = _listed(folder / "backends.json") if self._process is not None else None
         self.leads = bool(self._backends)
         """Whether it knows of somebody to send requests to."""
+        self._listener: Listener | None = None
+        """None for one that a daemon before this has started, until it has to be started again."""
         self._hearing: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._ending = False
@@ -137,6 +140,7 @@ class Router:
         """Nothing is left of it after this."""
         self._ending, self.up = True, False
         await self._stop_following()
+        self._listen_no_more()
         if self._process is not None:
             await self._process.end(_GRACE_SECONDS)
         self._ports.release(self.id)
@@ -146,6 +150,7 @@ class Router:
         """The daemon ends, and this runs on."""
         self._ending = True
         await self._stop_following()
+        self._listen_no_more()
         if self._process is not None:
             self._process.let_go()
 
@@ -187,16 +192,24 @@ class Router:
             pause = self._settings.quick_seconds if was else min(pause * 2, self._settings.back_off_seconds)
             await asyncio.sleep(pause)
 
+    def _listen_no_more(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
     def _start(self, known: Callable[[str], bool]) -> None:
-        if not is_free(self._settings.host, self.port):
-            self._ports.release(self.id)
-            self._choose(known)
+        if self._listener is None:
+            if not is_free(self._settings.host, self.port):
+                self._ports.release(self.id)
+                self._choose(known)
+            self._listener = Listener(Address(self._settings.host, self.port))
         if not (self.folder / "backends.json").exists():
             write_json(self.folder / "backends.json", [], lasting=False)
         said = read_json(self.folder / "router.yaml") or {}
         write_json(self.folder / "router.yaml", self._file(str(said.get("policy", "p2c")), said.get("activation")))
         words = (*headrace_words(), "router", "--config", str(self.folder / "router.yaml"))
-        command = Command(words, passed_on(os.environ) | {"PYTHONUNBUFFERED": "1"}, self.folder)
+        environment = passed_on(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        command = Command(words, environment, self.folder, self._listener.fileno())
         path = self.folder / "process.json"
         self._process = spawn(
             command, self.folder / "log", lambda record: write_json(path, dict(record), lasting=False)
@@ -204,7 +217,7 @@ class Router:
 
     async def _until_up(self) -> None:
         while self._process is not None and self._process.lives:
-            if await tcp_look(self.port, 1.0):
+            if await router_status(self.port) is not None:
                 self.up = True
                 return
             await asyncio.sleep(0.05)

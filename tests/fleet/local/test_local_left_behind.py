@@ -111,6 +111,39 @@ def test_a_router_that_is_wanted_again_while_it_ends_gets_a_folder_of_its_own(tm
     asyncio.run(play())
 
 
+def test_who_connects_while_a_router_is_killed_waits_for_the_next(tmp_path: Path) -> None:
+    async def play() -> None:
+        routers = Routers(LocalSettings(tmp_path, 15_400))
+        changed = asyncio.Event()
+        routers.on_change = lambda _: changed.set()
+        try:
+            routers.want(SERVICE, ["a"])
+            router = routers.get("default", "a")
+            assert router is not None
+            async with asyncio.timeout(60):
+                while not router.up:
+                    await asyncio.sleep(0.01)
+            was = router.pid
+            assert was is not None
+            os.kill(was, signal.SIGKILL)
+            async with asyncio.timeout(60):
+                while (stat := stat_of(was)) is not None and stat.lives:
+                    await asyncio.sleep(0.001)
+                # Nobody accepts; a refusal would be an error here. The next router finds the request.
+                reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+                writer.write(b"GET /router/status HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+                assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+                writer.close()
+            assert router.pid not in (None, was)
+        finally:
+            await routers.end_all()
+            await routers.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", router.port)
+
+    asyncio.run(play())
+
+
 class FakeKubelet:
     """No pods."""
 
