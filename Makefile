@@ -51,7 +51,7 @@ docs: $(VENV)/.installed
 	$(BIN)/python scripts/build_docs.py build/site
 
 test: check
-	$(BIN)/python -m pytest -m "not platform"
+	$(BIN)/python -m pytest -m "not platform" --durations=30
 
 check: $(VENV)/.testing
 	$(BIN)/ruff check .
@@ -69,7 +69,7 @@ check: $(VENV)/.testing
 test-platforms: $(VENV)/.testing
 	bash scripts/install_platform_packages.sh
 	for platform in scripts/platforms/*.sh; do bash $$platform install || exit 1; done
-	$(BIN)/python -m pytest -m platform
+	$(BIN)/python -m pytest -m platform --durations=15
 
 bench: $(VENV)/.testing
 	$(BIN)/python -m bench

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # A real Kubernetes API for tests: etcd, kube-apiserver and kube-controller-manager on loopback; no kubelet, no scheduler.
 #
-#   kubernetes.sh install     packages, and the two servers built from Debian's source into build/kubernetes/bin (6 to 10
-#                             minutes, once; nothing is done where they are there)
+#   kubernetes.sh install     packages, and the two servers built from Debian's source into ~/.cache/headrace (6 to 10
+#                             minutes, once; nothing is done where they are there, also by another clone's call)
 #   kubernetes.sh start DIR   start all three on free ports, with their state under DIR; DIR/kubeconfig is the
 #                             administrator's, DIR/bin has kubectl
 #   kubernetes.sh stop DIR    end them; DIR stays, for its logs
@@ -11,8 +11,11 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 build=$root/build/kubernetes
-bin=$build/bin
 version=1.20.2
+# What is built depends on this recipe alone, so clones share it.
+recipe=$(cat "$here/kubernetes.sh" "$here/patch120.py" | sha256sum | cut -c1-12)
+kept=${XDG_CACHE_HOME:-${HOME:-$root/build}/.cache}/headrace/kubernetes-$version-$(uname -m)-$recipe
+bin=$kept/bin
 
 packages() {
   local missing=()
@@ -76,7 +79,8 @@ build_servers() (
   mkdir -p "$bin"
   for command in kube-apiserver kube-controller-manager kubectl; do
     go build -trimpath -ldflags="$flags" -o "$work/$command" "k8s.io/kubernetes/cmd/$command"
-    mv "$work/$command" "$bin/$command"
+    mv "$work/$command" "$bin/.$command" # from another file system, perhaps
+    mv "$bin/.$command" "$bin/$command"
   done
 )
 
@@ -88,8 +92,8 @@ install() {
   packages etcd-server openssl curl
   built && return
   packages golang-go dpkg-dev golang-github-modern-go-reflect2-dev
-  mkdir -p "$build"
-  exec 9>"$build/lock"
+  mkdir -p "$build" "$kept"
+  exec 9>"$kept/lock"
   flock 9 # another call may be building
   built && return
   echo "building kube-apiserver $version: 6 to 10 minutes, this once" >&2
