@@ -51,7 +51,7 @@ docs: $(VENV)/.installed
 	$(BIN)/python scripts/build_docs.py build/site
 
 test: check
-	$(BIN)/python -m pytest -m "not platform" --durations=30
+	$(BIN)/python -m pytest -m "not platform" --durations=30 $(TESTS)
 
 check: $(VENV)/.testing
 	$(BIN)/ruff check .

@@ -20,6 +20,12 @@ hypothesis.settings.register_profile("headrace", deadline=None, suppress_health_
 hypothesis.settings.load_profile("headrace")
 
 
+def pytest_collection_finish() -> None:
+    """What thousands of tests are made of lives until the end: the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     """Let go of what `torch.export` remembers of its constants: at the interpreter's end, torch could not do it quietly."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
