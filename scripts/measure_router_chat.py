@@ -7,8 +7,9 @@
 Round robin over two backends, 16 connections, health checks, metrics and retries on. The backends answer at once; a streamed
 answer is of 200 events, and comes in two ways. Rushing: as fast as a backend writes, so that some arrive together. Paced: a
 backend computes a step for all its streams and then writes an event to each, every two milliseconds, as engines do, and the
-router wakes for each. Beside it stands what `bare_pump.py` takes, which knows nothing of HTTP: nothing on this loop takes
-less. The routers take turns, and the median of the rounds counts. CPU time is that of the router's process.
+router wakes for each. Beside it stands what the benchmark's pump takes (`bench/peers/pump`, before one backend), which knows
+nothing of HTTP: nothing on this loop takes less. The routers take turns, and the median of the rounds counts. CPU time is
+that of the router's process.
 
 Ends with 1 if ours takes more than 40 us for a request, 10 us for an event that rushes, or 0.35 of what sglang-router takes.
 """
@@ -29,6 +30,7 @@ import orjson
 import uvloop
 from measure_router_cache import CONNECTIONS, Client, Replica, cpu_seconds, free_port, process, wait_for
 
+_PUMP = Path(__file__).parents[1] / "bench" / "peers" / "pump" / "pump_server.py"
 BACKENDS, EVENTS, STEP_SECONDS = 2, 200, 0.002
 MOST_REQUEST_US, MOST_EVENT_US, MOST_SHARE = 40.0, 10.0, 0.35
 
@@ -138,7 +140,7 @@ def main() -> int:
         routers = {"headrace": _ours(stack, urls)}
         if options.sglang:
             routers["sglang-router"] = _theirs(stack, options.sglang, urls)
-        routers["a bare pump"] = _pump(stack, ports)
+        routers["a bare pump"] = _pump(stack, ports[0])
         counts = {"whole": options.requests, "rushing": options.streams, "paced": options.streams}
         found: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in counts} for name in routers}
         for _ in range(options.rounds):
@@ -168,10 +170,9 @@ def _ours(stack: ExitStack, urls: list[str]) -> tuple[int, int]:
     return made.pid, port
 
 
-def _pump(stack: ExitStack, backends: list[int]) -> tuple[int, int]:
+def _pump(stack: ExitStack, backend: int) -> tuple[int, int]:
     port = free_port()
-    script = Path(__file__).with_name("bare_pump.py")
-    made = stack.enter_context(process(sys.executable, str(script), str(port), *map(str, backends)))
+    made = stack.enter_context(process(sys.executable, str(_PUMP), str(port), str(backend)))
     wait_for(port, "/stats")
     return made.pid, port
 
