@@ -39,21 +39,29 @@ class CpuMeter:
 
     def __init__(self, proc: Path = _PROC) -> None:
         self._proc = proc
-        self._before: tuple[int, int] | None = (0, 0)
+        self._before = (0, 0)
+        self._utilization: float | None = None
 
     def read(self) -> list[Samples]:
         """Utilisation since the last call, and memory now."""
         found: dict[str, float] = {}
-        before, self._before = self._before, self._times()
-        if before is not None and self._before is not None and self._before[1] > before[1]:
-            busy, total = self._before[0] - before[0], self._before[1] - before[1]
-            found["nv_cpu_utilization"] = min(1.0, max(0.0, busy / total))
+        self._look()
+        if self._utilization is not None:
+            found["nv_cpu_utilization"] = self._utilization
         memory = self._memory()
         if memory is not None:
             found["nv_cpu_memory_total_bytes"], found["nv_cpu_memory_used_bytes"] = memory
         return [
             Samples("gauge", name, words, together, {"": found[name]}) for name, words, together in CPU if name in found
         ]
+
+    def _look(self) -> None:
+        now = self._times()
+        if now is None:
+            self._utilization = None
+        elif now[1] > self._before[1]:  # else it is as it was: the kernel counts in ticks, and looks may be closer
+            busy, total = now[0] - self._before[0], now[1] - self._before[1]
+            self._utilization, self._before = min(1.0, max(0.0, busy / total)), now
 
     def _times(self) -> tuple[int, int] | None:
         """Ticks in which the CPUs worked, and all ticks."""

@@ -42,7 +42,9 @@ def test_cpus_between_two_looks(tmp_path: Path) -> None:
     assert first["nv_cpu_memory_used_bytes"][""] == 70 * 1024
     proc(tmp_path, "150 5 115 720 110 0 0 0 0 0")
     assert values(meter.read())["nv_cpu_utilization"][""] == pytest.approx(0.7)
-    assert "nv_cpu_utilization" not in values(meter.read())  # no time has passed
+    assert values(meter.read())["nv_cpu_utilization"][""] == pytest.approx(0.7), "no time has passed"
+    (tmp_path / "stat").unlink()
+    assert "nv_cpu_utilization" not in values(meter.read())
 
 
 @pytest.mark.parametrize(("cpu", "memory"), [("", ""), ("a b c", "MemTotal: x\n"), ("1", "MemTotal: 1 kB\n")])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -85,27 +84,29 @@ def test_a_log_stays_bounded_and_so_does_the_one_before(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_at_the_start_is_told_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    opened = os.fdopen
+
+    def full(descriptor: int, *_: Any) -> None:
+        os.close(descriptor)
         raise OSError(errno.ENOSPC, "full")
 
     async def run() -> None:
         pod = OnePod("sleep 3600")
         container = pod.container(tmp_path)
-        dump = json.dump
-        monkeypatch.setattr(json, "dump", full)
+        monkeypatch.setattr(os, "fdopen", full)
         task = asyncio.ensure_future(container.run())
-        await _until(lambda: container.state.reason == "CreateContainerError")
+        await _until(lambda: container.state.reason == "CreateContainerError" or container.runs is not None)
         assert "No space left on device; make room on its disk" in container.state.message and container.runs is None
         assert any(reason == "Failed" and "make room" in said for reason, said in pod.events)
         assert any(reason == "DiskPressure" for reason, _ in pod.events)
-        monkeypatch.setattr(json, "dump", dump)
+        monkeypatch.setattr(os, "fdopen", opened)
         await _until(lambda: container.runs is not None)
         # It fills while something runs: that is told, and it runs on.
-        monkeypatch.setattr(json, "dump", full)
+        monkeypatch.setattr(os, "fdopen", full)
         pod.events.clear()
         container._say(ready=False, message="another")
         assert pod.events[0][0] == "DiskPressure" and container.runs is not None
-        monkeypatch.setattr(json, "dump", dump)
+        monkeypatch.setattr(os, "fdopen", opened)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await container.end()
