@@ -34,7 +34,7 @@ def fault(error: Refused | Unreachable, doing: str, server: str) -> HeadraceErro
     if error.code == 403 and " cannot " in said:
         return PermissionDenied(f"you may not do that ({said}): ask for that right, or name another --context")
     if is_absent_kind(error):
-        return FailedPrecondition(f"{doing}: the cluster {server} does not have that kind; run {INSTALL}")
+        return FailedPrecondition(f"{doing}: the cluster {server} does not have that kind; run `{INSTALL}`")
     if error.code == 404 and said.startswith("namespaces "):
         return FailedPrecondition(f"{doing}: {said}; create it first, or name another with -n")
     if error.code == 409 and is_conflict(error):

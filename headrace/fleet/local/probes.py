@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.core.errors import HeadraceError
+from headrace.fleet.local.grpc_probes import grpc_look
 from headrace.fleet.words import Document, items, part, text, whole
 from headrace.launch.commands import run_command
 
@@ -130,7 +131,8 @@ def look_of(
     if part(said, "tcpSocket"):
         return lambda: tcp_look(port_of(part(said, "tcpSocket")), seconds)
     if part(said, "grpc"):
-        return lambda: tcp_look(port_of(part(said, "grpc")), seconds)
+        asked = part(said, "grpc")
+        return lambda: grpc_look(port_of(asked), text(asked, "service"), seconds)
     if items(said, "exec", "command"):
         words = [str(each) for each in items(said, "exec", "command")]
         return lambda: run(words, seconds)

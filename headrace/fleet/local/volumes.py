@@ -117,6 +117,7 @@ def _written(kind: str, source: Document, folder: Path, find: Callable[[str, str
         raise CannotRun("CreateContainerConfigError", f"{kind} {name} is not here: apply it")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     asked = {text(each, "key"): text(each, "path") for each in items(source, "items")}
+    kept: set[Path] = set()
     for key, content in _contents(found).items():
         target = (folder / (asked.get(key, "") if asked else key)).resolve()
         if target == folder.resolve() or not target.is_relative_to(folder.resolve()):
@@ -127,6 +128,10 @@ def _written(kind: str, source: Document, folder: Path, find: Callable[[str, str
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
         fresh.replace(target)
+        kept.add(target)
+    for each in folder.rglob("*"):
+        if not each.is_dir() and each.resolve() not in kept:  # of a key that is not there any more
+            each.unlink()
     return folder
 
 

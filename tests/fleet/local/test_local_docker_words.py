@@ -120,6 +120,23 @@ def test_volumes_are_open_to_the_users_of_an_image(tmp_path: Path) -> None:
     assert (tmp_path / "volumes" / "knobs" / "a").stat().st_mode & 0o777 == 0o644
 
 
+def test_a_key_that_a_configmap_has_no_more_is_no_file_after_the_next_start(tmp_path: Path) -> None:
+    chosen = {"name": "knobs", "items": [{"key": key, "path": f"deep/{key}"} for key in ("a", "b")]}
+    volumes = [{"name": "all", "configMap": {"name": "knobs"}}, {"name": "some", "configMap": chosen}]
+    mounts = [{"name": "all", "mountPath": "/etc/all"}, {"name": "some", "mountPath": "/etc/some"}]
+    container = {"name": "main", "volumeMounts": mounts}
+    pod = {"spec": {"containers": [container], "volumes": volumes}}
+
+    def files(**data: str) -> list[str]:
+        mounted(pod, container, tmp_path, lambda *_: {"data": data}, {})
+        below = tmp_path / "volumes"
+        return sorted(str(each.relative_to(below)) for each in below.rglob("*") if each.is_file())
+
+    assert files(a="1", b="2") == ["all/a", "all/b", "some/deep/a", "some/deep/b"]
+    assert files(b="3") == ["all/b", "some/deep/b"]
+    assert (tmp_path / "volumes" / "all" / "b").read_text() == "3"
+
+
 @pytest.mark.parametrize("name", ["../../../elsewhere", "a/b", "..", "", "A"])
 def test_a_volume_cannot_leave_its_pod(tmp_path: Path, name: str) -> None:
     container = {"name": "main", "volumeMounts": [{"name": name, "mountPath": "/scratch"}]}

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gRPC probes against gRPC's own server with its own health service, and against who is none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from ports import free_port
+
+from headrace.fleet.local.grpc_probes import grpc_look
+from headrace.fleet.local.probes import look_of
+from headrace.fleet.words import Document
+
+_SECONDS = 30.0
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[int, health.HealthServicer]]:
+    made = grpc.server(ThreadPoolExecutor(2))
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, made)
+    port = made.add_insecure_port("127.0.0.1:0")
+    made.start()
+    yield port, servicer
+    made.stop(None).wait()
+
+
+def test_it_says_what_the_server_says(server: tuple[int, health.HealthServicer]) -> None:
+    port, servicer = server
+    status = health_pb2.HealthCheckResponse
+
+    async def run() -> None:
+        assert await grpc_look(port, "", _SECONDS), "the server as a whole serves by itself"
+        assert not await grpc_look(port, "a.Service", _SECONDS), "NOT_FOUND"
+        servicer.set("a.Service", status.SERVING)
+        assert await grpc_look(port, "a.Service", _SECONDS)
+        for other in (status.NOT_SERVING, status.SERVICE_UNKNOWN, status.UNKNOWN):
+            servicer.set("a.Service", other)
+            assert not await grpc_look(port, "a.Service", _SECONDS)
+        servicer.enter_graceful_shutdown()
+        assert not await grpc_look(port, "", _SECONDS)
+
+    asyncio.run(run())
+
+
+def test_a_probe_asks_for_the_service_that_it_names_at_the_port_that_the_container_has_here(
+    server: tuple[int, health.HealthServicer],
+) -> None:
+    port, servicer = server
+    servicer.set("a.Service", health_pb2.HealthCheckResponse.SERVING)
+
+    async def none(*_: Any) -> bool:
+        return False
+
+    def looks(**action: Any) -> bool:
+        said: Document = {"grpc": {"port": 9000, **action}, "timeoutSeconds": 30}
+        look = look_of(said, {9000: port}, {}, none)
+        assert look is not None
+        return asyncio.run(_awaited(look))
+
+    async def _awaited(look: Any) -> bool:
+        found: bool = await look()
+        return found
+
+    assert looks() and looks(service="a.Service") and not looks(service="another.Service")
+
+
+def test_a_server_of_something_else_does_not_serve() -> None:
+    said = [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"",
+        b"\0\0\0\4\0\0\0\0\0" + b"\0\0\0\1\x01\0\0\0\1\x88",  # an answer of headers alone
+        b"\0\0\4\3\0\0\0\0\1\0\0\0\2",  # RST_STREAM
+        b"\0\0\1\0\x09\0\0\0\1\xff",  # padding that is longer than its frame
+        b"\xff\xff\xff\0\0\0\0\0\1",
+    ]
+
+    async def run() -> None:
+        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(said[0])
+            await writer.drain()
+            writer.close()
+
+        listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        while said:
+            assert not await grpc_look(port, "", _SECONDS), said[0]
+            said.pop(0)
+        listening.close()
+        assert not await grpc_look(free_port(), "", _SECONDS), "nobody listens"
+
+    asyncio.run(run())
+
+
+def test_who_does_not_answer_in_time_does_not_serve() -> None:
+    async def run() -> None:
+        gone = asyncio.Event()
+
+        async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()  # until the probe has hung up
+            writer.close()
+            gone.set()
+
+        listening = await asyncio.start_server(wait, "127.0.0.1", 0)
+        assert not await grpc_look(listening.sockets[0].getsockname()[1], "", 0.05)
+        async with asyncio.timeout(_SECONDS):
+            await gone.wait()
+        listening.close()
+
+    asyncio.run(run())
