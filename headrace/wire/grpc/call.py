@@ -263,6 +263,7 @@ class GrpcCall(Stream):
                 self._message = message
             else:
                 self.finish(Status.UNIMPLEMENTED, "a unary call has one message, not more")
+                return
 
     def _guarded(self, deed: Callable[..., None], *arguments: object) -> None:
         try:

@@ -8,6 +8,7 @@ lies whole in what was received becomes `bytes`: small ones come by the thousand
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 from headrace.core.buffers import uninitialised
 from headrace.core.errors import Internal, InvalidArgument, TooLarge, Unimplemented
@@ -45,9 +46,8 @@ class MessageAssembler:
         self._filled = end
         return True
 
-    def feed(self, data: memoryview) -> list[Buffer]:
-        """Take received bytes; return the messages they complete."""
-        complete: list[Buffer] = []
+    def feed(self, data: memoryview) -> Iterator[Buffer]:
+        """Take received bytes; the messages they complete, each before anything is said of what comes after it."""
         position, end = 0, len(data)
         while position < end:
             message = self._message
@@ -61,7 +61,7 @@ class MessageAssembler:
                 if size <= end - position:
                     whole = bytes(data[position : position + size])
                     position += size
-                    complete.append(self.decode(whole) if self._compressed else whole)
+                    yield self.decode(whole) if self._compressed else whole
                     continue
                 message = self._message = uninitialised(size)
             room = len(message) - self._filled
@@ -71,8 +71,7 @@ class MessageAssembler:
             position += taken
             if taken == room:
                 self._message = None
-                complete.append(self.decode(message) if self._compressed else message)
-        return complete
+                yield self.decode(message) if self._compressed else message
 
     def decode(self, message: Buffer) -> Buffer:
         """Inflate a compressed message, within the limit."""

@@ -57,6 +57,18 @@ def test_a_cut_end_is_incomplete(messages: list[bytes], cuts: list[int], short: 
     assert assembler.incomplete == (missing < 5 + len(messages[-1]))
 
 
+@given(st.lists(st.binary(max_size=50), max_size=5), CUTS)
+def test_what_comes_before_a_fault_is_there_wherever_it_was_cut(messages: list[bytes], cuts: list[int]) -> None:
+    data = b"".join(struct.pack(">BI", 0, len(message)) + message for message in messages) + b"\2\0\0\0\0"
+    points = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    assembler, found = MessageAssembler(1000, None), []
+    with pytest.raises(InvalidArgument):
+        for start, stop in zip(points, points[1:], strict=False):
+            for message in assembler.feed(memoryview(data[start:stop])):
+                found.append(bytes(message))
+    assert found == messages
+
+
 @given(st.binary(max_size=400), CUTS, st.sampled_from([None, b"identity", b"gzip", b"deflate", b"br", b"\xff"]))
 def test_garbage_gives_short_messages_or_an_error(data: bytes, cuts: list[int], encoding: bytes | None) -> None:
     assembler = MessageAssembler(100, encoding)
