@@ -84,7 +84,7 @@ class ServerClient:
     def _read(self, status: int, content: bytes, path: str) -> Any:
         try:
             document = json.loads(content) if content else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Unavailable(f"{self.url}{path} does not answer with JSON: is that a Headrace server?") from None
         if status == 200:
             return document

@@ -114,7 +114,7 @@ def _ask(url: str, question: dict[str, Any]) -> dict[str, Any]:
         told = json.loads(answer.read())
     except (OSError, http.client.HTTPException):
         raise Unavailable(f"no router answers at {url}: start one, or name another by --url") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         told = None
     finally:
         connection.close()

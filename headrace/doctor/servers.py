@@ -114,7 +114,7 @@ def ask(url: str, path: str, environ: Mapping[str, str], method: str = "GET", bo
         connection.close()
     try:
         document = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     return Answer(answer.status, document, _skew(answer.getheader("date", ""), sent, received))
 

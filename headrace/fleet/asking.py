@@ -43,6 +43,6 @@ async def router_status(host: str, port: int, seconds: float = _SECONDS) -> dict
     found = await page(host, port, ROUTER_STATUS, seconds)
     try:
         told = json.loads(found) if found else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return told if isinstance(told, dict) else None

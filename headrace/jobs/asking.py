@@ -38,7 +38,7 @@ def _ask(url: str, seconds: float) -> Mapping[str, Any] | None:
     try:
         connection.request("GET", "/api/v1/status")
         found = json.loads(connection.getresponse().read(_MOST_BYTES))
-    except (OSError, http.client.HTTPException, ValueError):
+    except (OSError, http.client.HTTPException, ValueError, RecursionError):
         return None
     finally:
         connection.close()

@@ -59,7 +59,7 @@ def summary_in(log: str) -> dict[str, Any] | None:
         if line.startswith('{"state"'):
             try:
                 said = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(said, dict) and {"total", "succeeded", "failed", "output"} <= said.keys():
                 return said
@@ -88,5 +88,5 @@ def read_progress(path: Path, *, states: tuple[str, ...] = ("running",)) -> dict
         if said["state"] not in states:
             return None
         return {"done": int(said["finished"]), "failed": int(said["failed"]), "total": int(said["total"])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -244,7 +244,7 @@ def _refuse_unexported(path: Path) -> None:
     """A folder of Hugging Face has weights and the name of a class, but no graph."""
     try:
         kind = json.loads((path / "config.json").read_text()).get("model_type")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return
     if kind:
         raise InvalidArgument(

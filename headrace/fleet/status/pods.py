@@ -87,7 +87,7 @@ def _last_words(log: str) -> str:
     for line in reversed(lines):
         try:
             said = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             said = None
         if not isinstance(said, dict):
             return line
