@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 from doc_blocks import anchors_of, links_of
 from doc_session import Session
 
+from headrace.launch.ports import is_free
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("[0-9][0-9]-*"))
@@ -51,7 +53,7 @@ class Reader:
         self._patch = monkeypatch
         self._sessions: list[Session] = []
         ports = {"8000": "PORT", "8001": "SERVER_GRPC_PORT", "8002": "SERVER_METRICS_PORT"}
-        self._ports = {number: free_port() for number in ports}
+        self._ports = {number: free_port() for number in ports} | run_of_ports("8080", "8081", "8082")
         for number, name in ports.items():
             monkeypatch.setenv(f"INFERENCE_{name}", str(self._ports[number]))
         monkeypatch.setenv("HEADRACE_STATE_DIR", str(folder / "state"))
@@ -71,11 +73,20 @@ class Reader:
             session.close()
 
 
+def run_of_ports(*numbers: str) -> dict[str, int]:
+    """Free ports that follow each other: a fleet gives them to its services so, one after the other."""
+    while True:
+        first = free_port()
+        found = [first + each for each in range(len(numbers))]
+        if all(is_free("127.0.0.1", port) for port in found):
+            return dict(zip(numbers, found, strict=True))
+
+
 def page(name: str) -> str:
     return (EXAMPLES / name / "README.md").read_text()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)  # one starts a dozen processes
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ON_PLATFORMS])
 def test_an_example_does_what_its_page_says(name: str, reader: Reader) -> None:
     missing = [tool for tool in ("curl", "jq", "pkill") if tool in page(name) and shutil.which(tool) is None]
@@ -120,9 +131,9 @@ def test_the_same_file_is_applied_to_a_cluster(reader: Reader, tmp_path: Path) -
         reader.close()
 
 
-def test_there_are_ten_and_each_is_in_the_list() -> None:
+def test_there_are_eleven_and_each_is_in_the_list() -> None:
     listed = re.findall(r"\]\((\d\d-[\w-]+)/README\.md\)", (EXAMPLES / "README.md").read_text())
-    assert listed == NAMES and len(NAMES) == 10
+    assert listed == NAMES and len(NAMES) == 11
 
 
 @pytest.mark.parametrize("name", NAMES)
