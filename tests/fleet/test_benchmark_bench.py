@@ -12,38 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_models import tiny_llama
+from chat_served import chat_served
 from ports import free_port
-from serving import Serving, serving
+from serving import Serving
 
-from headrace.api.openai.http import OpenAiHttp
-from headrace.engine.engine import EngineSettings, open_engine
 from headrace.fleet.benchmarks.planning import plan_benchmark
 from headrace.fleet.words import ClusterFacts
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folder = tmp_path_factory.mktemp("models")
-    tiny_llama(folder / "tiny" / "1")
-    (folder / "tiny" / "config.pbtxt").write_text('backend: "llm"\n')
-    engines: list[Any] = []
-
-    async def site() -> Site:
-        opened = open_engine(EngineSettings(repositories=(folder,), gpus=0))
-        await opened.start()
-        engines.append(opened)
-        routes = Routes()
-        OpenAiHttp(opened.plane).add_to(routes)
-        return Site(routes)
-
-    with serving(site) as started:
+    with chat_served(tmp_path_factory.mktemp("models")) as started:
         yield started
-        started.call(engines[0].close, 10)
 
 
 def container_of(**spec: Any) -> Any:
@@ -108,7 +90,8 @@ def test_its_command_measures_and_keeps_what_came_of_it(server: Serving, tmp_pat
         assert run["token_ms"]["p50"] > 0 and run["answer_tokens_per_second"] > 0
     fixed = told["runs"][0]
     assert fixed["answer_tokens"] == 6
-    assert 22 <= fixed["prompt_tokens"] <= 38, "what the server counts is about what was asked for"
+    # Words have two or three tokens, give or take; without learning that it would be 70.
+    assert 20 <= fixed["prompt_tokens"] <= 40, "what the server counts is about what was asked for"
     page = (tmp_path / "team" / "measured" / "report.html").read_text()
     assert page.count("<svg") == 5 and "Time to first token" in page and "<polyline" in page
 

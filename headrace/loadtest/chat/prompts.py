@@ -36,6 +36,7 @@ class Prompts:
         self._chance = chance
         self._texts = texts
         self._words = _STORY.split()
+        self._bag: list[str] = []
         self.tokens_per_word = 1.3
         self.overhead = 0.0
         """Tokens that every prompt has before its words: of a template, and the number that it begins with."""
@@ -45,10 +46,17 @@ class Prompts:
         count = max(1, round((tokens - self.overhead) / self.tokens_per_word))
         start = f"{self._chance.randrange(10**6):06}"
         if not self._texts:
-            return " ".join([start, *self._chance.choices(self._words, k=count)])
+            return " ".join([start, *self._drawn(count)])
         words = self._chance.choice(self._texts).split() or self._words
         repeated = words * (count // len(words) + 1)
         return " ".join([start, *repeated[:count]])
+
+    def _drawn(self, count: int) -> list[str]:
+        """Words by chance, none again before all others: texts then differ little in the tokens of their words."""
+        while len(self._bag) < count:
+            self._bag += self._chance.sample(self._words, len(self._words))
+        drawn, self._bag = self._bag[:count], self._bag[count:]
+        return drawn
 
     def learn(self, samples: Sequence[tuple[int, int]]) -> None:
         """From (words, tokens that the server counted) of two prompts of different length."""

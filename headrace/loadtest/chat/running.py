@@ -30,8 +30,8 @@ from headrace.loadtest.running import Access
 from headrace.telemetry.progress import Progress, Reporter, silent
 
 _ANSWERING = 8
-_SAMPLES = (8, 64)
-"""Words of the two prompts that tell how a server counts."""
+_SAMPLES = (1, 52)
+"""Words of the two prompts that tell how a server counts: next to none, and all that there are."""
 _REFUSED = ("HTTP 400", "HTTP 422")
 
 

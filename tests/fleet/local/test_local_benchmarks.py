@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_models import tiny_llama
+from chat_served import chat_served
 from local_site import LocalSite, document, runtime, service, until
-from serving import Serving, serving
+from serving import Serving
 
-from headrace.api.openai.http import OpenAiHttp
-from headrace.engine.engine import EngineSettings, open_engine
 from headrace.fleet.client.describing import describe
 from headrace.fleet.client.kinds import kind_named
 from headrace.fleet.local.store import read_json
 from headrace.fleet.words import Document
 from headrace.launch.identity import stat_of
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 KIND = kind_named("BenchmarkJob")
@@ -31,22 +27,8 @@ ENDLESS = 1_000_000
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folder = tmp_path_factory.mktemp("models")
-    tiny_llama(folder / "tiny" / "1")
-    (folder / "tiny" / "config.pbtxt").write_text('backend: "llm"\n')
-    engines: list[Any] = []
-
-    async def site() -> Site:
-        opened = open_engine(EngineSettings(repositories=(folder,), gpus=0))
-        await opened.start()
-        engines.append(opened)
-        routes = Routes()
-        OpenAiHttp(opened.plane).add_to(routes)
-        return Site(routes)
-
-    with serving(site) as started:
+    with chat_served(tmp_path_factory.mktemp("models")) as started:
         yield started
-        started.call(engines[0].close, 10)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny language model behind OpenAI's routes, for tests that need somebody to chat with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from llm_models import tiny_llama
+from serving import Serving, serving
+
+from headrace.api.openai.http import OpenAiHttp
+from headrace.engine.engine import EngineSettings, open_engine
+from headrace.wire.http.routes import Routes
+from headrace.wire.site import Site
+
+
+@contextmanager
+def chat_served(folder: Path) -> Iterator[Serving]:
+    """The model is called `tiny`."""
+    tiny_llama(folder / "tiny" / "1")
+    (folder / "tiny" / "config.pbtxt").write_text('backend: "llm"\n')
+    engines: list[Any] = []
+
+    async def site() -> Site:
+        opened = open_engine(EngineSettings(repositories=(folder,), gpus=0))
+        await opened.start()
+        engines.append(opened)
+        routes = Routes()
+        OpenAiHttp(opened.plane).add_to(routes)
+        return Site(routes)
+
+    with serving(site) as started:
+        yield started
+        started.call(engines[0].close, 10)
