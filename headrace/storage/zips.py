@@ -68,7 +68,7 @@ def _take_all(
         raise limits.too_much(name)
     for member in members:
         target = _target(member, folder, name)
-        if member.is_dir():
+        if member.filename.endswith("/"):  # as `is_dir`, which fails for a name without letters
             target.mkdir(parents=True, exist_ok=True)
             continue
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -92,14 +92,16 @@ def share_of(policy: Policy, state: State | None, latest: str) -> int:
 
 
 def _told(seen: Seen, counts: Counts) -> dict[str, Any]:
-    return {
+    told: dict[str, Any] = {
         "router": seen[0],
         "revision": seen[1],
         "requests": counts.requests,
         "errors": counts.errors,
         "seconds": round(counts.seconds, 6),
-        "times": ",".join(map(str, counts.times)),
     }
+    if counts.times:  # API servers before 1.21 take an empty string for null, and refuse it
+        told["times"] = ",".join(map(str, counts.times))
+    return told
 
 
 def _counts(said: Document) -> Counts:

@@ -4,11 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import select
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -22,33 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.platform
 
-_PROGRAM = "import typer; from headrace.cli.router import router; typer.run(router)"
 _DEPLOYMENT = "/apis/apps/v1/namespaces/default/deployments/llama-sleeper-engine"
-
-
-@contextmanager
-def _router(config: Path, kubeconfig: Path) -> Iterator[int]:
-    """`headrace router --config`: its port."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, "--config", str(config)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "KUBECONFIG": str(kubeconfig)},
-    )
-    assert process.stdout is not None
-    try:
-        text = b""
-        while not (found := re.search(rb"routing http://127\.0\.0\.1:(\d+) by", text)):
-            ready, _, _ = select.select([process.stdout], [], [], 30)
-            piece = os.read(process.stdout.fileno(), 65536) if ready else b""
-            assert piece, text
-            text += piece
-        yield int(found[1])
-        process.terminate()
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait(30)
-        process.stdout.close()
 
 
 def _get(port: int, path: str) -> bytes:
@@ -62,6 +31,7 @@ def _get(port: int, path: str) -> bytes:
 
 def test_a_request_wakes_a_deployment_and_quiet_puts_it_to_sleep(clean: Any, tmp_path: Path) -> None:
     from controller_site import Running, until
+    from fronts_run import router_run
     from ports import free_port
 
     def replicas() -> str:
@@ -99,7 +69,7 @@ def test_a_request_wakes_a_deployment_and_quiet_puts_it_to_sleep(clean: Any, tmp
         clean.server.kubectl("create", "rolebinding", "as-front", "--role=llama-sleeper-front", "--user=nobody")
         count = len(running.writes)
         try:
-            with _router(config, nobody) as router:
+            with router_run(config, nobody) as router:
                 until(lambda: replicas() == "0")
                 until(lambda: not clean.pods("llama-sleeper") or _only_front(clean.pods("llama-sleeper")))
                 assert json.loads(_get(router, "/router/status"))["active"] == 0
