@@ -28,7 +28,7 @@ from headrace.fleet.local.store import each_folder, read_json, write_json
 from headrace.fleet.planning.site import CLUSTER_DOMAIN
 from headrace.fleet.words import Document
 from headrace.launch.logs import keep_end
-from headrace.launch.ports import Ports, is_free
+from headrace.launch.ports import Ports
 from headrace.wire.sockets import Address, Listener
 
 log = logging.getLogger("headrace.fleet")
@@ -183,6 +183,7 @@ class Router:
                 changed()
                 if self._process is not None:
                     await self._process.ended()
+                    self._listen()
                     await self._process.kill()
                 log.warning("the router of %s ended; it is started again", self.name)
             except (FailedPrecondition, ResourceExhausted, OSError) as error:
@@ -192,16 +193,22 @@ class Router:
             pause = self._settings.quick_seconds if was else min(pause * 2, self._settings.back_off_seconds)
             await asyncio.sleep(pause)
 
+    def _listen(self) -> None:
+        """At once, for one of the daemon before. If its port is another's by now, `_start` chooses one."""
+        if self._listener is None:
+            with contextlib.suppress(FailedPrecondition):
+                self._listener = Listener(Address(self._settings.host, self.port))
+
     def _listen_no_more(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
     def _start(self, known: Callable[[str], bool]) -> None:
+        self._listen()
         if self._listener is None:
-            if not is_free(self._settings.host, self.port):
-                self._ports.release(self.id)
-                self._choose(known)
+            self._ports.release(self.id)
+            self._choose(known)
             self._listener = Listener(Address(self._settings.host, self.port))
         if not (self.folder / "backends.json").exists():
             write_json(self.folder / "backends.json", [], lasting=False)

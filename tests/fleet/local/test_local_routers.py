@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A router that an earlier daemon has started: when it dies, this one listens at its port before it does anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ports import free_port
+
+from headrace.fleet.local import routing
+from headrace.fleet.local.processes import Command, Process, spawn
+from headrace.fleet.local.routing import Router
+from headrace.fleet.local.settings import LocalSettings
+from headrace.fleet.local.store import write_json
+from headrace.launch.ports import Ports
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+
+
+def adopted(folder: Path, port: int) -> Router:
+    """A router's folder, whose process is a `sleep`, and what another daemon makes of it."""
+    place = folder / "routers" / "default" / "one"
+    place.mkdir(parents=True)
+    write_json(place / "router.json", {"service": ["default", "one"], "name": "one", "port": port})
+    command = Command(("/bin/sleep", "3600"), {}, folder)
+    spawn(command, place / "log", lambda record: write_json(place / "process.json", dict(record))).let_go()
+    settings = LocalSettings(folder, quick_seconds=0.01, port=port)
+    return Router(place, ("default", "one"), "one", settings, Ports(folder / "ports", settings.host, port, 65535))
+
+
+def connects(port: int) -> bool:
+    with socket.socket() as client:
+        client.settimeout(30)
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_its_port_is_listened_on_before_what_it_left_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, found = free_port(), []
+    kill = Process.kill
+
+    async def looked(process: Process) -> None:
+        found.append(connects(port))
+        await kill(process)
+
+    async def status(_: int) -> Any:
+        return {}
+
+    async def run() -> None:
+        router = adopted(tmp_path, port)
+        monkeypatch.setattr(routing, "router_status", status)
+        monkeypatch.setattr(Process, "kill", looked)
+        monkeypatch.setattr(routing, "headrace_words", lambda: ("/bin/sleep", "3600"))
+        assert not connects(port)
+        router.begin(lambda _: True, lambda: None)
+        assert router.pid is not None
+        async with asyncio.timeout(60):
+            while not router.up:
+                await asyncio.sleep(0.01)
+            os.kill(router.pid, signal.SIGKILL)
+            while not found:
+                await asyncio.sleep(0.01)
+        await router.end()
+
+    asyncio.run(run())
+    assert found[0]
+    assert not connects(port), "its end frees it"
+
+
+def test_a_port_that_somebody_took_meanwhile_is_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+
+    async def status(_: int) -> Any:
+        return {}
+
+    async def run() -> None:
+        router = adopted(tmp_path, port)
+        monkeypatch.setattr(routing, "router_status", status)
+        monkeypatch.setattr(routing, "headrace_words", lambda: ("/bin/sleep", "3600"))
+        with socket.create_server(("127.0.0.1", port)):
+            before = router.pid
+            router.begin(lambda _: True, lambda: None)
+            assert before is not None
+            os.kill(before, signal.SIGKILL)
+            async with asyncio.timeout(60):
+                while router.pid in (None, before):
+                    await asyncio.sleep(0.01)
+            assert router.port != port
+            await router.end()
+
+    asyncio.run(run())
