@@ -357,4 +357,5 @@ def test_who_may_not_or_finds_nothing_is_told_what_to_do(clean: Any, verbs: Verb
     with KubernetesServer(tmp_path / "bare") as bare:
         for words in (["get"], ["get", "isvc", "x"], ["describe", "model", "x"], ["apply", "-f", SAMPLES / "cpu.yaml"]):
             said = verbs(*words, code=1, kubeconfig=bare.kubeconfig)
-            assert said.count("\n") == 1 and "headrace operator manifests | kubectl apply -f -" in said, said
+            assert said.count("\n") == 2 and "does not have that kind" in said, said
+            assert said.endswith("     try: headrace operator manifests | kubectl apply -f -\n"), said
