@@ -328,7 +328,9 @@ class ProcessDriver:
         stat = stat_of(meta["pid"])
         if stat is None or not stat.lives or stat.started != meta["started"]:
             return None
-        return stat if meta["job_id"] in command_of(meta["pid"]) else None
+        words = command_of(meta["pid"])
+        # None at all: the kernel is about to give it its own, as it has just been started.
+        return stat if not words or meta["job_id"] in words else None
 
     def _signal(self, meta: Mapping[str, Any], number: signal.Signals) -> bool:
         if self._living(meta) is None:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from headrace.core.errors import AlreadyExists, InvalidArgument, ResourceExhausted
+from headrace.launch import process
 from headrace.launch.contract import PORT, SECRET, Handle, LaunchSpec
 from headrace.launch.identity import boot, is_surely_dead, own_name, stat_of
 from headrace.launch.ports import Ports, is_free
@@ -257,6 +258,23 @@ def test_a_process_that_only_has_the_number_is_left_alone(root: Path, change: di
         assert lives(stranger.pid) and not folder.exists()
         stranger.kill()
         await stranger.wait()
+        await driver.close()
+
+    run(main())
+
+
+def test_one_that_the_kernel_is_about_to_give_its_words_lives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps of an exec, /proc has none; on a machine that is busy enough somebody looks just then."""
+
+    async def main() -> None:
+        driver = driver_of(root)
+        handle = await driver.start(spec())
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "command_of", lambda _: [])
+            assert (await driver.status(handle)).phase == "running"
+        assert (await driver.status(handle)).phase == "running"
+        await driver.stop(handle, 30)
+        assert empty(root)
         await driver.close()
 
     run(main())

@@ -155,7 +155,9 @@ def _living(record: Mapping[str, Any]) -> Tunnel | None:
     words, port = list(record["words"]), int(record["port"])
     if record["pid"]:
         stat = stat_of(record["pid"])
-        if stat is None or not stat.lives or stat.started != record["started"] or command_of(stat.pid) != words:
+        if stat is None or not stat.lives or stat.started != record["started"]:
+            return None
+        if command_of(stat.pid) not in (words, []):  # none at all: it has just been started, and is about to have them
             return None
         return Tunnel(stat.pid, stat.started, port)
     # Whoever started it died before it could say which it is: all of its words, its port among them, are unmistakable.
