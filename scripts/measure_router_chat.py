@@ -7,9 +7,9 @@
 Round robin over two backends, 16 connections, health checks, metrics and retries on. The backends answer at once; a streamed
 answer is of 200 events, and comes in two ways. Rushing: as fast as a backend writes, so that some arrive together. Paced: a
 backend computes a step for all its streams and then writes an event to each, every two milliseconds, as engines do, so that
-each is read and written by itself. Beside it stands what the benchmark's pump takes (`bench/peers/pump`, before one backend), which knows
-nothing of HTTP: nothing on this loop takes less. The routers take turns, and the median of the rounds counts. CPU time is
-that of the router's process.
+each is read and written by itself. Beside it stands what the benchmark's pump takes (`bench/peers/pump`, before one
+backend), which knows nothing of HTTP: nothing on this loop takes less. The routers take turns, and the median of the rounds
+counts. CPU time is that of the router's process.
 
 Ends with 1 if ours takes more than 40 us for a request, 10 us for an event that rushes, or 0.35 of what sglang-router takes.
 """
