@@ -99,7 +99,7 @@ def _told(seen: Seen, counts: Counts) -> dict[str, Any]:
         "errors": counts.errors,
         "seconds": round(counts.seconds, 6),
     }
-    if counts.times:  # API servers before 1.21 take an empty string for null, and refuse it
+    if counts.times:  # an API server of 1.20 takes an empty string for null, and refuses it
         told["times"] = ",".join(map(str, counts.times))
     return told
 
