@@ -15,7 +15,7 @@ import httpx2
 import yaml
 from kubernetes_server import KubernetesServer
 
-from headrace.fleet.cluster.api import Api, connect
+from headrace.fleet.cluster.api import Api, Refused, Unreachable, connect
 from headrace.fleet.cluster.program import Controller, OperatorSettings
 from headrace.fleet.cluster.resources import CHILDREN
 from headrace.fleet.schema.crds import crds
@@ -109,6 +109,10 @@ class CountingTransport(httpx2.AsyncBaseTransport):
         await self.inner.aclose()
 
 
+def _versions(documents: list[Any]) -> set[tuple[str, str]]:
+    return {(each["metadata"]["uid"], each["metadata"]["resourceVersion"]) for each in documents}
+
+
 class Running:
     """A controller in a thread of its own."""
 
@@ -121,6 +125,8 @@ class Running:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._allowed = writes
+        self._eyes: Api | None = None
+        """The test's own: what it asks is not counted as the controller's."""
         self.controller: Controller | None = None
         self.transport: CountingTransport | None = None
         self.failure: BaseException | None = None
@@ -152,16 +158,32 @@ class Running:
         return self.transport is not None and self.transport.left is not None and self.transport.left <= 0
 
     def settle(self, seconds: float = 90.0) -> None:
-        """Return when there has been nothing to do for a moment."""
+        """Return when the controller has seen all that the API server holds, and had nothing to do for a moment."""
 
         def quiet() -> bool:
             count = len(self.writes)
-            if self.controller is None or not self.controller.settled:
+            if self.controller is None or not self.controller.settled or not self._has_seen_all():
                 return False
             time.sleep(0.4)
-            return self.controller.settled and len(self.writes) == count
+            return self.controller.settled and len(self.writes) == count and self._has_seen_all()
 
         until(quiet, seconds)
+
+    def _has_seen_all(self) -> bool:
+        """A watch may be late on a busy machine: a controller at rest need not know of what was applied a moment ago."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self._compared(), self._loop).result()
+
+    async def _compared(self) -> bool:
+        assert self.controller is not None and self._eyes is not None
+        try:
+            for each in list(self.controller._view._followers.values()):
+                held, _ = await self._eyes.list(each.where, each._selector)
+                if _versions(held) != _versions(each.all()):
+                    return False
+        except (Refused, Unreachable):
+            return False  # a kind that has just gone, or the whole server
+        return True
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -169,6 +191,7 @@ class Running:
         client = api._client
         self.transport = client._transport = CountingTransport(client._transport)
         self.transport.left = self._allowed
+        self._eyes = connect(str(self._kubeconfig))
         self.controller = Controller(api, self._settings)
         work = asyncio.create_task(self.controller.run())
         stopped = asyncio.create_task(self._stop.wait())
@@ -179,6 +202,7 @@ class Running:
         if isinstance(ended, Exception):
             self.failure = ended
         await api.close()
+        await self._eyes.close()
         # A connection that was being opened when its task was cancelled is nobody's: the HTTP client forgets it.
         for transport in list(self._loop._transports.values()):  # type: ignore[attr-defined]
             transport.abort()

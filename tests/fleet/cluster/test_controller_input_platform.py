@@ -128,6 +128,7 @@ def test_what_the_cluster_lacks_may_come_later(clean: Any, capability: str, samp
             else:
                 said = until(lambda: clean.ready(name))
                 assert said["status"] == "False" and says in said["message"], said
+                until(lambda: clean.events(name))  # it is told after the status is written
                 assert [each["type"] for each in clean.events(name)] == ["Warning"]
             clean.server.kubectl("apply", "-f", "-", input=yaml.safe_dump(foreign_crd(kind)))
             until(lambda: any(each.startswith(f"{kind.kind}.{kind.group}") for each in clean.children()))
