@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure `headrace batch` against the model's own offline throughput: 10,000 small items through three ONNX models.
 
-    python scripts/measure_batch.py [--items 10000] [--batch 64] [--rounds 5]
+    python scripts/measure_batch.py [--items 10000] [--batch 64] [--rounds 5] [--format jsonl]
 
 The model's own is the backend's `compute` in a loop, with arrays that lie ready, of the same batch size, in this process. A
-job reads JSON Lines, computes with as many instances as it takes by itself (one for a core; `--instances 1` for just one)
-and writes JSON Lines; its time is that of the run, without loading. The two take turns,
-and the best of each are compared, since other work on the machine only adds. Prints one line per model: items per second
-of both, and their ratio.
+job reads JSON Lines or Parquet, computes with as many instances as it takes by itself (one for a core; `--instances 1` for
+just one) and writes the same; its time is that of the run, without loading. They take turns, and the best of each are
+compared, since other work on the machine only adds. Prints a line per model and format: items per second of both, and their
+ratio.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from onnx import TensorProto, helper, numpy_helper
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
@@ -85,12 +87,20 @@ def own_seconds(instance: Any, rows: Any, batch: int) -> float:
     return time.perf_counter() - began
 
 
-def job_seconds(folder: Path, batch: int, count: int, instances: int = 0) -> float:
+def write_items(folder: Path, rows: Any) -> None:
+    """The same numbers in both formats."""
+    columns = {"X": pa.array(list(rows), pa.list_(pa.float32()))}
+    pq.write_table(pa.table(columns), folder / "items.parquet")
+    lines = (json.dumps({"X": [round(float(x), 4) for x in row]}) for row in rows)
+    (folder / "items.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def job_seconds(folder: Path, form: str, batch: int, count: int, instances: int = 0) -> float:
     """All rows through a job."""
     settings = BatchSettings(
         str(folder / "model.onnx"),
-        str(folder / "items.jsonl"),
-        str(folder / "results.jsonl"),
+        str(folder / f"items.{form}"),
+        str(folder / f"results.{form}"),
         specs={"max_batch_size": batch, **({"instances": instances} if instances else {})},
         overwrite=True,
         folder=folder,
@@ -101,28 +111,31 @@ def job_seconds(folder: Path, batch: int, count: int, instances: int = 0) -> flo
     return summary.seconds
 
 
-def measure(name: str, count: int, batch: int, rounds: int, instances: int) -> float:
-    """One model; prints and gives the ratio."""
+def measure(name: str, formats: list[str], count: int, batch: int, rounds: int, instances: int) -> None:
+    """One model; prints."""
     widths = WIDTHS[name]
     rows = np.random.default_rng(2).normal(size=(count, widths[0])).astype(np.float32)
     with tempfile.TemporaryDirectory(prefix="headrace-measure-") as text:
         folder = Path(text)
         write_mlp(folder / "model.onnx", widths)
-        lines = (json.dumps({"X": [round(float(x), 4) for x in row]}) for row in rows)
-        (folder / "items.jsonl").write_text("\n".join(lines) + "\n")
+        write_items(folder, rows)
         instance = open_own(folder, widths, batch)
         own_seconds(instance, rows[: 20 * batch], batch)  # warm
-        own, job = [], []
+        own: list[float] = []
+        jobs: dict[str, list[float]] = {each: [] for each in formats}
         for _ in range(rounds):
             own.append(own_seconds(instance, rows, batch))
-            job.append(job_seconds(folder, batch, count, instances))
+            for form, job in jobs.items():
+                job.append(job_seconds(folder, form, batch, count, instances))
         instance.close()
-    ours, theirs = count / min(job), count / min(own)
-    print(
-        f"{name:7} {'-'.join(map(str, widths)):24} own {theirs:9.0f} items/s ({1e6 / theirs:6.1f} us an item), "
-        f"job {ours:9.0f} items/s: {100 * ours / theirs:5.1f} %"
-    )
-    return ours / theirs
+    theirs = count / min(own)
+    for form, job in jobs.items():
+        ours = count / min(job)
+        print(
+            f"{name:7} {'-'.join(map(str, widths)):24} own {theirs:9.0f} items/s ({1e6 / theirs:6.1f} us an item), "
+            f"{form:7} {ours:9.0f} items/s: {100 * ours / theirs:5.1f} %",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -133,12 +146,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
+        "--format", choices=("jsonl", "parquet"), default="", help="of items and results; both if not given"
+    )
+    parser.add_argument(
         "--instances", type=int, default=0, help="of the model, in the job; 0 for what a job takes itself"
     )
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     for name in given.models:
-        measure(name, given.items, given.batch, given.rounds, given.instances)
+        formats = [given.format] if given.format else ["jsonl", "parquet"]
+        measure(name, formats, given.items, given.batch, given.rounds, given.instances)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,7 @@ class _Job:
                 settings.shard,
                 overwrite=settings.overwrite,
                 retry_failed=settings.retry_failed,
+                packed=self.target.parquet and self.model.outputs is not None,
             ),
             "headrace-batch-ledger",
         )
@@ -196,7 +197,9 @@ class _Job:
                     state, reason = "cancelled", stopping.reason or "cancelled"
                 elif self.target.delivers:
                     reporter.update(message=f"writing {self.target}")
-                    await in_thread(partial(deliver, self.target, self.settings), "headrace-batch-deliver")
+                    await in_thread(
+                        partial(deliver, self.target, self.settings, self.model.outputs), "headrace-batch-deliver"
+                    )
             except HeadraceError as error:
                 state, reason = "failed", error.message
             except OSError as error:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from headrace.batch.blocks import PlainInput, is_plain
+from headrace.batch.blocks import PlainInput, Rows, is_plain
 from headrace.batch.rows import Row, RowsOf
 from headrace.batch.shaping import Item
 from headrace.core.dtypes import BYTES
@@ -118,7 +118,7 @@ class RowsAsker:
         found = next(iter(self._inputs.values())).plain if alone else None
         return None if found is None or found.name in _TAKEN else found
 
-    async def ask_block(self, rows: Sequence[bytes]) -> Mapping[str, Any] | list[Outcome]:
+    async def ask_block(self, rows: Rows) -> Mapping[str, Any] | list[Outcome]:
         """What came of rows of the one input: a row of each output for each, or what `ask` would say."""
         ((name, rows_of),) = self._inputs.items()
         try:

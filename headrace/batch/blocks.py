@@ -9,10 +9,12 @@ wrong, is left to the long way, which tells items apart; so both ways write the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from headrace.batch.sources import LINE_BYTES
@@ -23,6 +25,8 @@ _BLOCKS_AT_ONCE = 4
 _BYTES_AT_ONCE = 1024 * 1024
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 Id = str | int | None
+Rows = list[bytes] | npt.NDArray[Any]
+"""The numbers of each item, packed, or a row of an array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class PlainInput:
 
     name: str
     width: int
+    dtype: np.dtype[Any]
     pack: Callable[..., bytes]
 
 
@@ -38,9 +43,9 @@ class PlainInput:
 class Block:
     """Items that go together."""
 
-    indices: list[int] = field(default_factory=list)
-    ids: list[Id] = field(default_factory=list)
-    rows: list[bytes] = field(default_factory=list)
+    indices: Sequence[int]
+    ids: list[Id]
+    rows: Rows
 
 
 @dataclass(slots=True)
@@ -56,7 +61,7 @@ class Chunk(Generic[T]):
 class BlockResult:
     """What came of a block: a row of each array for each item."""
 
-    indices: list[int]
+    indices: Sequence[int]
     ids: list[Id]
     arrays: Mapping[str, Any]
 
@@ -70,7 +75,9 @@ def read_blocks(
     """Lines with their indices as blocks of `size`; `read` is the long way."""
     name, width, pack, loads = plain.name, plain.width, plain.pack, orjson.loads
     chunk: Chunk[T] = Chunk()
-    block = Block()
+    indices: list[int] = []
+    ids: list[Id] = []
+    rows: list[bytes] = []
     most, come = size * _BLOCKS_AT_ONCE, 0
     for index, entry in entries:
         number, line = entry
@@ -90,17 +97,17 @@ def read_blocks(
         if row is None or not (given is None or type(given) in (str, int)):
             chunk.others.append(read(index, entry))
         else:
-            block.indices.append(index)
-            block.ids.append(given)
-            block.rows.append(row)
-            if len(block.rows) == size:
-                chunk.blocks.append(block)
-                block = Block()
+            indices.append(index)
+            ids.append(given)
+            rows.append(row)
+            if len(rows) == size:
+                chunk.blocks.append(Block(indices, ids, rows))
+                indices, ids, rows = [], [], []
         if len(chunk.others) >= size or len(chunk.blocks) * size >= most or come >= _BYTES_AT_ONCE:
             yield chunk
             chunk, come = Chunk(), 0
-    if block.rows:
-        chunk.blocks.append(block)
+    if rows:
+        chunk.blocks.append(Block(indices, ids, rows))
     if chunk.blocks or chunk.others:
         yield chunk
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.batch.settings import BatchSettings, Shard
+from headrace.core.dtypes import DType
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, PermissionDenied, Unavailable
 from headrace.storage.locations import LocalPlace, ObjectPlace, parse_location
 from headrace.storage.object_stores import open_store
@@ -24,6 +26,7 @@ log = logging.getLogger("headrace.batch")
 SHARD = "{shard}"
 _LINES = (".jsonl", ".ndjson")
 _PARQUET = (".parquet", ".pq")
+Outputs = Mapping[str, DType | None] | None
 _IDLE_SECONDS, _RETRY_SECONDS = 60.0, 30.0
 
 
@@ -76,25 +79,25 @@ def target_of(settings: BatchSettings) -> Target:
     return Target(place, results, parquet)
 
 
-def deliver(target: Target, settings: BatchSettings) -> None:
-    """Bring finished results where they belong. Blocks."""
+def deliver(target: Target, settings: BatchSettings, outputs: Outputs = None) -> None:
+    """Bring finished results where they belong. `outputs`: what a model of tensors gives. Blocks."""
     if isinstance(target.place, LocalPlace):
         if target.parquet:
-            _to_parquet(target.results, target.place.path)
+            _to_parquet(target.results, target.place.path, outputs)
         return
     with tempfile.TemporaryDirectory(dir=target.results.parent, prefix=".delivering-") as folder:
         content = target.results
         if target.parquet:
             content = Path(folder, "results.parquet")
-            _to_parquet(target.results, content)
+            _to_parquet(target.results, content, outputs)
         _upload(content, target.place, settings)
 
 
-def _to_parquet(results: Path, path: Path) -> None:
-    from headrace.batch.parquet import write_parquet
+def _to_parquet(results: Path, path: Path, outputs: Outputs) -> None:
+    from headrace.batch.parquet_results import write_parquet
 
     try:
-        write_parquet(results, path)
+        write_parquet(results, path, outputs)
     except OSError as error:
         raise FailedPrecondition(
             f"{path} cannot be written: {error.strerror}; the results are kept: make room and run the same again"

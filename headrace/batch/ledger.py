@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of a job as they are written, one line each, and which items they are of: `Ledger`.
+"""The results of a job as they are written, and which items they are of: `Ledger`.
 
-Called by `app`; by `running` in one thread at a time. The lines are the truth: an item is done when its whole line is in the
-file. The file beside them (`job_file`) saves reading all of them again when a job goes on, and says what they are of. A line
-that a kill or a power cut tore is cut off, and its item computed again.
+Called by `app`; by `running` in one thread at a time. An item has a line; where lines are only on the way to Parquet, a
+block of items has one (`packing`). The lines are the truth: an item is done when its whole line is in the file. The file
+beside them (`job_file`) saves reading all of them again when a job goes on, and says what they are of. A line that a kill
+or a power cut tore is cut off, and its items are computed again.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from headrace.batch.blocks import BlockResult, lines_of
 from headrace.batch.job_file import JobFile, State, job_path, read_job, write_job
 from headrace.batch.marks import Marks
+from headrace.batch.packing import can_pack, is_packed, pack, unpack
 from headrace.batch.settings import Shard
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, Unavailable
 
@@ -37,7 +40,9 @@ Result = tuple[int, str | int | None, Mapping[str, Any] | HeadraceError]
 class Ledger:
     """One file of results. Made by `open_ledger`."""
 
-    def __init__(self, path: Path, descriptor: int, job: JobFile, shard: Shard, marks: Marks, size: int) -> None:
+    def __init__(
+        self, path: Path, descriptor: int, job: JobFile, shard: Shard, marks: Marks, size: int, *, packed: bool = False
+    ) -> None:
         self.path = path
         self.job = job
         self.marks = marks
@@ -46,6 +51,7 @@ class Ledger:
         self._descriptor = descriptor
         self._shard = shard
         self._size = size
+        self._packed = packed
 
     def is_done(self, index: int) -> bool:
         """Whether an item of this job needs nothing more."""
@@ -57,10 +63,11 @@ class Ledger:
         made: list[tuple[int, bool]] = []
         blocks: list[BlockResult] = []
         for result in results:
-            if isinstance(result, BlockResult):
+            block = result if isinstance(result, BlockResult) else self._as_block(result)
+            if block is not None:
                 try:
-                    texts.append(lines_of(result))
-                    blocks.append(result)
+                    texts.append(pack(block) if self._packed and can_pack(block.arrays) else lines_of(block))
+                    blocks.append(block)
                     continue
                 except TypeError:
                     pass  # each for itself: the long way tells which
@@ -82,7 +89,18 @@ class Ledger:
         for block in blocks:
             self._mark(block.indices)
 
-    def _mark(self, indices: list[int]) -> None:
+    def _as_block(self, result: Result) -> BlockResult | None:
+        """An item by itself, if it is to be packed."""
+        index, given, outcome = result
+        if not self._packed or isinstance(outcome, HeadraceError) or outcome.keys() != {"outputs"}:
+            return None
+        values = outcome["outputs"]
+        if not all(isinstance(each, np.ndarray) for each in values.values()):
+            return None
+        arrays = {name: each[np.newaxis] for name, each in values.items()}
+        return BlockResult([index], [given], arrays) if can_pack(arrays) else None
+
+    def _mark(self, indices: Sequence[int]) -> None:
         """Items of a block, which are in order; without gaps, nearly always."""
         place = self._shard.place
         first, last = place(indices[0]), place(indices[-1])
@@ -123,9 +141,16 @@ class Ledger:
 
 
 def open_ledger(
-    path: Path, job: Mapping[str, Any], total: int, shard: Shard, *, overwrite: bool = False, retry_failed: bool = False
+    path: Path,
+    job: Mapping[str, Any],
+    total: int,
+    shard: Shard,
+    *,
+    overwrite: bool = False,
+    retry_failed: bool = False,
+    packed: bool = False,
 ) -> Ledger:
-    """Begin results, or go on with those that are there. Raises what is in the way."""
+    """Begin results, or go on with those that are there. `packed`: numbers as such. Raises what is in the way."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _locked(path)
@@ -138,7 +163,7 @@ def open_ledger(
         marks, size = _read(path, descriptor, begun, shard)
     except OSError as error:
         raise _unwritable(path, error) from None
-    return Ledger(path, descriptor, begun, shard, marks, size)
+    return Ledger(path, descriptor, begun, shard, marks, size, packed=packed)
 
 
 def _begin(path: Path, descriptor: int, job: JobFile, *, overwrite: bool) -> JobFile:
@@ -204,10 +229,11 @@ def _take(line: bytes, marks: Marks, shard: Shard) -> None:
     if not line.endswith(b"\n"):
         raise ValueError("a line without an end")
     record = orjson.loads(line)
-    index = record["index"]
-    if not shard.has(index):
-        raise ValueError("a line of another job")
-    marks.add(shard.place(index), failed="error" in record)
+    indices = unpack(record).indices if is_packed(record) else [record["index"]]
+    for index in indices:
+        if not shard.has(index):
+            raise ValueError("a line of another job")
+        marks.add(shard.place(index), failed="error" in record)
 
 
 def _without_failed(path: Path, descriptor: int) -> int:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from headrace.batch.asking import Asker, KindAsker, RowsAsker
 from headrace.batch.settings import BatchSettings
 from headrace.batch.shaping import Shape
 from headrace.configuration.single_model import own_config
-from headrace.core.dtypes import BYTES
+from headrace.core.dtypes import BYTES, DType
 from headrace.core.errors import NotFound
 from headrace.core.limits import MIB
 from headrace.core.names import check_name
@@ -56,6 +56,8 @@ class OpenModel:
     shape: Shape
     fingerprint: str
     """Another one when any of the model's files has changed."""
+    outputs: Mapping[str, DType | None] | None = None
+    """Of a model of tensors, with their types where they are known."""
 
 
 @asynccontextmanager
@@ -112,7 +114,8 @@ def _described(settings: BatchSettings, engine: Engine, name: str, kind: Kind, f
         tuple(spec.name for spec in needed),
         takes_text=len(needed) == 1 and needed[0].dtype is BYTES,
     )
-    return OpenModel(RowsAsker(engine.plane, config, settings.batch_size), shape, fingerprint)
+    outputs = {spec.name: spec.dtype for spec in config.outputs}
+    return OpenModel(RowsAsker(engine.plane, config, settings.batch_size), shape, fingerprint, outputs)
 
 
 async def _from_repository(settings: BatchSettings, progress: Progress) -> tuple[Engine, Staged]:

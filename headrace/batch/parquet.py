@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parquet in and out, by pyarrow, which Headrace does not bring itself. Called by `sources` and `delivering`."""
+"""Items of a Parquet file, by pyarrow, which Headrace does not bring itself. Called by `sources` and `running`."""
 
 from __future__ import annotations
 
 import importlib
-import io
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from headrace.batch.shaping import Item, Shape
 from headrace.batch.sources import file_digest
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.limits import MIB
 
 _ROWS = 1024
+_BYTES = 16 * MIB
+"""Of the rows that are read at once, about; a row may hold a picture."""
 
 
 def pyarrow_for(what: str) -> Any:
@@ -42,16 +41,23 @@ class ParquetSource:
         self._base = base
         with self._opened() as file:
             self.total = int(file.metadata.num_rows)
+            groups = (file.metadata.row_group(n) for n in range(file.metadata.num_row_groups))
+            row_bytes = sum(group.total_byte_size for group in groups) // max(1, self.total)
+        self._rows = max(1, min(_ROWS, _BYTES // max(1, row_bytes)))
         self.fingerprint = f"parquet:{file_digest(path)}"
 
     def entries(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """See `Source.entries`."""
-        index = 0
+        for first, part in self.parts():
+            yield from enumerate(part.to_pylist(), first)
+
+    def parts(self, multiple: int = 1) -> Iterator[tuple[int, Any]]:
+        """Some rows at a time, as pyarrow has them, with the index of the first; whole blocks, where possible."""
+        first = 0
         with self._opened() as file:
-            for batch in file.iter_batches(batch_size=_ROWS):
-                for row in batch.to_pylist():
-                    yield index, row
-                    index += 1
+            for part in file.iter_batches(batch_size=max(1, self._rows // multiple) * multiple):
+                yield first, part
+                first += part.num_rows
 
     def id_of(self, entry: dict[str, Any]) -> str | None:
         """See `Source.id_of`."""
@@ -71,51 +77,3 @@ class ParquetSource:
             return self._arrow.parquet.ParquetFile(self._path)
         except (self._arrow.ArrowException, OSError):
             raise InvalidArgument(f"the input {self._path.name} is not a Parquet file") from None
-
-
-def write_parquet(records: Path, target: Path) -> None:
-    """Results in JSON Lines as a Parquet file: index, id, output (JSON), error_code, error_message. All of it or none."""
-    arrow = pyarrow_for(f"the output {target.name}")
-    text = arrow.string()
-    schema = arrow.schema(
-        [
-            ("index", arrow.int64()),
-            ("id", text),
-            ("output", text),
-            ("error_code", text),
-            ("error_message", text),
-        ]
-    )
-    fresh = target.with_name(f".{target.name}.new")
-    try:
-        with records.open("rb") as file, arrow.parquet.ParquetWriter(str(fresh), schema) as writer:
-            for rows in _rows(file):
-                writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
-        with fresh.open("rb") as written:
-            os.fsync(written.fileno())
-        fresh.replace(target)
-    finally:
-        fresh.unlink(missing_ok=True)
-
-
-def _rows(file: io.BufferedReader) -> Iterator[list[dict[str, Any]]]:
-    rows: list[dict[str, Any]] = []
-    for line in file:
-        rows.append(_row(orjson.loads(line)))
-        if len(rows) == _ROWS:
-            yield rows
-            rows = []
-    if rows:
-        yield rows
-
-
-def _row(record: dict[str, Any]) -> dict[str, Any]:
-    error = record.get("error") or {}
-    given = record.get("id")
-    return {
-        "index": record["index"],
-        "id": None if given is None else str(given),
-        "output": orjson.dumps(record["output"]).decode() if "output" in record else None,
-        "error_code": error.get("code"),
-        "error_message": error.get("message"),
-    }

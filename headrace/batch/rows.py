@@ -65,11 +65,13 @@ class RowsOf:
         dims = self._spec.dims
         if not self._code or dims is None or len(dims) != 1 or dims[0] < 1:
             return None
-        return PlainInput(self._spec.name, dims[0], _packer(dims[0], self._code).pack)
+        return PlainInput(self._spec.name, dims[0], self._dtype.numpy, _packer(dims[0], self._code).pack)
 
-    def joined(self, rows: Sequence[Row]) -> Tensor:
+    def joined(self, rows: Sequence[Row] | npt.NDArray[Any]) -> Tensor:
         """Rows of one sort as a batch."""
-        if isinstance(rows[0], bytes):
+        if isinstance(rows, np.ndarray):
+            array = rows
+        elif isinstance(rows[0], bytes):
             array = np.frombuffer(b"".join(rows), self._dtype.numpy).reshape(len(rows), -1)  # type: ignore[arg-type]
         else:
             array = np.stack(rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from typing import Any
 
 from headrace.batch.asking import Asker, RowsAsker
 from headrace.batch.blocks import Block, BlockResult, Chunk, read_blocks
+from headrace.batch.columns import read_columns
 from headrace.batch.ledger import Ledger, Result
+from headrace.batch.parquet import ParquetSource
 from headrace.batch.settings import BatchSettings
 from headrace.batch.shaping import Item
 from headrace.batch.sources import LinesSource, Source
@@ -97,10 +100,9 @@ class Runner:
         self._most_unwritten = max(2048, 4 * slots * asker.group)
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._plain = asker.plain if isinstance(asker, RowsAsker) and isinstance(source, LinesSource) else None
-        """For the short way of usual items (`blocks`), where the order of results does not matter."""
-        if settings.ordered:
-            self._plain = None
+        short = isinstance(asker, RowsAsker) and isinstance(source, LinesSource | ParquetSource)
+        self._plain = asker.plain if isinstance(asker, RowsAsker) and short and not settings.ordered else None
+        """For the short way of usual items (`blocks`, `columns`), where the order of results does not matter."""
         self._results: list[Result | BlockResult] = []
         self._computed = 0
         """Items that these are of."""
@@ -297,11 +299,17 @@ class Runner:
 
     def _chunks(self) -> Iterator[Chunk[_Ready]]:
         """Items that are not done, read and prepared, some at a time. In a thread."""
+        size = self._asker.group
+        if self._plain is not None and isinstance(self._source, ParquetSource):
+            limit, wanted = self._settings.limit, None if self._all_wanted else self._wants
+            parts = itertools.takewhile(lambda part: limit is None or part[0] < limit, self._source.parts(size))
+            yield from read_columns(parts, self._plain, size, wanted, self._read)
+            return
         if self._plain is not None:
-            yield from read_blocks(self._entries(), self._plain, self._asker.group, self._read)
+            yield from read_blocks(self._entries(), self._plain, size, self._read)
             return
         # Little where an item is much: it is the batch that counts.
-        most = max(16, min(_READ_AT_ONCE, 2 * self._asker.group)) if self._asker.group > 1 else 32
+        most = max(16, min(_READ_AT_ONCE, 2 * size)) if size > 1 else 32
         chunk: list[_Ready] = []
         for index, entry in self._entries():
             chunk.append(self._read(index, entry))
@@ -312,15 +320,22 @@ class Runner:
             yield Chunk(others=chunk)
 
     def _entries(self) -> Iterator[tuple[int, Any]]:
-        settings, ledger = self._settings, self._ledger
-        if settings.limit is None and settings.shard.count == 1 and not ledger.resumed:
+        if self._all_wanted:
             yield from self._source.entries()
             return
         for index, entry in self._source.entries():
-            if settings.limit is not None and index >= settings.limit:
+            if self._settings.limit is not None and index >= self._settings.limit:
                 return
-            if settings.shard.has(index) and not ledger.is_done(index):
+            if self._wants(index):
                 yield index, entry
+
+    @property
+    def _all_wanted(self) -> bool:
+        return self._settings.limit is None and self._settings.shard.count == 1 and not self._ledger.resumed
+
+    def _wants(self, index: int) -> bool:
+        limit = self._settings.limit
+        return (limit is None or index < limit) and self._settings.shard.has(index) and not self._ledger.is_done(index)
 
     def _indices(self) -> Iterator[int]:
         """Of the items that are to be written, in order."""

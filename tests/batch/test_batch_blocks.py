@@ -143,7 +143,7 @@ def test_numbers_that_json_cannot_carry_are_told_item_by_item(tmp_path: Path) ->
 
 
 def test_chunks_are_bounded() -> None:
-    plain = PlainInput("X", 2, _packer(2, "f").pack)
+    plain = PlainInput("X", 2, np.dtype("f4"), _packer(2, "f").pack)
     lines = [(n, (n + 2, b'{"X": [1, 2]}')) for n in range(1000)] + [(1000 + n, (n, b"{}")) for n in range(50)]
     chunks = list(read_blocks(iter(lines), plain, 4, lambda index, _entry: index))
     assert max(len(chunk.blocks) for chunk in chunks) <= 16

@@ -128,9 +128,9 @@ def test_parquet_in_and_out(tmp_path: Path, model: Path) -> None:
     summary = asyncio.run(run_job(settings_of(model, given, output)))
     assert (summary.state, summary.succeeded, summary.failed) == ("finished", 3000, 1)
     found = parquet.read_table(output).to_pylist()
-    good = [row for row in found if row["output"] is not None]
-    check_products([{**row, "output": json.loads(row["output"])} for row in good], 3000)
-    (bad,) = [row for row in found if row["output"] is None]
+    good = [row for row in found if row["Y"] is not None]
+    check_products([{**row, "output": {"outputs": {"Y": row["Y"]}}} for row in good], 3000)
+    (bad,) = [row for row in found if row["Y"] is None]
     assert (bad["index"], bad["id"], bad["error_code"]) == (3000, "bad", "invalid_argument")
     assert not (tmp_path / "results.parquet.records.jsonl").exists()
     (tmp_path / "wrong.parquet").write_bytes(b"nothing")

@@ -216,7 +216,7 @@ def test_parquet_in_and_out_through_the_api(used: Used) -> None:
     assert found["job_details"]["summary"]["output"] == str(output)
     rows = pq.read_table(output).to_pylist()
     assert [row["index"] for row in rows] == list(range(40)) and rows[7]["id"] == "row-7"
-    assert json.loads(rows[7]["output"])["outputs"]["Y"] == [17.0] and rows[7]["error_code"] is None
+    assert rows[7]["Y"] == [17.0] and rows[7]["error_code"] is None
     # The same again finds that all is done; another input is refused, and nothing is overwritten.
     again = used.until(used.begin(used.folder / "items.parquet", output, ordered=True), "Done")
     assert again["job_details"]["summary"]["resumed"] == 40

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.core.dtypes import BF16, bf16_to_float32
 from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.tensors import Tensor
 from headrace.engine.dataplane import DataPlane
@@ -19,7 +20,7 @@ _AT_ONCE = 8
 
 
 async def compute(plane: DataPlane, model: str, inputs: Sequence[Tensor]) -> Mapping[str, Array]:
-    """The outputs by name. Cancelling the caller's task gives the request up in the engine too."""
+    """The outputs by name, BF16 as FP32. Cancelling the caller's task gives the request up in the engine too."""
     answered: asyncio.Future[InferResponse] = asyncio.get_running_loop().create_future()
 
     def done(result: InferResponse | BaseException | None) -> None:
@@ -36,7 +37,10 @@ async def compute(plane: DataPlane, model: str, inputs: Sequence[Tensor]) -> Map
     except asyncio.CancelledError:
         pending.cancel()
         raise
-    return {tensor.name: tensor.array for tensor in response.outputs}
+    return {
+        tensor.name: bf16_to_float32(tensor.array) if tensor.dtype is BF16 else tensor.array
+        for tensor in response.outputs
+    }
 
 
 async def compute_all(plane: DataPlane, model: str, requests: Sequence[Sequence[Tensor]]) -> list[Mapping[str, Array]]:
