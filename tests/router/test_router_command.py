@@ -66,7 +66,7 @@ def test_it_routes_and_drains_on_sigterm() -> None:
             threading.Event().wait(0.1)
             assert process.poll() is None
             server.call(lambda: handlers.echo(handlers.held[0]))
-            waiting.join(20)
+            waiting.join(60)
             assert answers[0].body == b"x"
             assert process.wait(30) == 0
 
