@@ -16,9 +16,9 @@ _APART = 6
 def free_port() -> int:
     """A free port below the range from which the kernel takes ports for outgoing connections, for this program alone.
 
-    One from that range, which is what port 0 gives, may be taken by any client between our look and the program's bind; and a
-    client that asks for one where nobody listens may be given that very port for its own end, and finds itself. One that
-    was given out already is not free, although nobody may listen there yet; nor is one that another program's tests have.
+    One from that range, which is what port 0 gives, may be taken by any client between our look and the program's bind;
+    and a client that asks for one where nobody listens may be given that very port for its own end, and finds itself. One
+    that was given out already is not free, although nobody may listen there yet; nor is one that other tests have.
     """
     return next(_ports())
 

@@ -74,7 +74,7 @@ def test_a_backend_that_is_told_to_stop_costs_nothing_over_http(tmp_path: Path) 
 
 
 def test_a_router_that_is_told_to_stop_answers_what_it_has_and_cuts_streams_after_its_grace(tmp_path: Path) -> None:
-    with routed(tmp_path, "--grace-seconds", "2") as (router, _, _):
+    with routed(tmp_path, "--grace-seconds", "5") as (router, _, _):
         with Crowd(router.ports, each=EACH, until_gone=True) as crowd:
             crowd.wait_for(10)
             router.process.terminate()

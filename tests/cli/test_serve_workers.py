@@ -69,7 +69,7 @@ def pid_of(server: Server, index: int) -> int:
     return int([pid for worker, pid in STARTED.findall(server.log) if int(worker) == index][-1])
 
 
-def until(condition: Callable[[], Any], server: Server, seconds: float = 30.0) -> None:
+def until(condition: Callable[[], Any], server: Server, seconds: float = 100.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, server.log

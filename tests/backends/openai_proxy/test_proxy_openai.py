@@ -156,7 +156,7 @@ def test_clients_that_hang_up_stop_the_engine(client: OpenAI, repository: Path) 
 
 def test_v2_generates_with_the_same_models(before: Serving) -> None:
     def ask(path: str, document: Any) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", before.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", before.port, timeout=60)
         connection.request("POST", f"/v2/models/{path}", json.dumps(document))
         answer = connection.getresponse()
         text = answer.read().decode()
