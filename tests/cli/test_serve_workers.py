@@ -118,7 +118,7 @@ class Load:
     def stop(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(100)
 
 
 def test_a_killed_worker_comes_back_and_no_counter_falls(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_several_change_models_at_the_same_time(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(100)
         assert statuses == [200] * 8
         # Whatever came last, it is the same in both.
         assert len({infer(server) for _ in range(12)}) == 1

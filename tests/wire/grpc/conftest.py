@@ -29,9 +29,10 @@ def server(calls: EchoCalls) -> Iterator[Serving]:
 
 @pytest.fixture(autouse=True)
 def _nobody_is_left(request: pytest.FixtureRequest) -> None:
-    """The server may not have seen yet that the clients of the test before have gone."""
+    """The server may not have seen yet that the clients of the test before have gone; grpcio may not even have said so."""
     if "server" in request.fixturenames:
         running: Serving = request.getfixturevalue("server")
+        running.call(lambda: [connection.abort() for connection in list(running.site.connections)])
         wait_until(lambda: running.connections() == 0)
 
 
