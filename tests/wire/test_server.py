@@ -589,7 +589,9 @@ def test_a_second_signal_aborts_every_connection() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert await ending == 128 + signal.SIGTERM
         await until(lambda: not site.connections)
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else we stood still for a second, and it would end us
+        if (
+            signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        ):  # else we stood still for a second, and it would end us
             os.kill(os.getpid(), signal.SIGTERM)  # a copy that comes late must not kill the program while it tidies up
         await asyncio.sleep(0.1)
         await until(lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)  # later ones may
