@@ -360,7 +360,8 @@ def test_a_worker_that_computes_is_not_taken_for_one_that_hangs(program: Callabl
         def main(index):
             beats.serve(index)
             tell(f"up {index} {os.getpid()}")
-            while index and time.thread_time() < 9:
+            began = time.monotonic()
+            while index and time.monotonic() - began < 9:  # with as much of the CPU as the machine has for it
                 pass
             tell(f"computed {index}")
             beats.beat(index)
@@ -369,7 +370,7 @@ def test_a_worker_that_computes_is_not_taken_for_one_that_hangs(program: Callabl
         sys.exit(run_processes(2, main, Watchdog(beats, 3.0)))
         """
     )
-    run.until(lambda: "computed 1" in run.text, seconds=270)
+    run.until(lambda: "computed 1" in run.text)
     killed = [line for line in run.lines if "killing" in line]
     assert killed and all("worker 0" in line for line in killed), run.text  # which only waits, and beats no more
 
