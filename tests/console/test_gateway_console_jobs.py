@@ -93,7 +93,7 @@ def test_a_service_is_started_watched_asked_and_stopped(tab: Tab, used: UsedGate
     agree(page, "Delete")
     page.get_by_role("heading", name="Services").wait_for()
     assert used.ask("GET", f"jobs/{job}").status == 404
-    tab.expect(404)  # and here
+    tab.expect(404, late=True)  # and here
 
 
 def test_a_model_that_cannot_be_loaded_says_why(tab: Tab, used: UsedGateway) -> None:
@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_loaded_says_why(tab: Tab, used: UsedGateway) -> 
     page.locator("button:enabled", has_text="Start").click()
     page.locator(".steps .bad").wait_for()
     page.locator(".card .failed").wait_for()
-    tab.expect(404)
+    tab.expect(404, late=True)
     page.get_by_text("error", exact=True).first.wait_for()
     assert not page.get_by_role("heading", name="Ask").is_visible()
 
