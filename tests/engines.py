@@ -252,7 +252,7 @@ class Gate:
     def __call__(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         self.given.append(inputs["INPUT0"])
         self._entered.release()
-        if not self._open.acquire(timeout=100):
+        if not self._open.acquire(timeout=60):
             raise TimeoutError
         return {"OUTPUT0": inputs["INPUT0"]}
 
