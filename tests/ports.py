@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from functools import cache
 
 _FIRST, _BLOCK, _BLOCKS = 20_000, 600, 20
 _APART = 6
 """A program that was told one port may take the next ones, too, if they are free."""
+_TURN = threading.Lock()
 
 
 def free_port() -> int:
@@ -20,7 +22,8 @@ def free_port() -> int:
     and a client that asks for one where nobody listens may be given that very port for its own end, and finds itself. One
     that was given out already is not free, although nobody may listen there yet; nor is one that other tests have.
     """
-    return next(_ports())
+    with _TURN:
+        return next(_ports())
 
 
 @cache
