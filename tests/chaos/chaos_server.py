@@ -134,7 +134,7 @@ def served(models: Path, log: Path, *options: str, environment: dict[str, str] |
         )
     server = Server(process, ports, log)
     try:
-        wait_for(lambda: process.poll() is not None or server.is_ready(), told=lambda: server.log)
+        wait_for(lambda: process.poll() is not None or server.is_ready(), 200, told=lambda: server.log)
         assert process.poll() is None, server.log
         yield server
     finally:

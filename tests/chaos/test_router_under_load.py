@@ -40,7 +40,7 @@ def routed(folder: Path, *options: str) -> Iterator[tuple[Server, Server, Server
         stack.callback(process.wait, 60)
         stack.callback(process.kill)
         router = Server(process, Ports(port, port), log)
-        wait_for(lambda: process.poll() is not None or router.is_ready(), told=lambda: router.log)
+        wait_for(lambda: process.poll() is not None or router.is_ready(), 200, told=lambda: router.log)
         yield router, one, two
 
 
