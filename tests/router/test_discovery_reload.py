@@ -151,7 +151,7 @@ def test_explain_asks_a_running_router(tmp_path: Path) -> None:
             command = [sys.executable, "-c", _PROGRAM, "explain", "/v1/completions", "--url", f"127.0.0.1:{port}"]
 
             def explain(*more: str) -> str:
-                done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=60, check=False)
+                done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=200, check=False)
                 return f"{done.returncode} {done.stdout}{done.stderr}"
 
             first = json.loads(explain("-d", f"@{body}", "--json").partition(" ")[2])
