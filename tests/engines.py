@@ -200,7 +200,7 @@ class Asked:
         self._event.set()
 
     async def answer(self) -> InferResponse | BaseException:
-        await asyncio.wait_for(self._event.wait(), 30)
+        await asyncio.wait_for(self._event.wait(), 100)
         result: InferResponse | BaseException = self.told[0]
         return result
 
@@ -221,7 +221,7 @@ class Streamed:
             self._event.set()
 
     async def all(self) -> list[tuple[Any, bool]]:
-        await asyncio.wait_for(self._event.wait(), 30)
+        await asyncio.wait_for(self._event.wait(), 100)
         return self.told
 
 
@@ -252,14 +252,14 @@ class Gate:
     def __call__(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         self.given.append(inputs["INPUT0"])
         self._entered.release()
-        if not self._open.acquire(timeout=30):
+        if not self._open.acquire(timeout=60):
             raise TimeoutError
         return {"OUTPUT0": inputs["INPUT0"]}
 
     async def entered(self, times: int = 1) -> None:
         """Wait until so many more executions have begun."""
         for _ in range(times):
-            if not await asyncio.to_thread(self._entered.acquire, timeout=30):
+            if not await asyncio.to_thread(self._entered.acquire, timeout=100):
                 raise TimeoutError
 
     def let(self, times: int = 1) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import itertools
 import os
+import random
 import re
 import signal
 import ssl
@@ -23,6 +25,7 @@ import urllib.parse
 import urllib.request
 from base64 import b64decode
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +298,18 @@ def _make_network(pod: Any) -> str:
 
 
 def _address(pod: Any) -> str:
-    return f"10.244.{int(pod.metadata.uid[:2], 16)}.{int(pod.metadata.uid[2:4], 16) % 250 + 2}"
+    return _address_of(pod.metadata.uid)
+
+
+_numbers = itertools.count(random.randrange(64_000))
+"""From a place of this program's own: another one may have pods with networks, too."""
+
+
+@cache
+def _address_of(uid: str) -> str:
+    """One for each pod. Made of its name, two would soon be alike: an address has room for so little of it."""
+    number = next(_numbers) % 64_000
+    return f"10.244.{number // 250}.{number % 250 + 2}"
 
 
 def _probe(pod: Any, host: str) -> bool:

@@ -93,7 +93,7 @@ class RedisProcess:
 
     async def connect(self) -> RedisWire:
         """A connection, as soon as there can be one."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     return await RedisWire.connect(RedisAddress.parse(self.url))

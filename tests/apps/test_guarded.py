@@ -78,7 +78,7 @@ class Guarded:
         self._registry = registry
 
     def ask(self, method: str, path: str, **fields: str) -> tuple[int, dict[str, str], Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
         named = {name.replace("_", "-"): value for name, value in fields.items()}
         connection.request(method, path, b"{}" if method == "POST" else None, named)
         answer = connection.getresponse()
@@ -89,7 +89,7 @@ class Guarded:
     def hold(self, path: str = HOLD) -> socket.socket:
         """Ask for what is not answered yet."""
         before = len(self.handlers.held)
-        client = socket.create_connection(("127.0.0.1", self.server.port), timeout=20)
+        client = socket.create_connection(("127.0.0.1", self.server.port), timeout=60)
         client.sendall(b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}" % path.encode())
         self.wait_for(lambda: len(self.handlers.held) > before)
         return client

@@ -26,7 +26,7 @@ from headrace.wire.http.exchange import Buffer
 from headrace.wire.site import Site
 
 SERVICE = "inference.GRPCInferenceService"
-SECONDS = 20
+SECONDS = 60
 
 
 class Methods:

@@ -30,7 +30,7 @@ class Client:
     """One connection by hand."""
 
     def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=20)
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
         self._wire = h2.connection.H2Connection()
         self._wire.initiate_connection()
         self._flush()

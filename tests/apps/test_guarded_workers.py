@@ -23,7 +23,7 @@ from headrace.wire.site import Site
 
 
 def ask(port: int, **fields: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST", "/v2/logging", b"{}", {name.replace("_", "-"): value for name, value in fields.items()})
     answer = connection.getresponse()
     answer.read()

@@ -72,7 +72,7 @@ class Program:
     def text(self) -> str:
         return "\n".join(self.lines)
 
-    def until(self, condition: Callable[[], Any], seconds: float = 40.0) -> None:
+    def until(self, condition: Callable[[], Any], seconds: float = 100.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -83,8 +83,8 @@ class Program:
         os.kill(self.process.pid, number)
 
     def code(self) -> int:
-        code = self.process.wait(timeout=30)
-        self._reader.join(timeout=30)
+        code = self.process.wait(timeout=100)
+        self._reader.join(timeout=100)
         return code
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ def test_that_code_later_in_life_is_an_accident(program: Callable[[str], Program
         sys.exit(run_processes(2, main))
         """
     )
-    run.until(lambda: run.text.count("started worker 0") == 2)
+    run.until(lambda: run.text.count("started worker 0") >= 2)
     assert run.process.poll() is None
 
 
@@ -308,6 +308,7 @@ def test_workers_end_with_a_supervisor_that_is_killed(program: Callable[[str], P
     run.until(lambda: len(run.workers) == 2)
     run.signal(signal.SIGKILL)
     run.until(lambda: not any(alive(pid) for pid in run.workers.values()))
+    run.code()  # all that they said was read, too
     assert "drained 0" in run.text
     assert "drained 1" in run.text
 
@@ -359,7 +360,8 @@ def test_a_worker_that_computes_is_not_taken_for_one_that_hangs(program: Callabl
         def main(index):
             beats.serve(index)
             tell(f"up {index} {os.getpid()}")
-            while index and time.thread_time() < 9:
+            began = time.monotonic()
+            while index and time.monotonic() - began < 9:  # with as much of the CPU as the machine has for it
                 pass
             tell(f"computed {index}")
             beats.beat(index)
@@ -368,7 +370,7 @@ def test_a_worker_that_computes_is_not_taken_for_one_that_hangs(program: Callabl
         sys.exit(run_processes(2, main, Watchdog(beats, 3.0)))
         """
     )
-    run.until(lambda: "computed 1" in run.text, seconds=120)
+    run.until(lambda: "computed 1" in run.text)
     killed = [line for line in run.lines if "killing" in line]
     assert killed and all("worker 0" in line for line in killed), run.text  # which only waits, and beats no more
 

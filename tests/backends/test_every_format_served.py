@@ -69,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
     finally:
         process.terminate()
-        code = process.wait(30)
+        code = process.wait(100)
     assert code == 0, log.read_text()
 
 

@@ -17,7 +17,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -89,11 +89,11 @@ class Server:
 
     def child(self, word: str) -> int:
         """The one process under the server whose command has this word."""
-        found = [
-            each.pid
-            for each in psutil.Process(self.process.pid).children(recursive=True)
-            if each.status() != psutil.STATUS_ZOMBIE and any(word in part for part in each.cmdline())
-        ]
+        found = []
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if each.status() != psutil.STATUS_ZOMBIE and any(word in part for part in each.cmdline()):
+                    found.append(each.pid)
         assert len(found) == 1, found
         return found[0]
 
@@ -102,7 +102,7 @@ class Server:
 
     def is_ready(self, path: str = "/v2/health/ready") -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports.http}{path}", timeout=10):
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports.http}{path}", timeout=60):
                 return True
         except OSError:
             return False
@@ -134,7 +134,7 @@ def served(models: Path, log: Path, *options: str, environment: dict[str, str] |
         )
     server = Server(process, ports, log)
     try:
-        wait_for(lambda: process.poll() is not None or server.is_ready(), told=lambda: server.log)
+        wait_for(lambda: process.poll() is not None or server.is_ready(), 200, told=lambda: server.log)
         assert process.poll() is None, server.log
         yield server
     finally:

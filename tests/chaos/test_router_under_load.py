@@ -40,7 +40,7 @@ def routed(folder: Path, *options: str) -> Iterator[tuple[Server, Server, Server
         stack.callback(process.wait, 60)
         stack.callback(process.kill)
         router = Server(process, Ports(port, port), log)
-        wait_for(lambda: process.poll() is not None or router.is_ready(), told=lambda: router.log)
+        wait_for(lambda: process.poll() is not None or router.is_ready(), 200, told=lambda: router.log)
         yield router, one, two
 
 
@@ -74,7 +74,7 @@ def test_a_backend_that_is_told_to_stop_costs_nothing_over_http(tmp_path: Path) 
 
 
 def test_a_router_that_is_told_to_stop_answers_what_it_has_and_cuts_streams_after_its_grace(tmp_path: Path) -> None:
-    with routed(tmp_path, "--grace-seconds", "2") as (router, _, _):
+    with routed(tmp_path, "--grace-seconds", "5") as (router, _, _):
         with Crowd(router.ports, each=EACH, until_gone=True) as crowd:
             crowd.wait_for(10)
             router.process.terminate()

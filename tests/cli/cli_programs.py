@@ -36,7 +36,7 @@ def make_models(folder: Path, **configs: str) -> Path:
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    return subprocess.run([HEADRACE, *arguments], env=PLAIN, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run([HEADRACE, *arguments], env=PLAIN, capture_output=True, text=True, timeout=120, check=False)
 
 
 class Server:
@@ -77,5 +77,5 @@ def serve(log: Path, *arguments: str | Path) -> Iterator[Server]:
         yield server
     finally:
         process.terminate()
-        code = process.wait(30)
+        code = process.wait(100)
     assert code == 0, server.log

@@ -124,7 +124,7 @@ def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
     here.mkdir()
     environ = PLAIN | {"HOME": str(home), "XDG_CACHE_HOME": "", "XDG_STATE_HOME": "", "HEADRACE_STATE_DIR": ""}
     words = [HEADRACE, "doctor", *free_ports(), "--repository", "nowhere"]
-    done = subprocess.run(words, env=environ, cwd=here, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(words, env=environ, cwd=here, capture_output=True, text=True, timeout=120, check=False)
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and not done.stderr
     place = next(n for n, line in enumerate(lines) if line.split()[:2] == ["problem", "repository"])
@@ -132,7 +132,7 @@ def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
     assert any(line.startswith("ok ") and f"{home}/.cache/headrace is made when it is needed" in line for line in lines)
     assert lines[-1].split()[1] == "problem(s)," and lines[-1].endswith(" fine")
     quiet = subprocess.run(
-        [*words, "--quiet"], env=environ, cwd=here, capture_output=True, text=True, timeout=30, check=False
+        [*words, "--quiet"], env=environ, cwd=here, capture_output=True, text=True, timeout=120, check=False
     )
     assert not any(line.startswith("ok ") for line in quiet.stdout.splitlines())
     assert not list(home.iterdir()) and not list(here.iterdir())
@@ -151,7 +151,7 @@ def test_platforms_that_are_asked_for(tmp_path: Path) -> None:
     config = tmp_path / "config"
     environ = PLAIN | {"KUBECONFIG": str(config), "HOME": str(tmp_path), "XDG_STATE_HOME": "", "LEPTON_AUTH_TOKEN": ""}
     words = [HEADRACE, "doctor", *free_ports(), "--kube", "--platform", "process", "--platform", "lepton", "--json"]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=40, check=False)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=False)
     found = findings_of(done)
     assert found["process"]["state"] == "ok" and not (tmp_path / ".local").exists()
     assert found["lepton: LEPTON_AUTH_TOKEN"]["fix"] == "export LEPTON_AUTH_TOKEN=VALUE"

@@ -148,11 +148,11 @@ def test_on_a_real_terminal(tmp_path: Path) -> None:
     os.close(inner)
     shown = b""
     try:
-        while b"ready: 1 model(s): slow" not in shown and select.select([terminal], [], [], 30)[0]:
+        while b"ready: 1 model(s): slow" not in shown and select.select([terminal], [], [], 100)[0]:
             shown += os.read(terminal, 65536)
     finally:
         process.terminate()
-        code = process.wait(30)
+        code = process.wait(100)
         os.close(terminal)
     text = shown.decode()
     assert code == 0, text

@@ -88,7 +88,7 @@ def test_a_metrics_port_that_nobody_chose_may_be_taken(tmp_path: Path) -> None:
             assert get(http_port, "/metrics")[0] == 200
         finally:
             process.terminate()
-            assert process.wait(30) == 0
+            assert process.wait(100) == 0
         done = run("serve", f"--http-port={http_port}", "--metrics-port=8002")
         assert done.returncode == 2 and "cannot listen on 127.0.0.1:8002" in done.stderr
 
@@ -109,7 +109,7 @@ def test_a_port_for_several_servers(tmp_path: Path) -> None:
     finally:
         for process in processes:
             process.terminate()
-        assert [process.wait(30) for process in processes] == [0, 0]
+        assert [process.wait(100) for process in processes] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_sigterm_under_load(tmp_path: Path, workers: str) -> None:
         watcher.close()
         assert ready[-1] == 400
         for client in clients:
-            client.join(30)
-        assert server.process.wait(30) == 0
+            client.join(100)
+        assert server.process.wait(100) == 0
         assert [client.lost for client in clients] == [[]] * 6
         assert sum(client.answered for client in clients) > before

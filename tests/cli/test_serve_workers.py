@@ -69,7 +69,7 @@ def pid_of(server: Server, index: int) -> int:
     return int([pid for worker, pid in STARTED.findall(server.log) if int(worker) == index][-1])
 
 
-def until(condition: Callable[[], Any], server: Server, seconds: float = 30.0) -> None:
+def until(condition: Callable[[], Any], server: Server, seconds: float = 100.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, server.log
@@ -118,7 +118,7 @@ class Load:
     def stop(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(100)
 
 
 def test_a_killed_worker_comes_back_and_no_counter_falls(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_several_change_models_at_the_same_time(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(100)
         assert statuses == [200] * 8
         # Whatever came last, it is the same in both.
         assert len({infer(server) for _ in range(12)}) == 1

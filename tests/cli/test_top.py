@@ -118,7 +118,7 @@ def routing(log: Path, *backends: str) -> Iterator[str]:
         yield f"http://{url}"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(100)
 
 
 def test_a_router(server: Server, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
             screen.read_until("asking again")
             screen.process.send_signal(signal.SIGINT)
             screen.read_until("\x1b[?1049l")
-            assert screen.process.wait(30) == 0
+            assert screen.process.wait(100) == 0
         finally:
             screen.process.kill()
             screen.process.wait()

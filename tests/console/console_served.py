@@ -41,7 +41,7 @@ def ask(url: str, document: Any = None, **fields: str) -> Answer:
     headers = {name.replace("_", "-"): value for name, value in fields.items()}
     request = urllib.request.Request(url, body, {"content-type": "application/json", **headers})
     try:
-        with _OPENER.open(request, timeout=30) as answer:
+        with _OPENER.open(request, timeout=60) as answer:
             return Answer(answer.status, {k.lower(): v for k, v in answer.headers.items()}, answer.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -75,7 +75,7 @@ def console_server(log: Path, *arguments: str | Path, workers: int = 1) -> Itera
     finally:
         process.terminate()
         try:
-            code = process.wait(30)
+            code = process.wait(100)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

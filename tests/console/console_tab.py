@@ -54,6 +54,7 @@ class Tab:
         self.page.set_default_timeout(60_000)
         self.complaints: list[str] = []
         self.asked: list[str] = []
+        self._late: list[int] = []
         self.page.on("console", lambda said: said.type in ("error", "warning") and self.complaints.append(said.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
@@ -63,12 +64,24 @@ class Tab:
         self.page.wait_for_function("() => document.querySelector('#status').textContent !== 'connecting'")
         return self.page
 
-    def expect(self, status: int) -> None:
-        """A browser tells of each answer that is a refusal; those with this status were meant."""
+    def expect(self, status: int, *, late: bool = False) -> None:
+        """A browser tells of each answer that is a refusal; those with this status were meant.
+
+        The page may show it before the browser has told of it. late: also those to come until the end, for a page looks now
+        and then, and a look may be under way.
+        """
+        for _ in range(0 if late else 500):
+            if any(f"status of {status}" in text for text in self.complaints):
+                break
+            self.page.wait_for_timeout(20)
         self.complaints = [text for text in self.complaints if f"status of {status}" not in text]
+        if late:
+            self._late.append(status)
 
     def close(self) -> None:
         self.context.close()
+        for status in tuple(self._late):
+            self.expect(status, late=True)
         others = {url for url in self.asked if not url.startswith((self.url, "blob:", "data:"))}
         assert not others and not self.complaints, (others, self.complaints)
 

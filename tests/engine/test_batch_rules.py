@@ -275,7 +275,9 @@ def test_the_numbers_of_2018(sizes: tuple[int, ...], at_once: Result, in_the_end
             asked = [submit(plane, "m", INPUT0=rows(size, 100 * number)) for number, size in enumerate(sizes)]
             await turns()
             statistics = counted(plane, "m")
-            assert (statistics.executions, statistics.inferences) == at_once
+            # A machine that stood still for so long may have let the delay of the others end: those do not count.
+            gone = [record for record in statistics.log.recent if record.reason != "delay expired"]
+            assert (len(gone), sum(record.rows for record in gone)) == at_once
             for number, (size, result) in enumerate(zip(sizes, await answers(asked), strict=True)):
                 assert np.array_equal(array_of(result), rows(size, 100 * number) * 2)
             assert (statistics.executions, statistics.inferences) == in_the_end

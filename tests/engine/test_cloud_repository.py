@@ -139,11 +139,11 @@ def test_closing_does_not_wait_for_a_download(store: StoreStub) -> None:
 
         def before(key: str) -> None:
             reached.set()
-            go.wait(20)
+            go.wait(60)
 
         store.before = before
         polling = asyncio.get_running_loop().create_task(engine.control.poll_once())
-        await asyncio.to_thread(reached.wait, 20)
+        await asyncio.to_thread(reached.wait, 60)
         # The index is answered meanwhile.
         assert [entry.name for entry in await engine.control.index()] == ["echo"]
         await engine.close(1)
@@ -193,7 +193,7 @@ def test_the_program(store: StoreStub, tmp_path: Path) -> None:
             time.sleep(0.05)
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(100) == 0
     assert "s3://bkt/models is mirrored in" in server.log
     assert SECRET not in server.log
 

@@ -303,7 +303,7 @@ def test_priorities_through_a_plane() -> None:
 def test_a_full_queue_and_a_time_out_through_a_plane() -> None:
     async def main() -> None:
         gate = Gate()
-        policy = QueuePolicy(default_timeout_microseconds=50_000, max_queue_size=2)
+        policy = QueuePolicy(default_timeout_microseconds=500_000, max_queue_size=2)
         async with serving_plane([(slow(default_queue_policy=policy), gate)]) as plane:
             running = submit(plane, "m", INPUT0=row(0))
             await gate.entered()
@@ -358,7 +358,7 @@ def test_a_caller_that_fails_when_told_of_its_time_out_does_not_cost_the_others(
 ) -> None:
     async def main() -> None:
         gate = Gate()
-        policy = QueuePolicy(default_timeout_microseconds=20_000)
+        policy = QueuePolicy(default_timeout_microseconds=500_000)
         async with serving_plane([(slow(default_queue_policy=policy), gate)]) as plane:
             loop = asyncio.get_running_loop()
             loop.set_exception_handler(lambda loop, context: None)

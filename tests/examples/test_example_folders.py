@@ -77,7 +77,7 @@ def run_of_ports(*numbers: str) -> dict[str, int]:
     """Free ports that follow each other: a fleet gives them to its services so, one after the other."""
     while True:
         first = free_port()
-        found = [first + each for each in range(len(numbers))]
+        found = [first + each for each in range(len(numbers))]  # between two of `free_port` there is room for them
         if all(is_free("127.0.0.1", port) for port in found):
             return dict(zip(numbers, found, strict=True))
 

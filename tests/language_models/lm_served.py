@@ -238,7 +238,7 @@ def headrace_serve(log: Path, *arguments: str | Path) -> Iterator[Server]:
     finally:
         process.terminate()
         try:
-            code = process.wait(30)
+            code = process.wait(100)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

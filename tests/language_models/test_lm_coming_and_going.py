@@ -42,7 +42,8 @@ class Stream:
                 *lines, rest = (rest + piece).split(b"\n")
                 self.events += [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
                 self.done = self.done or b"data: [DONE]" in lines
-                self.began.set()
+                if self.events:
+                    self.began.set()
         finally:
             self.began.set()
             self._connection.close()
@@ -99,7 +100,7 @@ def test_a_model_that_is_unloaded_while_it_streams(server: Server) -> None:
         assert stream.ended().done
         assert stream.tokens == 200
     server.wait_until(lambda: server.memory < before - CACHE * 0.9)
-    assert "headrace_llm_sequences_running" not in server.metrics("first")
+    server.wait_until(lambda: "headrace_llm_sequences_running" not in server.metrics("first"))
     status, _ = server.post(LOAD.format("first"), {})
     assert status == 200
     assert begun(server, "first", 1, 5)[0].ended().tokens == 5

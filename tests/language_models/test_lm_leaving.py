@@ -36,8 +36,7 @@ async def leave(port: int, number: int) -> bytes:
 
 
 def test_200_clients_who_hang_up_leave_no_page_in_use(served: Server, client: OpenAI) -> None:
-    served.wait_until(lambda: served.load_of("llama")[1:] == (0, 0))
-    assert served.load_of("llama") == (0, 0, 0)
+    served.wait_until(lambda: served.load_of("llama") == (0, 0, 0))  # of those before, the pages go last
     before = served.metrics("llama")[GENERATED]
 
     async def crowd() -> list[bytes]:
@@ -57,13 +56,18 @@ def test_a_client_who_leaves_before_its_whole_answer(served: Server, with_schema
     body: dict[str, Any] = {**LONG, "prompt": "the river", "stream": False, "n": 8}
     if with_schema:
         body["guided_regex"] = "[a-z ]{300,400}"
+    before = served.metrics("llama")[GENERATED]
+
+    def computes() -> bool:
+        """Or has computed: who stands still for long may not see the rest."""
+        return served.load_of("llama")[1] > 0 or served.metrics("llama")[GENERATED] > before
 
     async def impatient() -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.ports[0])
         text = json.dumps(body).encode()
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text))
         await writer.drain()
-        await asyncio.to_thread(served.wait_until, lambda: served.load_of("llama")[1] > 0)
+        await asyncio.to_thread(served.wait_until, computes)
         writer.close()
 
     asyncio.run(impatient())

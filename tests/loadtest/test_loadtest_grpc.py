@@ -62,7 +62,7 @@ def test_errors_have_the_name_of_their_code() -> None:
 def test_a_call_without_an_answer_times_out_and_is_cancelled() -> None:
     calls = Calls("hold")
     with serving(echo_site(calls=calls)) as server:
-        found = run(server.port, seconds=0.2, timeout=0.4)
+        found = run(server.port, seconds=0.2, timeout=3.0)  # both have got there by then
         assert found.errors == {"timeout": 2}
         deadline = time.monotonic() + 30
         while calls.events != ["cancel", "cancel"]:

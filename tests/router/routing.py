@@ -56,7 +56,7 @@ class Answer:
 
 def ask(port: int, method: str, path: str, body: bytes | None = None, fields: dict[str, str] | None = None) -> Answer:
     """One request on a connection of its own."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         named = {name.replace("_", "-"): value for name, value in (fields or {}).items()}
         connection.request(method, path, body, named)
@@ -111,12 +111,12 @@ class Rough:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            sock.settimeout(20)
+            sock.settimeout(60)
             self.connections += 1
             self._sockets.append(sock)
             thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def _serve(self, sock: socket.socket) -> None:
         with sock:
@@ -140,20 +140,29 @@ class Rough:
             if name.lower() == b"content-length":
                 length = int(value)
         while len(body) < length:
-            body += sock.recv(65536)
+            piece = sock.recv(65536)
+            if not piece:
+                return b""
+            body += piece
         self.seen.append(head + b"\r\n\r\n" + body)
         return self.seen[-1]
 
+    def rest(self) -> None:
+        """Return when all that has come so far was dealt with."""
+        for thread in list(self._threads):
+            thread.join(30)
+
     def close(self) -> None:
         self.stopping.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # else `accept` would go on, and take one more
+        self._thread.join(30)
         self._listener.close()
         for sock in self._sockets:
             try:
                 sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
-        for thread in self._threads:
-            thread.join(30)
+        self.rest()
 
 
 @contextmanager
@@ -180,7 +189,7 @@ def answering(*pieces: bytes, close: bool = True) -> Callable[[socket.socket, Ro
 
 def raw(port: int, data: bytes, *, half_close: bool = False) -> bytes:
     """Send bytes, and read until the server closes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
         sock.sendall(data)
         if half_close:
             sock.shutdown(socket.SHUT_WR)

@@ -45,7 +45,7 @@ class _Clients:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(20)
+            thread.join(60)
 
 
 def _let_go(server: Serving, handlers: EchoHandlers) -> None:
@@ -66,6 +66,7 @@ def test_more_than_a_backend_may_have_wait_in_order() -> None:
             assert told["backend"] is None and "it would wait" in told["because"]
             order = []
             for left in (2, 1, 0, 0, 0):
+                _until(lambda: handlers.held)  # one that left the line may still be on its way
                 order.append(bytes(handlers.held[0].body))
                 _let_go(one, handlers)
                 _until(lambda left=left: _line(router) == left)  # type: ignore[misc]
@@ -79,7 +80,7 @@ def test_more_than_a_backend_may_have_wait_in_order() -> None:
 def test_a_line_has_an_end_and_its_time() -> None:
     handlers = EchoHandlers()
     with serving(echo_site(handlers=handlers)) as one:
-        with routing(one.port, max_outstanding=1, queue=QueueSettings(requests=1, wait_seconds=2.0)) as router:
+        with routing(one.port, max_outstanding=1, queue=QueueSettings(requests=1, wait_seconds=5.0)) as router:
             clients = _Clients(router)
             clients.send(b"first")
             _until(lambda: handlers.held)
@@ -88,7 +89,7 @@ def test_a_line_has_an_end_and_its_time() -> None:
             refused = ask(router.port, "POST", "/hold", b"third")
             assert refused.status == 429 and b"queue.requests" in refused.body and "retry-after" in refused.fields
             _until(lambda: clients.answers)
-            assert clients.answers[0].status == 503 and b"2 seconds" in clients.answers[0].body
+            assert clients.answers[0].status == 503 and b"5 seconds" in clients.answers[0].body
             _let_go(one, handlers)
             clients.join()
             assert clients.answers[1].body == b"first"
@@ -127,7 +128,7 @@ def test_a_new_backend_takes_what_waits() -> None:
 
             urls = [f"http://127.0.0.1:{each.port}" for each in (one, two)]
             router.server.call(router.proxy._change, [BackendAddress.parse(url) for url in urls])
-            waiting.join(20)
+            waiting.join(60)
             assert answers[0].body == b"hello"
             _let_go(one, handlers)
             clients.join()

@@ -106,7 +106,7 @@ def test_one_that_goes_answers_what_it_has_and_gets_no_more(tmp_path: Path) -> N
                 assert ask(router.port, "GET", "/hello").body == b"hello"
             assert old.stats.requests == 1
             one.call(lambda: handlers.echo(handlers.held[0]))
-            waiting.join(20)
+            waiting.join(60)
             assert answers[0].body == b"x"
             _until(lambda: not backends.leaving)
             assert old not in router.proxy.pools
@@ -140,10 +140,11 @@ def test_nothing_is_lost_while_they_come_and_go(tmp_path: Path) -> None:
                     wanted = [urls[turn % 3], urls[(turn + 1) % 3]]
                     _put(path, wanted)
                     _until(lambda wanted=wanted: [each.name for each in router.proxy.backends.all] == wanted)  # type: ignore[misc]
+                _until(lambda: sum(count) > 20)
             finally:
                 stop.set()
             for thread in threads:
-                thread.join(20)
+                thread.join(60)
             assert not bad
             assert sum(count) > 20
 

@@ -102,19 +102,53 @@ def test_the_first_may_still_win() -> None:
 
 
 def test_when_the_first_breaks_the_second_answers_and_the_other_way_round() -> None:
-    for behave in (_breaks_late, _breaks_later):
-        with rough(behave) as broken, rough(_answers_later) as good:
-            for ports in ((broken.port, good.port), (good.port, broken.port)):
-                with routing(*ports, policy="least", hedging=_SOON) as router:
-                    _slow_first(router, ports[0])
-                    answer = router.get("/hello")
-                    assert (answer.status, answer.body) == (200, b"later")
-                    _until(lambda router=router: sum(b.outstanding for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
+    asked, broke = threading.Event(), threading.Event()
+
+    def breaks(sock: socket.socket, backend: Rough) -> None:
+        """As soon as the other one was asked, too."""
+        if backend.read_request(sock) and asked.wait(30):
+            sock.sendall(b"nonsense\r\n\r\n")
+        broke.set()
+
+    def answers(sock: socket.socket, backend: Rough) -> None:
+        """Once that has happened, and a while later."""
+        while backend.read_request(sock):
+            asked.set()
+            broke.wait(30)
+            backend.stopping.wait(0.1)
+            sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nlater")
+
+    with rough(breaks) as broken, rough(answers) as good:
+        for ports in ((broken.port, good.port), (good.port, broken.port)):
+            asked.clear()
+            broke.clear()
+            with routing(*ports, policy="least", hedging=_SOON) as router:
+                _slow_first(router, ports[0])
+                answer = router.get("/hello")
+                assert (answer.status, answer.body) == (200, b"later")
+                _until(lambda router=router: sum(b.outstanding for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
+                _until(lambda router=router: sum(b.stats.failed for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
 
 
 def test_one_that_says_it_cannot_does_not_win() -> None:
-    with rough(_refuses_late) as first, rough(_answers_later) as second:
+    refused = threading.Event()
+
+    def refuses(sock: socket.socket, backend: Rough) -> None:
+        while backend.read_request(sock):
+            backend.stopping.wait(0.2)
+            sock.sendall(b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n")
+            refused.set()
+
+    def answers(sock: socket.socket, backend: Rough) -> None:
+        """Once the other one has refused, and a while later."""
+        while backend.read_request(sock):
+            refused.wait(30)
+            backend.stopping.wait(0.4)
+            sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nlater")
+
+    with rough(refuses) as first, rough(answers) as second:
         for ports in ((first.port, second.port), (second.port, first.port)):
+            refused.clear()
             with routing(*ports, policy="least", hedging=_SOON) as router:
                 _slow_first(router, ports[0])
                 assert router.get("/hello").body == b"later"
@@ -203,6 +237,4 @@ def _break_after(seconds: float) -> Callable[[socket.socket, Rough], None]:
 
 _answers_at_once = _answer_after(0, b"soon")
 _answers_late = _answer_after(0.3, b"late")
-_answers_later = _answer_after(0.6, b"later")
 _breaks_late = _break_after(0.2)
-_breaks_later = _break_after(0.3)

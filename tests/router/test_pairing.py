@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+from ports import free_port
 from routing import ask, routing
 from serving import Serving, serving
 
@@ -197,12 +198,12 @@ def test_a_prefill_that_takes_too_long_is_not_waited_for() -> None:
 
 
 def test_a_prefill_that_hangs_is_not_asked_for_ever() -> None:
-    with paired(lambda _: None, pairing=PairingSettings(prefill_seconds=0.05)) as (router, prefill, decode):
+    with paired(lambda _: None, pairing=PairingSettings(prefill_seconds=0.5)) as (router, prefill, decode):
         for _ in range(20):
             assert by(router.get(CHAT, "POST", BODY)) == "decode"
         told = counts(router)
         assert told["late"] < 20 and told["late"] + told["no_prefill"] == 20
-        assert len(prefill.asked) == told["late"]
+        _until(lambda: len(prefill.asked) == told["late"])  # it may read the last one after it was given up
 
 
 def test_an_error_of_a_prompts_own_says_nothing_of_a_prefills_health() -> None:
@@ -230,14 +231,9 @@ def _until(right: Callable[[], Any]) -> None:
         threading.Event().wait(0.005)
 
 
-def _closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 def test_without_a_prefill_decoders_do_all_of_it() -> None:
     with fake("decode") as decode:
-        gone = _closed_port()
+        gone = free_port()
         with routing(f"http://127.0.0.1:{gone},role=prefill", f"http://127.0.0.1:{decode.port},role=decode") as router:
             assert by(router.get(CHAT, "POST", BODY)) == "decode"
             assert counts(router) == {"failed": 1}
@@ -254,7 +250,7 @@ async def _take_down(router: Any, place: int) -> None:
 
 def test_without_a_decoder_prefills_do_all_of_it() -> None:
     with fake("prefill") as prefill:
-        gone = _closed_port()
+        gone = free_port()
         with routing(f"http://127.0.0.1:{prefill.port},role=prefill", f"http://127.0.0.1:{gone},role=decode") as router:
             assert by(router.get(CHAT, "POST", BODY)) == "prefill"
             assert prefill.paths == [PREFILL_PATH, CHAT]

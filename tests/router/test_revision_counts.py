@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 import pytest
+from ports import free_port
 from routing import Rough, routing
 from serving import echo_site, serving
 
@@ -59,8 +60,7 @@ def test_requests_and_errors_are_counted_by_revision_and_stay_when_a_backend_goe
 
 
 def test_who_cannot_be_reached_counts_as_an_error_of_its_revision() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     with serving(echo_site()) as one:
         texts = [f"http://127.0.0.1:{one.port},revision=old", f"http://127.0.0.1:{port},revision=new"]
         with routing(*texts, policy="round-robin") as router:

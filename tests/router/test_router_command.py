@@ -41,14 +41,14 @@ def _router(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     try:
         text = b""
         while not (found := re.search(rb"routing http://127\.0\.0\.1:(\d+) by", text)):
-            ready, _, _ = select.select([process.stdout], [], [], 30)
+            ready, _, _ = select.select([process.stdout], [], [], 100)
             piece = os.read(process.stdout.fileno(), 65536) if ready else b""
             assert piece, text
             text += piece
         yield process, int(found[1])
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(100)
         process.stdout.close()
 
 
@@ -66,9 +66,9 @@ def test_it_routes_and_drains_on_sigterm() -> None:
             threading.Event().wait(0.1)
             assert process.poll() is None
             server.call(lambda: handlers.echo(handlers.held[0]))
-            waiting.join(20)
+            waiting.join(60)
             assert answers[0].body == b"x"
-            assert process.wait(30) == 0
+            assert process.wait(100) == 0
 
 
 async def _headrace() -> Site:

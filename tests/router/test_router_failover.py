@@ -55,7 +55,7 @@ class _Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(60)
 
     def wait_for(self, count: int) -> None:
         deadline = threading.Event()
@@ -66,7 +66,7 @@ class _Load:
         raise AssertionError(f"only {self.statuses} and {self.errors}")
 
     def _run(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._router.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self._router.port, timeout=60)
         while not self._stop.is_set():
             try:
                 connection.request("POST", self._path, BODY)

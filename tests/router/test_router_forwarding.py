@@ -270,9 +270,9 @@ def test_a_backend_that_does_not_read_holds_the_client_back() -> None:
 
     def behave(sock: socket.socket, backend: Rough) -> None:
         sock.recv(1000)
-        stalled.wait(10)
+        stalled.wait(60)
         sock.sendall(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 3\r\n\r\nbig")
-        backend.stopping.wait(10)
+        backend.stopping.wait(60)
 
     with rough(behave) as backend, routing(backend.port) as router:
         with socket.create_connection(("127.0.0.1", router.port), timeout=30) as sock:

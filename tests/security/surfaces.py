@@ -208,7 +208,7 @@ def program(
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(100)
         except psutil.TimeoutExpired:
             process.kill()
             process.wait(30)
@@ -237,7 +237,7 @@ class Fleet:
         head = [b"POST /v1/" + name.encode() + b" HTTP/1.1", b"host: test", b"connection: close", *fields]
         head.append(b"content-length: %d" % (len(body) if length is None else length))
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(20)
+            connection.settimeout(60)
             connection.connect(str(self.root / SOCKET))
             return told(connection, b"\r\n".join([*head, b"", b""]) + body)
 

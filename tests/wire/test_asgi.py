@@ -39,7 +39,7 @@ from headrace.wire.http.routes import Routes
 from headrace.wire.negotiation import NegotiatingProtocol
 from headrace.wire.site import Site
 
-WAIT = 20  # seconds until a test that hangs fails; no test's result depends on it
+WAIT = 60  # seconds until a test that hangs fails; no test's result depends on it
 UPLOAD = os.urandom(5 * 1024 * 1024)
 LARGE = os.urandom(3000).hex()
 """Text that stays long enough when compressed for a second compression to be tried."""

@@ -129,7 +129,7 @@ def running():
 
 
 def ask(port, method, path, body=None, headers=None):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method, path, body, headers or {})
         answer = connection.getresponse()
@@ -175,7 +175,7 @@ def test_bodies_are_inflated_and_answers_deflated(running):
 
 def test_a_client_that_leaves_cancels(running):
     port, seen = running
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/waits")
     assert seen.waiting.wait(30)
     assert not seen.gone.is_set()

@@ -238,7 +238,7 @@ def server() -> Iterator[Serving]:
 
 class TestSockets:
     def connect(self, server: Serving) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", server.port), timeout=60)
 
     def test_both_on_one_port(self, server: Serving) -> None:
         with self.connect(server) as one, self.connect(server) as two:
@@ -287,7 +287,7 @@ class TestTls:
         tls[1].configure_trust(context)
         if protocols:
             context.set_alpn_protocols(protocols)
-        plain = socket.create_connection(("127.0.0.1", tls[0].port), timeout=20)
+        plain = socket.create_connection(("127.0.0.1", tls[0].port), timeout=60)
         return context.wrap_socket(plain, server_hostname="127.0.0.1")
 
     @pytest.mark.parametrize("protocols", [[], ["http/1.1"], ["something-else", "http/1.1"]])
@@ -333,11 +333,11 @@ class TestTls:
         assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
 
     def test_plain_http_on_a_tls_port_and_the_reverse(self, tls: tuple[Serving, trustme.CA], server: Serving) -> None:
-        with socket.create_connection(("127.0.0.1", tls[0].port), timeout=20) as plain:
+        with socket.create_connection(("127.0.0.1", tls[0].port), timeout=60) as plain:
             plain.sendall(GET)
             assert not plain.recv(1000).startswith(b"HTTP/1.1 200")
         with pytest.raises(ssl.SSLError):
             self.connect((server, tls[1]), [])
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as alive:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as alive:
             alive.sendall(GET)
             receive_until(alive, b"\r\n\r\nhello")

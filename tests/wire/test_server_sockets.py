@@ -110,7 +110,7 @@ def test_a_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     # A real dead server: its process is gone, its file is not.
     script = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind({str(path)!r}); s.listen()"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
     assert path.is_socket()
     listener = Listener(Address(path=str(path)))
     with socket.socket(socket.AF_UNIX) as client:

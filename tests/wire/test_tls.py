@@ -162,7 +162,7 @@ def _close_clients() -> Iterator[None]:
 def run(main: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
         try:
-            await asyncio.wait_for(main, 50)
+            await asyncio.wait_for(main, 200)
         finally:
             for left in OPEN:
                 if isinstance(left, WireServer):
@@ -256,7 +256,9 @@ def test_a_new_certificate_is_used_and_nobody_is_dropped(
 def test_connections_waiting_or_shaking_hands_during_a_reload_succeed(tmp_path: Path) -> None:
     async def main() -> None:
         files = Files(tmp_path)
-        server = await started(files.tls)
+        server = await started(
+            files.tls, limits=Limits(header_seconds=1000.0)
+        )  # for the one that is silent until later
         half = socket.create_connection(("127.0.0.1", server.port), timeout=30)  # accepted, silent until later
         OPEN.append(half)
         await asyncio.sleep(0.1)

@@ -35,7 +35,7 @@ def connected(server: Serving, authority: trustme.CA) -> ssl.SSLSocket:
     context = ssl.create_default_context()
     authority.configure_trust(context)
     context.set_alpn_protocols(["http/1.1"])
-    sock = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     return context.wrap_socket(sock, server_hostname="localhost")
 
 

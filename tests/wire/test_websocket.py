@@ -36,7 +36,7 @@ from headrace.wire.websocket.accept import accept, any_origin, same_origin
 from headrace.wire.websocket.closing import CLOSE_CODE, fit_reason, may_be_sent
 from headrace.wire.websocket.connection import WebSocketConnection
 
-WAIT = 20  # seconds until a test that hangs fails; no test's result depends on it
+WAIT = 60  # seconds until a test that hangs fails; no test's result depends on it
 MESSAGE_BYTES = 8 * 1024 * 1024
 NOISE = os.urandom(3_000_000)
 

@@ -225,7 +225,7 @@ def test_the_sampler_looks_in_a_thread_of_its_own_and_a_scrape_waits_for_its_fir
         assert library.open == 0
         assert not [thread for thread in threading.enumerate() if thread.name == "headrace-metrics"]
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 100))
 
 
 def test_a_sampler_that_fails_costs_its_own_metrics_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,5 +23,5 @@ def wordy() -> Iterator[Wordy]:
 
 @pytest.fixture
 def client(wordy: Wordy) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"http://127.0.0.1:{wordy.port}/v1", api_key="none", max_retries=0, timeout=20) as made:
+    with OpenAI(base_url=f"http://127.0.0.1:{wordy.port}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made

@@ -201,7 +201,7 @@ def test_many_streams_of_the_asynchronous_client(wordy: Wordy) -> None:
 
     async def all_of_them() -> list[str]:
         url = f"http://127.0.0.1:{wordy.port}/v1"
-        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             return await asyncio.gather(*(one(client, number) for number in range(16)))
 
     texts = asyncio.run(all_of_them())

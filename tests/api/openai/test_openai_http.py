@@ -249,6 +249,6 @@ def test_a_key_of_ours_is_the_clients_key(tmp_path: Path) -> None:
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
         assert body["error"]["code"] == "invalid_api_key"
         url = f"http://127.0.0.1:{server.port}/v1"
-        with OpenAI(base_url=url, api_key=key, max_retries=0, timeout=20) as client:
+        with OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60) as client:
             answer = client.completions.create(model="parrot", prompt="hello")
             assert answer.choices[0].text == "hello"

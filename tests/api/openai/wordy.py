@@ -289,7 +289,7 @@ class Wordy:
 
     def ask(self, path: str, body: Any, method: str = "POST", headers: Mapping[str, str] | None = None) -> Any:
         """Status and body of one request, and its head's fields."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             connection.request(method, path, raw, dict(headers or {}))

@@ -131,10 +131,10 @@ def described_server(models: Path, log: Path, mode: str = "none", memory: str = 
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(100)
         except psutil.TimeoutExpired:
             process.kill()
-            process.wait(30)
+            process.wait(100)
         process.stdout.close()
 
 

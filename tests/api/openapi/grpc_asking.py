@@ -43,7 +43,7 @@ def varint(number: int) -> bytes:
 def status(channel: grpc.Channel, path: str, message: bytes) -> str:
     call = channel.unary_unary(path, request_serializer=bytes, response_deserializer=bytes)
     try:
-        call(message, timeout=20)
+        call(message, timeout=60)
     except grpc.RpcError as error:
         return str(error.code().name)
     return "OK"
@@ -52,7 +52,7 @@ def status(channel: grpc.Channel, path: str, message: bytes) -> str:
 def framed(server: DescribedServer, path: str, body: bytes) -> str:
     """The `grpc-status` of a call whose frame is given as bytes; "" if there is none."""
     connection = H2Connection(H2Configuration(header_encoding="utf-8"))
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         connection.initiate_connection()
         head = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "test"), ("te", "trailers")]
         connection.send_headers(1, [*head, ("content-type", "application/grpc")])

@@ -46,7 +46,7 @@ def ask(
 
 
 def exchange(port: int, sent: bytes) -> Answer:
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
         return told(sock, sent)
 
 

@@ -192,7 +192,7 @@ def slow_model() -> tuple[Any, Gate]:
 
 def test_timeout_handling_frees_the_queue() -> None:
     model, gate = slow_model()
-    with predict_served([model], PredictSettings(timeout_seconds=1)) as server:
+    with predict_served([model], PredictSettings(timeout_seconds=3)) as server:
         # The second waits in the queue, behind the first that is computed: both are told, the queue is empty then.
         bodies = [json.dumps({"inputs": [float(number)]}).encode() for number in range(2)]
         sockets = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in bodies]
@@ -201,7 +201,7 @@ def test_timeout_handling_frees_the_queue() -> None:
         for one in sockets:
             answer = one.recv(65536)
             assert answer.startswith(b"HTTP/1.1 504 ")
-            assert b"no prediction within 1 seconds: try again later" in answer
+            assert b"no prediction within 3 seconds: try again later" in answer
             one.close()
         gate.let()
         gate.let()
@@ -211,7 +211,7 @@ def test_timeout_handling_frees_the_queue() -> None:
 
 def test_a_batch_of_parts_times_out_as_a_whole() -> None:
     model, gate = slow_model()
-    with predict_served([model], PredictSettings(timeout_seconds=1)) as server:
+    with predict_served([model], PredictSettings(timeout_seconds=3)) as server:
         status, _ = ask(server, body={"batch": [[1.0], [2.0], [3.0]]})
         assert status == 504
         gate.let(2)

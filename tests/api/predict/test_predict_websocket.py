@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import struct
@@ -183,8 +184,8 @@ def test_a_decoupled_model_answers_several_times(empty_last: bool) -> None:
 def test_a_timeout_is_a_message() -> None:
     gate = Gate()
     slow = config(instance_groups=(InstanceGroup("m", runs="thread"),), max_batch_size=1, scheduling=None)
-    with predict_served([(slow, gate)], PredictSettings(timeout_seconds=1)) as server, opened(server) as socket:
-        assert "no prediction within 1 seconds" in tell(socket, {"inputs": [1, 2]})["error"]
+    with predict_served([(slow, gate)], PredictSettings(timeout_seconds=3)) as server, opened(server) as socket:
+        assert "no prediction within 3 seconds" in tell(socket, {"inputs": [1, 2]})["error"]
         gate.let(2)
         assert tell(socket, {"inputs": [1, 2]})["predictions"] == [1, 2]
 
@@ -207,8 +208,9 @@ def test_who_floods_for_long_is_closed_with_1008(monkeypatch: pytest.MonkeyPatch
     settings = PredictSettings(stream=StreamSettings(messages_per_second=2))
     with predict_served([(config(), same)], settings) as server:
         with opened(server) as socket:
-            for _ in range(3):
-                socket.send('{"inputs": [1, 2]}')
+            with contextlib.suppress(ConnectionClosed):  # it may be closed before it has said all of it
+                for _ in range(100):
+                    socket.send('{"inputs": [1, 2]}')
             assert close_of(socket) == (1008, "more than 2 messages per second, for too long")
         with opened(server) as other:
             assert tell(other, {"inputs": [1, 2]})["predictions"] == [1, 2]

@@ -23,6 +23,7 @@ import llm_models
 import pytest
 import torch
 from llm_instances import Caller, Served, runs, served
+from ports import free_port
 
 from headrace.backends.llm.handing import jobs, keeping
 from headrace.backends.llm.handing.giving import (
@@ -255,7 +256,7 @@ async def test_whatever_is_wrong_with_a_ticket_the_prompt_is_computed() -> None:
             ],
             "other_model": [replace(offer, model="0" * 32).signed(DECODE.key)],
             "other_prompt": [other, replace(offer, pages=1).signed(DECODE.key)],
-            "unreachable": [replace(offer, file="", port=_closed_port()).signed(DECODE.key)],
+            "unreachable": [replace(offer, file="", port=free_port()).signed(DECODE.key)],
             "gone": [
                 replace(offer, file="", id="0" * 32).signed(DECODE.key),
                 replace(offer, file="", port=0).signed(DECODE.key),
@@ -268,11 +269,6 @@ async def test_whatever_is_wrong_with_a_ticket_the_prompt_is_computed() -> None:
                 decode.engine.scheduler.pool.forget()
         assert fallbacks(decode) == {reason: len(tickets) for reason, tickets in wrong.items()}
         assert ways(decode) == {}
-
-
-def _closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 @runs

@@ -23,7 +23,7 @@ from headrace.core.messages import InferRequest
 from headrace.engine.scheduling.pending import Pending
 
 FAKE = Path(__file__).with_name("fake_engine.py")
-WAIT = 30.0
+WAIT = 90.0
 
 
 def command(*options: str) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -44,8 +45,11 @@ def served(tmp_path: Path) -> Iterator[Proxied]:
     (tmp_path / "models").mkdir()
     with proxied(tmp_path / "models") as running:
         yield running
-    left = [child.cmdline() for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
-    assert not [line for line in left if str(FAKE) in line], "an engine has outlived its server"
+    left = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            left += [child] if child.status() != "zombie" and str(FAKE) in child.cmdline() else []
+    assert not left, "an engine has outlived its server"
 
 
 def test_one_that_exits_at_once_is_told_with_its_last_lines(served: Proxied) -> None:
@@ -58,10 +62,10 @@ def test_one_that_exits_at_once_is_told_with_its_last_lines(served: Proxied) -> 
 
 
 def test_one_that_never_gets_healthy_is_ended_and_told(served: Proxied) -> None:
-    write_fake(served.repository, "m", "--never-healthy", start_seconds="5")
+    write_fake(served.repository, "m", "--never-healthy", start_seconds="10")
     with pytest.raises(FailedPrecondition) as caught:
         served.load("m")
-    assert "within 5 seconds: it answers /health with status 503" in caught.value.message
+    assert "within 10 seconds: it answers /health with status 503" in caught.value.message
     assert "start_seconds" in caught.value.message and "fake engine: listening" in caught.value.message
     assert stats_of(served.port("m")) is None
 
@@ -103,9 +107,9 @@ def _down(served: Proxied) -> Any:
     return told.error if isinstance(told.told[-1][0], HeadraceError) and "died" in told.error.message else None
 
 
-def _answers(served: Proxied) -> bool:
-    told = served.ask(chat("m", "hello"))
-    return not isinstance(told.told[-1][0], HeadraceError) and told.text == "hello"
+def _answers(served: Proxied, text: str = "hello") -> bool:
+    told = served.ask(chat("m", text))
+    return not isinstance(told.told[-1][0], HeadraceError) and told.text == text
 
 
 def test_one_that_cannot_start_again_is_tried_again_and_again(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +221,7 @@ def test_it_ends_with_a_server_that_is_killed_or_stopped(tmp_path: Path, number:
         ) as answer:
             assert json.load(answer)["text_output"] == "a b"
         server.send_signal(number)
-        assert server.wait(30) == (-9 if number is signal.SIGKILL else 0), (tmp_path / "log").read_text()
+        assert server.wait(100) == (-9 if number is signal.SIGKILL else 0), (tmp_path / "log").read_text()
         eventually(lambda: not alive(stats["pid"]), "the engine has gone with it")
     finally:
         server.kill()
@@ -252,7 +256,7 @@ def test_an_engine_elsewhere_is_reached_by_its_url(served: Proxied, monkeypatch:
     error = served.ask(chat("m", "hello")).error
     assert isinstance(error, Unavailable) and "cannot be reached" in error.message
     with fake_engine(port, "--key", "s3cret"):
-        assert served.ask(chat("m", "back again")).text == "back again"
+        eventually(lambda: _answers(served, "back again"), "it is well again")  # it may have been found ill meanwhile
         served.unload("m")
         assert stats_of(port) is not None  # it is not ours to end
     with fake_engine(port, "--key", "another"):

@@ -26,7 +26,7 @@ from headrace.core.tensors import Tensor
 from headrace.modelconfig.types import ModelConfig, OutputSpec
 from headrace.telemetry.registry import Registry
 
-WAIT = 20.0
+WAIT = 60.0
 
 
 class FakeWork:

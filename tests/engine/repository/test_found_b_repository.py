@@ -157,10 +157,10 @@ def test_closing_does_not_wait_for_a_model_that_takes_long_to_start(tmp_path: Pa
         settings = EngineSettings((tmp_path / "models",), RepositorySettings(mode="none"), gpus=0)
         engine = Engine(settings, SystemClock())
         starting = asyncio.create_task(engine.start())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while not began.exists():
                 await asyncio.sleep(0.01)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             await engine.close(5)
             await starting
 

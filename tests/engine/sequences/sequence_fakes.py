@@ -138,7 +138,7 @@ class Caller:
 
     async def ask(self, id: Any, value: Any, flags: str = "", **options: Any) -> Any:
         """Send and wait; returns the response's first value, or raises its error."""
-        result = await asyncio.wait_for(self.send(id, value, flags, **options)[1], 20)
+        result = await asyncio.wait_for(self.send(id, value, flags, **options)[1], 60)
         if isinstance(result, BaseException):
             raise result
         return result.outputs[0].array.reshape(-1)[0].item()

@@ -217,7 +217,7 @@ def test_random_cancelling_and_starting_anew_leave_nobody_waiting() -> None:
                 await asyncio.sleep(0)
         for name in range(1, 8):  # free every seat
             futures.append(caller.send(name, 1, "SE")[1])
-        results = await asyncio.wait_for(asyncio.gather(*futures), 20)
+        results = await asyncio.wait_for(asyncio.gather(*futures), 60)
         assert caller.owner.settled == len(futures)
         assert not any(isinstance(result, HeadraceError) for result in results[-7:])
         assert await caller.ask(99, 5, "SE") == 5

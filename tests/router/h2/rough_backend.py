@@ -100,7 +100,7 @@ def rough_backend(script: Callable[[Peer, Rough], None]) -> Iterator[Rough]:
         with contextlib.suppress(OSError):
             while True:
                 sock, _ = listener.accept()
-                sock.settimeout(20)
+                sock.settimeout(60)
                 opened.append(sock)
                 rough.connections += 1
                 threading.Thread(target=serve, args=(sock,), daemon=True).start()

@@ -189,7 +189,7 @@ def test_too_many_waiting_calls_are_turned_away() -> None:
     settings = GrpcProxySettings(waiting_calls=2)
     with rough_backend(never) as rough, routing(rough.port, grpc_settings=settings) as router:
         with channel_to(router) as channel:
-            futures = [unary(channel).future(b"x", timeout=3.0) for _ in range(4)]
+            futures = [unary(channel).future(b"x", timeout=6.0) for _ in range(4)]
             codes = sorted(future.code().name for future in futures)
             assert codes == ["DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "UNAVAILABLE"]
             wait_until(lambda: router.backend(0).outstanding == 0)
@@ -217,9 +217,10 @@ def test_a_connection_without_calls_is_closed_after_a_while(echo: Serving) -> No
     with routing(echo.port) as router, channel_to(router) as channel:
         assert unary(channel)(b"x", timeout=SECONDS) == b"x"
         (connection,) = router.connections()
-        router.call(lambda: connection.sweep(router.proxy.site.now + 59))
+        # From when it had its last call: the coarse clock may have gone on by a second since.
+        router.call(lambda: connection.sweep(connection._idle_since + 59))
         assert router.connections() == [connection]
-        router.call(lambda: connection.sweep(router.proxy.site.now + 62))
+        router.call(lambda: connection.sweep(connection._idle_since + 62))
         wait_until(lambda: router.connections() == [])
         assert unary(channel)(b"x", timeout=SECONDS) == b"x"
         assert router.connections() != [connection]

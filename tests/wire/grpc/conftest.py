@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from echoing import channel_to
+from echoing import channel_to, wait_until
 from serving import EchoCalls, Serving, echo_site, serving
 
 
@@ -25,6 +25,15 @@ def calls() -> EchoCalls:
 def server(calls: EchoCalls) -> Iterator[Serving]:
     with serving(echo_site(calls=calls)) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_left(request: pytest.FixtureRequest) -> None:
+    """The server may not have seen yet that the clients of the test before have gone; grpcio may not even have said so."""
+    if "server" in request.fixturenames:
+        running: Serving = request.getfixturevalue("server")
+        running.call(lambda: [connection.abort() for connection in list(running.site.connections)])
+        wait_until(lambda: running.connections() == 0)
 
 
 @pytest.fixture

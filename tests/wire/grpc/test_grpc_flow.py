@@ -157,6 +157,7 @@ def test_a_client_that_floods_a_slow_handler_is_held_back(server: Serving, paced
         future = collect(channel).future(messages(), timeout=6 * SECONDS)
         wait_until(lambda: open_streams(server))
         (stream,) = open_streams(server)
+        wait_until(lambda: stream.paused)
         received = wait_until_still(lambda: stream.received)
         assert stream.paused
         assert MIB <= received <= bound

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 """How long a test waits for what must come. Nothing is decided by it but how long a failing test takes."""
 
 

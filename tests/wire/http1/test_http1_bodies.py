@@ -396,7 +396,7 @@ class TestStreamed:
             while sent < size:
                 sent += client.socket.send(bytes(min(65_536, size - sent)))
         assert sum(map(len, handlers.pieces)) <= 512 * 1024, "no more than what had been read when the pause came"
-        client.socket.settimeout(20)
+        client.socket.settimeout(60)
         server.call(lambda: handlers.held[0].resume_body())
         client.send(bytes(size - sent))
         assert client.answer().body == b"%d" % size

@@ -250,7 +250,7 @@ class TestServer:
                 server.call(lambda: answer_plain(handlers.held[0]))
                 assert [held.answer().body, held.answer().body] == [b"done", b"hello"]
                 assert held.rest() == b""
-            assert drained.result(20) == 0
+            assert drained.result(60) == 0
             assert server.connections() == 0
 
     @staticmethod

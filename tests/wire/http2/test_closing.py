@@ -14,7 +14,7 @@ SIZE = 12_000_000
 
 
 def test_a_slow_reader_gets_all_of_its_answer_after_a_drain() -> None:
-    with serving(echo_site()) as server, socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+    with serving(echo_site()) as server, socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
         client.initiate_connection()
         client.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2**31 - 1})
