@@ -105,14 +105,11 @@ install() {
   rm -rf "$build/work"
 }
 
-# Below the range from which the kernel takes ports for outgoing connections: any of these could have one before its server.
 free_ports() {
-  python3 -c 'import random, socket, sys
-def free(port):
-    with socket.socket() as each:
-        return each.connect_ex(("127.0.0.1", port)) != 0
-found = filter(free, random.sample(range(12_000, 20_000), 8_000))
-print(*(next(found) for _ in range(int(sys.argv[1]))))' "$1"
+  python3 -c 'import socket, sys
+found = [socket.socket() for _ in range(int(sys.argv[1]))]
+for each in found: each.bind(("127.0.0.1", 0))
+print(*(each.getsockname()[1] for each in found))' "$1"
 }
 
 # run DIR NAME WORDS...: in a session of its own, with its log and its pid under DIR.
