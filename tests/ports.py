@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A port for a program that the test starts and that has to be told its port."""
+"""Ports for programs that the test starts and that have to be told theirs.
+
+All are below the range from which the kernel takes ports for outgoing connections: one from that range, which is what port 0
+gives, may be taken by any client between our look and the program's bind. And each process of tests has ports that no
+other one gives away: those of a lane beside this one look at the same machine, and a program needs seconds until it binds.
+"""
 
 from __future__ import annotations
 
-import random
+import itertools
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+_FIRST, _EACH, _PROCESSES = 20_500, 500, 24
+_SERVICES = 300
+"""So many of a process's ports are for drivers, which choose among them by themselves."""
 
 
 def free_port() -> int:
-    """A free port below the range from which the kernel takes ports for outgoing connections.
-
-    One from that range, which is what port 0 gives, may be taken by any client between our look and the program's bind.
-    """
+    """A free one; none is given twice until all others were."""
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = next(_turns())
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -21,3 +31,44 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def service_ports(count: int = _SERVICES) -> tuple[int, int]:
+    """The first and the last of those from which a driver of this process may choose. `free_port` gives none of them."""
+    last = _own() + _EACH - 1
+    return last - count + 1, last
+
+
+@contextmanager
+def launchers_ports() -> Iterator[None]:
+    """Have 8080 to 8199 to oneself: `headrace service` gives its services the lowest that nobody listens on yet."""
+    with socket.socket(socket.AF_UNIX) as lock:
+        while not _has(lock, "headrace-tests-8080"):
+            time.sleep(0.05)  # the test's own time-out is the limit
+        yield
+
+
+@cache
+def _turns() -> Iterator[int]:
+    return itertools.cycle(range(_own(), _own() + _EACH - _SERVICES))
+
+
+@cache
+def _own() -> int:
+    """The first port of this process. The lock is a name that the kernel lets go of when the process ends."""
+    for number in range(_PROCESSES):
+        lock = socket.socket(socket.AF_UNIX)
+        if _has(lock, f"headrace-tests-ports-{number}"):
+            lock.detach()
+            return _FIRST + number * _EACH
+        lock.close()
+    raise RuntimeError(f"{_PROCESSES} processes of tests run on this machine already")
+
+
+def _has(lock: socket.socket, name: str) -> bool:
+    """Whether we have the name now. It is no file's: it begins with a zero byte, and is of this network, as ports are."""
+    try:
+        lock.bind(f"\0{name}")
+    except OSError:
+        return False
+    return True
