@@ -21,7 +21,7 @@ ARCH = "tao-dataservices"
 HEADRACE = Path(sys.executable).parent / "headrace"
 PROGRAM = Path(__file__).parent / "show_program.py"
 SECRET = "wandb-0123456789abcdef"
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 120.0
 
 Row = dict[str, Any]
 
@@ -100,7 +100,8 @@ def show(shell: Shell, *, kill: Callable[[Row], None], held: Callable[[], set[st
     assert [each["host_url"] for each in started] == [rows[job]["host_url"] for job in ids]
     shell.ask(started)
     assert shell.has_arrived(started[0])
-    assert logged in shell("logs", ids[0], "--json")["log"]
+    # A platform may show what a service said later than the service's answers.
+    until(lambda: shell("logs", ids[0], "--json")["log"], lambda log: logged in log)
     kept, killed, _ = started
     kill(killed)
     row = until(lambda: _state(shell, killed["job_id"]), lambda row: row["state"] in ("ended", "stale"))
