@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import itertools
 import os
+import random
 import re
 import signal
 import ssl
@@ -23,6 +25,7 @@ import urllib.parse
 import urllib.request
 from base64 import b64decode
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ MISSING = "registry.invalid/"
 NODE = "fake-node"
 _POLL_SECONDS = 0.05
 _MOST_RESTARTS_AT_ONCE = 2
+_numbers = itertools.count(random.randrange(60_000))
+"""Of pods. From somewhere: a kubelet of another process begins elsewhere."""
 _HOST_ADDRESS = "10.244.255.254"
 """Of this machine, for pods that have a network of their own."""
 
@@ -272,8 +277,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _remove(running: Running) -> None:
     _kill(running.process)
     if running.network:
-        # The pair of links goes with it.
-        subprocess.run(["ip", "netns", "delete", running.network], check=True, capture_output=True)
+        # The pair of links would go with the network, but a while later.
+        for words in (("link", "delete"), ("netns", "delete")):
+            subprocess.run(["ip", *words, running.network], check=True, capture_output=True)
 
 
 def _make_network(pod: Any) -> str:
@@ -295,7 +301,14 @@ def _make_network(pod: Any) -> str:
 
 
 def _address(pod: Any) -> str:
-    return f"10.244.{int(pod.metadata.uid[:2], 16)}.{int(pod.metadata.uid[2:4], 16) % 250 + 2}"
+    return _address_of(pod.metadata.uid)
+
+
+@cache
+def _address_of(uid: str) -> str:
+    """In turn: by chance, two of ten pods would have the same once in a thousand times."""
+    number = next(_numbers)
+    return f"10.244.{number // 250 % 255}.{number % 250 + 2}"
 
 
 def _probe(pod: Any, host: str) -> bool:

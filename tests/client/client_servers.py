@@ -60,7 +60,7 @@ def real_server(folder: Path, *arguments: str) -> Iterator[RealServer]:
         yield RealServer(int(ports[-2]), int(ports[-1]))
     finally:
         process.terminate()
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(180) == 0, log.read_text()
 
 
 Turn = Callable[[socket.socket, bytes], bool]
@@ -217,7 +217,7 @@ class HeldSite:
         return Site(routes, services=services)
 
     def wait(self, what: threading.Semaphore) -> None:
-        assert what.acquire(timeout=20)
+        assert what.acquire(timeout=120)
 
     def _hold(self, exchange: Exchange) -> None:
         exchange.on_disconnect = self.gone.release

@@ -67,7 +67,7 @@ class Contract(DriverContract):
 
 
 def content_of(path: Path) -> str:
-    """"" of what is no plain file, and of what is there no more: Slurm writes its state anew and renames it."""
+    """Nothing of what is no plain file, and of what is there no more: Slurm writes its state anew and renames it."""
     try:
         return path.read_bytes().decode(errors="replace") if path.is_file() else ""
     except FileNotFoundError:

@@ -22,10 +22,10 @@ ENVIRONMENT = {
     "INFERENCE_MODEL_PATH": "models/production",
     "INFERENCE_MODEL_VERSION": "latest",
     "INFERENCE_MAX_BATCH_SIZE": "8",
-    "INFERENCE_TIMEOUT_SECONDS": "30.0",
+    "INFERENCE_TIMEOUT_SECONDS": "60.0",
     "INFERENCE_MAX_REQUEST_SIZE_MB": "1",
     "INFERENCE_RATE_LIMIT_PER_MINUTE": "1000",
-    "INFERENCE_PERFORMANCE_BATCH_TIMEOUT_MS": "4000",
+    "INFERENCE_PERFORMANCE_BATCH_TIMEOUT_MS": "10000",
 }
 
 
@@ -74,7 +74,7 @@ def test_the_settings_are_those_of_the_environment(folder: Path) -> None:
         "model.path models/production env INFERENCE_MODEL_PATH",
         "model.version latest env INFERENCE_MODEL_VERSION",
         "performance.max_batch_size 8 env INFERENCE_MAX_BATCH_SIZE",
-        "performance.inference_timeout_s 30 env INFERENCE_TIMEOUT_SECONDS",
+        "performance.inference_timeout_s 60 env INFERENCE_TIMEOUT_SECONDS",
         "safeguards.max_request_size_mb 1 env INFERENCE_MAX_REQUEST_SIZE_MB",
         "safeguards.rate_limit.requests_per_minute 1000 env INFERENCE_RATE_LIMIT_PER_MINUTE",
     ):
@@ -105,7 +105,7 @@ def test_a_full_batch_does_not_wait(server: Program) -> None:
     after = server.counted("production")
     assert after["batches"] - before["batches"] == 1
     assert after["largest"] == 8
-    assert max(answer.document["latency_ms"] for answer in answers) < 4000, "they waited for a ninth"
+    assert max(answer.document["latency_ms"] for answer in answers) < 10_000, "they waited for a ninth"
 
 
 def test_sigterm_drains(server: Program) -> None:
@@ -117,9 +117,9 @@ def test_sigterm_drains(server: Program) -> None:
     while server.metric("nv_inference_pending_request_count", model="production") < 3:
         assert any(thread.is_alive() for thread in threads), "they were answered too soon"
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
+    assert server.process.wait(180) == 0
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert [answer.status for answer in answers] == [200] * 3
     for answer in answers:
         assert answer.document["predictions"] == pytest.approx(expected(ROW, "v1.2.0"))
