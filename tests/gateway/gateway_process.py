@@ -71,7 +71,13 @@ class Gateway:
         return self.log_file.read_text()
 
     def start(self, *more: str, wait: bool = True) -> None:
-        words = [sys.executable, "-c", PROGRAM.replace("PORTS", repr(service_ports())), "--data-dir", str(self.data_dir)]
+        words = [
+            sys.executable,
+            "-c",
+            PROGRAM.replace("PORTS", repr(service_ports())),
+            "--data-dir",
+            str(self.data_dir),
+        ]
         words += [*(() if "--port" in more else ("--port", str(self.port))), *more]
         begun = len(self.log) if self.log_file.exists() else 0
         more_variables = {"OMP_NUM_THREADS": "1", "HEADRACE_DATABASE_URL": self.database_url}
