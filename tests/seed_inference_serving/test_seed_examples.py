@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from websockets.sync.client import ClientConnection, connect
 
 CONFIG = """
 predict: {model: production}
-stream: {idle_timeout_s: 240, messages_per_second: 10}
+stream: {idle_timeout_s: 240, messages_per_second: 50}
 cache: {ttl_s: 1}
 """
 
@@ -182,10 +184,15 @@ def test_websocket_flood(server: Program) -> None:
     """Those over the limit are refused, then the connection is closed; other clients do not feel it."""
     refused = answered = 0
     message = json.dumps({"inputs": ROW})
-    with socket_to(server) as flood, socket_to(server) as quiet, pytest.raises(ConnectionClosed) as closed:
-        while True:
-            for _ in range(40):
+
+    def send_without_end(flood: ClientConnection) -> None:
+        with suppress(ConnectionClosed):  # there is never a break, however slow the machine is
+            while True:
                 flood.send(message)
+
+    with socket_to(server) as flood, socket_to(server) as quiet, pytest.raises(ConnectionClosed) as closed:
+        threading.Thread(target=send_without_end, args=(flood,), daemon=True).start()
+        while True:
             for _ in range(40):
                 answer = json.loads(flood.recv(timeout=120))
                 answered += "predictions" in answer
@@ -194,8 +201,8 @@ def test_websocket_flood(server: Program) -> None:
                     assert answer["retry_after_seconds"] > 0
             quiet.send(message)
             assert "predictions" in json.loads(quiet.recv(timeout=120))
-            time.sleep(0.1)
-    assert refused > 0 and answered >= 10
+            time.sleep(0.1)  # so that this one stays below the limit
+    assert refused > 0 and answered >= 50
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1008
     assert server.ask(body={"inputs": ROW}).status == 200
 
