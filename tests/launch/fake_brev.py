@@ -356,7 +356,7 @@ def ssh(root: Path, words: list[str]) -> None:
             raise Failed(f"ssh: Could not resolve hostname {host}: Name or service not known", 255)
     from fake_brev_docker import serve_port
 
-    serve_port("127.0.0.1", int(local), int(remote)).join()
+    serve_port("127.0.0.1", int(local), int(remote))[0].join()
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def serve_port(address: str, port: int, target: int) -> threading.Thread:
-    """Lead connections to another port, from now on."""
+def serve_port(address: str, port: int, target: int) -> tuple[threading.Thread, int]:
+    """Lead connections to another port, from now on; 0 is any, which is told."""
     import socket
     import threading
 
@@ -49,7 +49,7 @@ def serve_port(address: str, port: int, target: int) -> threading.Thread:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    return thread
+    return thread, listener.getsockname()[1]
 
 
 def docker(root: Path, words: list[str]) -> None:
@@ -240,7 +240,6 @@ def stop(folder: Path, seconds: float) -> None:
 
 def container(folder: Path) -> None:
     """The engine's side of one container: publishes its ports, runs it, and takes note of its end."""
-    import socket
     import subprocess
 
     config = json.loads((folder / "config.json").read_text())
@@ -248,17 +247,13 @@ def container(folder: Path) -> None:
     ports = []
     for each in config["ports"]:
         address, outer, inner = each.split(":")
-        if not outer:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                outer = probe.getsockname()[1]
         try:
-            serve_port(address, int(outer), int(inner))
+            _, published = serve_port(address, int(outer or 0), int(inner))
         except OSError:
             error = f"Bind for {address}:{outer} failed: port is already allocated"
             write(folder / "state.json", {**told, "Error": error})
             return
-        ports.append((int(outer), int(inner)))
+        ports.append((published, int(inner)))
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", **config["environment"]}
     if "HEADRACE_VARIABLES" in environment:
         environment["HEADRACE_VARIABLES"] = str(folder / "root") + environment["HEADRACE_VARIABLES"]
