@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-_FIRST, _EACH, _PROCESSES = 20_500, 500, 24
+_FIRST, _EACH, _PROCESSES = 10_000, 500, 20
+"""Below 20,000, where services have their ports by chance: those of Slurm's nodes, and of gateways by themselves."""
 _SERVICES = 300
 """So many of a process's ports are for drivers, which choose among them by themselves."""
 
