@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-_FIRST, _EACH, _PROCESSES = 10_000, 500, 20
-"""Below 20,000, where services have their ports by chance: those of Slurm's nodes, and of gateways by themselves."""
-_SERVICES = 300
+_FIRST, _EACH, _PROCESSES = 30_000, 150, 18
+"""Above those that Slurm's services have by chance, and those that tests of the local fleet name themselves."""
+_SERVICES = 100
 """So many of a process's ports are for drivers, which choose among them by themselves."""
 
 

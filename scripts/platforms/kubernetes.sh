@@ -110,7 +110,7 @@ free_ports() {
   python3 -c 'import random, socket, sys
 held = {}
 while len(held) < int(sys.argv[1]):
-    each, port = socket.socket(), random.randrange(30_000, 32_700)
+    each, port = socket.socket(), random.randrange(19_000, 20_000)
     try:
         each.bind(("127.0.0.1", port))
         held[port] = each

@@ -33,7 +33,7 @@ free_ports() {
 import random, socket
 held = {}
 while len(held) < 3:
-    each, port = socket.socket(), random.randrange(30_000, 32_700)
+    each, port = socket.socket(), random.randrange(19_000, 20_000)
     try:
         each.bind(("127.0.0.1", port))
         held[port] = each
