@@ -210,6 +210,7 @@ class HeldSite:
         routes, services = Routes(), Services()
         routes.add("POST", "/v2/models/{model}/infer", self._hold)
         routes.add("GET", "/v2/models/{model}", self._metadata)
+        routes.add("GET", "/v2/health/live", lambda exchange: exchange.respond(OK_JSON, b"{}"))
         routes.add("POST", "/v2/models/{model}/generate_stream", self._events)
         services.unary("inference.GRPCInferenceService", "ModelInfer", self._call)
         services.unary("inference.GRPCInferenceService", "ServerLive", lambda call, _: call.reply(b"\x08\x01"))
