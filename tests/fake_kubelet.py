@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 import trustme
-from kubernetes_server import KubernetesServer
+from kubernetes_server import PATIENCE, KubernetesServer
 from lightkube import ApiError, Client, KubeConfig
 from lightkube.models.core_v1 import ObjectReference
 from lightkube.models.meta_v1 import ObjectMeta
@@ -75,7 +75,8 @@ class FakeKubelet:
         self._networks = networks
         self._gpus = gpus
         self._balance = balance
-        self._client = Client(KubeConfig.from_file(server.kubeconfig), field_manager="fake-kubelet")
+        config = KubeConfig.from_file(server.kubeconfig)
+        self._client = Client(config, field_manager="fake-kubelet", timeout=PATIENCE)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="fake-kubelet")
         self.started: dict[tuple[str, str], Running] = {}

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx2
 from lightkube import ApiError, Client, KubeConfig
 from lightkube.core.decoders import decode_list
 from lightkube.generic_resource import create_namespaced_resource
@@ -22,6 +23,8 @@ from lightkube.resources import apps_v1, batch_v1, core_v1
 from lightkube.types import PatchType
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "platforms" / "kubernetes.sh"
+PATIENCE = httpx2.Timeout(120)
+"""For an answer of the API server: on a busy machine it may take its time."""
 HELD = (
     batch_v1.Job,
     apps_v1.StatefulSet,
@@ -103,7 +106,7 @@ class KubernetesServer:
     def client(self) -> Client:
         """lightkube's, as the administrator."""
         if self._client is None:
-            self._client = Client(KubeConfig.from_file(self.kubeconfig), field_manager="tests")
+            self._client = Client(KubeConfig.from_file(self.kubeconfig), field_manager="tests", timeout=PATIENCE)
         return self._client
 
     def kubectl(self, *words: str, input: str = "", check: bool = True) -> str:
