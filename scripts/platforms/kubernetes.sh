@@ -105,18 +105,11 @@ install() {
   rm -rf "$build/work"
 }
 
-# So many, below those that the kernel gives to outgoing connections: any client could take one of these meanwhile.
 free_ports() {
-  python3 -c 'import random, socket, sys
-held = {}
-while len(held) < int(sys.argv[1]):
-    each, port = socket.socket(), random.randrange(19_000, 20_000)
-    try:
-        each.bind(("127.0.0.1", port))
-        held[port] = each
-    except OSError:
-        each.close()
-print(*held)' "$1"
+  python3 -c 'import socket, sys
+found = [socket.socket() for _ in range(int(sys.argv[1]))]
+for each in found: each.bind(("127.0.0.1", 0))
+print(*(each.getsockname()[1] for each in found))' "$1"
 }
 
 # run DIR NAME WORDS...: in a session of its own, with its log and its pid under DIR.
