@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 import trustme
-from kubernetes_server import KubernetesServer
+from kubernetes_server import PATIENCE, KubernetesServer
 from lightkube import ApiError, Client, KubeConfig
 from lightkube.models.core_v1 import ObjectReference
 from lightkube.models.meta_v1 import ObjectMeta
@@ -43,6 +43,8 @@ MISSING = "registry.invalid/"
 NODE = "fake-node"
 _POLL_SECONDS = 0.05
 _MOST_RESTARTS_AT_ONCE = 2
+_numbers = itertools.count(random.randrange(60_000))
+"""Of pods. From somewhere: a kubelet of another process begins elsewhere."""
 _HOST_ADDRESS = "10.244.255.254"
 """Of this machine, for pods that have a network of their own."""
 
@@ -73,7 +75,8 @@ class FakeKubelet:
         self._networks = networks
         self._gpus = gpus
         self._balance = balance
-        self._client = Client(KubeConfig.from_file(server.kubeconfig), field_manager="fake-kubelet")
+        config = KubeConfig.from_file(server.kubeconfig)
+        self._client = Client(config, field_manager="fake-kubelet", timeout=PATIENCE)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="fake-kubelet")
         self.started: dict[tuple[str, str], Running] = {}
@@ -275,8 +278,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _remove(running: Running) -> None:
     _kill(running.process)
     if running.network:
-        # The pair of links goes with it.
-        subprocess.run(["ip", "netns", "delete", running.network], check=True, capture_output=True)
+        # The pair of links would go with the network, but a while later.
+        for words in (("link", "delete"), ("netns", "delete")):
+            subprocess.run(["ip", *words, running.network], check=True, capture_output=True)
 
 
 def _make_network(pod: Any) -> str:
@@ -301,15 +305,11 @@ def _address(pod: Any) -> str:
     return _address_of(pod.metadata.uid)
 
 
-_numbers = itertools.count(random.randrange(64_000))
-"""From a place of this program's own: another one may have pods with networks, too."""
-
-
 @cache
 def _address_of(uid: str) -> str:
-    """One for each pod. Made of its name, two would soon be alike: an address has room for so little of it."""
-    number = next(_numbers) % 64_000
-    return f"10.244.{number // 250}.{number % 250 + 2}"
+    """In turn: by chance, two of ten pods would have the same once in a thousand times."""
+    number = next(_numbers)
+    return f"10.244.{number // 250 % 255}.{number % 250 + 2}"
 
 
 def _probe(pod: Any, host: str) -> bool:

@@ -8,6 +8,7 @@ says so with `mark`.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx2
 from lightkube import ApiError, Client, KubeConfig
 from lightkube.core.decoders import decode_list
 from lightkube.generic_resource import create_namespaced_resource
@@ -22,6 +24,8 @@ from lightkube.resources import apps_v1, batch_v1, core_v1
 from lightkube.types import PatchType
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "platforms" / "kubernetes.sh"
+PATIENCE = httpx2.Timeout(120)
+"""For an answer of the API server: on a busy machine it may take its time."""
 HELD = (
     batch_v1.Job,
     apps_v1.StatefulSet,
@@ -55,7 +59,13 @@ class KubernetesServer:
         self._client: Client | None = None
 
     def start(self) -> KubernetesServer:
-        told = subprocess.run([SCRIPT, "start", self.folder], capture_output=True, text=True)
+        # The script takes the kernel's free ports, which any client of this machine may have taken before the servers do.
+        # (It stays as it is: its text is the key to what it has built.)
+        for _ in range(3):
+            told = subprocess.run([SCRIPT, "start", self.folder], capture_output=True, text=True)
+            if "in use" not in told.stderr:
+                break
+            shutil.rmtree(self.folder)
         if told.returncode:
             raise RuntimeError(f"no API server ({told.stderr.strip()}); run {SCRIPT} install")
         self._until(lambda: self._exists(core_v1.ServiceAccount, "default"), "controllers that work")
@@ -103,7 +113,7 @@ class KubernetesServer:
     def client(self) -> Client:
         """lightkube's, as the administrator."""
         if self._client is None:
-            self._client = Client(KubeConfig.from_file(self.kubeconfig), field_manager="tests")
+            self._client = Client(KubeConfig.from_file(self.kubeconfig), field_manager="tests", timeout=PATIENCE)
         return self._client
 
     def kubectl(self, *words: str, input: str = "", check: bool = True) -> str:
@@ -163,7 +173,7 @@ class KubernetesServer:
             return False
         return True
 
-    def _until(self, look: Any, what: str, seconds: float = 60.0) -> None:
+    def _until(self, look: Any, what: str, seconds: float = 180.0) -> None:
         limit = time.monotonic() + seconds
         while not look():
             if time.monotonic() > limit:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 import subprocess
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,7 +85,16 @@ class RedisProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        """Until it listens: whoever looks for it once must find it."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        limit = time.monotonic() + 120
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return
+            except OSError:
+                assert self._process.poll() is None and time.monotonic() < limit
+                time.sleep(0.01)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -93,7 +104,7 @@ class RedisProcess:
 
     async def connect(self) -> RedisWire:
         """A connection, as soon as there can be one."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     return await RedisWire.connect(RedisAddress.parse(self.url))

@@ -48,7 +48,7 @@ class Serving:
             result = function(*arguments)
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(100)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(120)
 
     def sweep(self, seconds_later: float = 0.0) -> None:
         """Let the site's clock run ahead and sweep every connection, as the server does once a second."""
@@ -90,14 +90,14 @@ def serving(site: Site | Callable[[], Site | Awaitable[Site]], *, tls: TlsFiles 
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    if not started.wait(100) or "error" in holder:
+    if not started.wait(240) or "error" in holder:  # a site may load a model first
         raise RuntimeError("the server did not start") from holder.get("error")
     running: Serving = holder["serving"]
     try:
         yield running
     finally:
         running.loop.call_soon_threadsafe(holder["stop"].set)
-        thread.join(100)
+        thread.join(120)
 
 
 class EchoHandlers:

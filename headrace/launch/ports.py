@@ -2,7 +2,9 @@
 """Ports for services of this machine: each is claimed by a file, so that gateways that share the folder never collide.
 
 Used by `process`. A claim alone would miss strangers that listen, so a port is also bound once before it is given out. Ports
-are given out in turn: one that was just given back may still be in somebody's memory as another service's.
+are given out in turn: one that was just given back may still be in somebody's memory as another service's. Where the turn
+begins depends on the folder: a service needs seconds until it listens, and gateways with a folder each would otherwise all
+give their first service the same port.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +41,8 @@ class Ports:
                 return wanted
             count = self._last - self._first + 1
             last = os.pread(lock, 16, 0)
-            start = int(last) - self._first + 1 if last.isdigit() else 0
+            begins = zlib.crc32(os.fsencode(self._folder.absolute()))
+            start = int(last) - self._first + 1 if last.isdigit() else begins
             for step in range(count):
                 port = self._first + (start + step) % count
                 if port not in taken and is_free(self._host, port):

@@ -59,7 +59,7 @@ start() {
   # Not a word of this script's own output may stay open in the engine, or whoever reads it waits for the engine's end.
   setsid dockerd --data-root "$dir/data" --exec-root "$dir/exec" --pidfile "$dir/dockerd.pid" \
     -H "unix://$dir/docker.sock" >"$dir/dockerd.log" 2>&1 </dev/null &
-  for _ in $(seq 1 300); do
+  for _ in $(seq 1 1200); do
     if DOCKER_HOST=unix://$dir/docker.sock docker info >/dev/null 2>&1; then return 0; fi
     if ! kill -0 $! 2>/dev/null; then break; fi
     sleep 0.1

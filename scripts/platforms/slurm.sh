@@ -27,13 +27,19 @@ install() {
 }
 
 # Three ports that nobody listens at just now.
+# Three, below those that the kernel gives to outgoing connections: any client could take one of these meanwhile.
 free_ports() {
   python3 - <<'PYTHON'
-import socket
-held = [socket.socket() for _ in range(3)]
-for each in held:
-    each.bind(("127.0.0.1", 0))
-print(*(each.getsockname()[1] for each in held))
+import random, socket
+held = {}
+while len(held) < 3:
+    each, port = socket.socket(), random.randrange(19_000, 20_000)
+    try:
+        each.bind(("127.0.0.1", port))
+        held[port] = each
+    except OSError:
+        each.close()
+print(*held)
 PYTHON
 }
 
@@ -126,13 +132,13 @@ start() {
   # Not a word of this script's own output may stay open in a daemon, or whoever reads it waits for the daemon's end.
   setsid munged --force --foreground --socket="$dir/munge.socket" --key-file="$dir/munge.key" --pid-file="$dir/munged.pid" \
     --seed-file="$dir/munge.seed" --log-file="$dir/log/munged.log" >"$dir/log/munged.out" 2>&1 </dev/null &
-  for _ in $(seq 1 100); do [ -S "$dir/munge.socket" ] && break; sleep 0.05; done
+  for _ in $(seq 1 1200); do [ -S "$dir/munge.socket" ] && break; sleep 0.05; done
   export SLURM_CONF=$dir/slurm.conf
   setsid slurmctld -D >"$dir/log/slurmctld.out" 2>&1 </dev/null &
   setsid slurmd -D -N "$(hostname -s)" >"$dir/log/slurmd.out" 2>&1 </dev/null &
   [ -d /run/sshd ] || { mkdir -p /run/sshd && touch "$dir/made_run_sshd"; }
   /usr/sbin/sshd -f "$dir/sshd_config" -E "$dir/log/sshd.log" </dev/null >/dev/null 2>&1
-  for _ in $(seq 1 300); do
+  for _ in $(seq 1 1200); do
     if [ "$(sinfo -h -o %t 2>/dev/null)" = idle ]; then return 0; fi
     sleep 0.1
   done

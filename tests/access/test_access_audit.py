@@ -161,7 +161,7 @@ audit.close()
 def test_several_processes_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in ("a", "b", "c")]
-    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(180) for writer in writers] == [0, 0, 0]
     files = [found for found in tmp_path.iterdir() if found.suffix != ".lock"]
     assert len(files) > 5
     told = sorted((line["organisation"], int(line["target"])) for found in files for line in lines(found))

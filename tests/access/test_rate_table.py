@@ -131,7 +131,7 @@ TRIES, ALLOWED = 45_000, 45_000
 def hammer(path: Path, subjects: int, start: Barrier, passed: multiprocessing.Queue[list[int]]) -> None:
     table = BucketTable(path, sets=2)  # few sets, few locks: they meet all the time
     counts = [0] * subjects
-    start.wait(30)
+    start.wait(120)
     for number in range(TRIES):
         subject = number % subjects
         counts[subject] += table.charge(b"subject %d" % subject, SECOND, SECOND, ALLOWED * SECOND) > 0
@@ -148,7 +148,7 @@ def test_four_processes_at_once_admit_what_one_would(tmp_path: Path, monkeypatch
     processes = [context.Process(target=hammer, args=(tmp_path / "t", subjects, start, passed)) for _ in range(workers)]
     for process in processes:
         process.start()
-    counts = [passed.get(timeout=110) for _ in processes]
+    counts = [passed.get(timeout=240) for _ in processes]
     for process in processes:
         process.join()
     for subject in range(subjects):
@@ -168,7 +168,7 @@ def test_a_stopped_or_killed_holder_of_a_lock_stops_nobody(tmp_path: Path) -> No
     ready: multiprocessing.Queue[bool] = context.Queue()
     holder = context.Process(target=hold, args=(tmp_path / "t", ready))
     holder.start()
-    ready.get(timeout=30)
+    ready.get(timeout=120)
     table = BucketTable(tmp_path / "t", sets=1)
     began = time.monotonic()
     assert table.charge(b"a", 0, 10, 30) == 10  # after the patience, without the lock

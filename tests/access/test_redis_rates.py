@@ -34,7 +34,7 @@ async def counting(redis: RedisProcess, *limits: RateLimit) -> RedisRates:
 
 
 async def connected(rates: RedisRates) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while rates._wire is None or not rates._wire.open:
             await asyncio.sleep(0.01)
 

@@ -161,10 +161,11 @@ async def test_what_redis_says_is_what_counts() -> None:
 async def test_no_request_waits_for_a_redis_that_hangs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(redis_rates, "AGAIN_SECONDS", 3600.0)  # it is not found again while this looks
     async with FakeRedis(lambda _words: None) as fake:
         rates = RedisRates(fake.url, limits())
         await connected(rates)
+        monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 0.05)
         verdicts = await asyncio.gather(*(take(rates) for _ in range(4)))
         assert [owes > 0 for _, owes in verdicts] == [True, True, False, False]  # counted here
         await take(rates)  # the fifth in a row

@@ -76,5 +76,5 @@ def start_batch(*words: str | Path, env: dict[str, str] | None = None) -> subpro
 def run_command(*words: str | Path, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     """The exit code and what it printed, once it has ended."""
     process = start_batch(*words, env=env)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     return process.returncode, out.decode(), err.decode()

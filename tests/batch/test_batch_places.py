@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_files() -> list[str]:
-    """What this process has open."""
-    return [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    """What this process has open. Threads of others may close theirs while this looks."""
+    found = []
+    for each in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{each}"))
+    return found
 
 
 def lines_of(content: bytes) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ def test_killed_at_random_points(tmp_path: Path, model: Path, ordered: bool, kil
         process = start_batch(*words)
         until_longer(output, size + chance.randrange(1, 40_000), process)
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=180)
         found = output.read_bytes() if output.exists() else b""
         assert len(found) >= size  # nothing that was written is lost
         size = len(found)
@@ -68,7 +68,7 @@ def test_a_signal_leaves_what_can_go_on(tmp_path: Path, model: Path, number: sig
     process = start_batch(model, given, output, *SLOW)
     until_longer(output, 2000, process)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=180)
     assert process.returncode == 128 + number, err
     assert b"left" in out
     assert f"stopped by {number.name}: run the same command again to go on".encode() in err
@@ -91,7 +91,7 @@ def test_a_signal_before_the_first_item(tmp_path: Path) -> None:
     process = start_batch(tmp_path / "model", given, output, "--grace-seconds", "0")
     until_longer(here, 0, process)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=180)
     assert process.returncode == 143, err
     assert b"stopped by SIGTERM before the first item" in err
     assert not output.exists()

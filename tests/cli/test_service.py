@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ports import launchers_ports
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
@@ -64,7 +65,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
     monkeypatch.setenv("PYTHONPATH", PROGRAMS)
     monkeypatch.setenv("COLUMNS", "250")
     handlers = list(logging.getLogger().handlers)
-    yield Shell(tmp_path)
+    with launchers_ports():
+        yield Shell(tmp_path)
     logging.getLogger().handlers[:] = handlers
     left = [each.pid for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
     for pid in left:

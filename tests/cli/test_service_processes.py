@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ports import launchers_ports
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 ARCH = "tao-dataservices"
@@ -23,7 +24,8 @@ ARCH = "tao-dataservices"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
+    with launchers_ports():
+        yield tmp_path
     left = [each.pid for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
     for pid in left:
         os.kill(pid, signal.SIGKILL)

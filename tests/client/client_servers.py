@@ -60,7 +60,7 @@ def real_server(folder: Path, *arguments: str) -> Iterator[RealServer]:
         yield RealServer(int(ports[-2]), int(ports[-1]))
     finally:
         process.terminate()
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(180) == 0, log.read_text()
 
 
 Turn = Callable[[socket.socket, bytes], bool]
@@ -210,6 +210,7 @@ class HeldSite:
         routes, services = Routes(), Services()
         routes.add("POST", "/v2/models/{model}/infer", self._hold)
         routes.add("GET", "/v2/models/{model}", self._metadata)
+        routes.add("GET", "/v2/health/live", lambda exchange: exchange.respond(OK_JSON, b"{}"))
         routes.add("POST", "/v2/models/{model}/generate_stream", self._events)
         services.unary("inference.GRPCInferenceService", "ModelInfer", self._call)
         services.unary("inference.GRPCInferenceService", "ServerLive", lambda call, _: call.reply(b"\x08\x01"))
@@ -217,7 +218,7 @@ class HeldSite:
         return Site(routes, services=services)
 
     def wait(self, what: threading.Semaphore) -> None:
-        assert what.acquire(timeout=20)
+        assert what.acquire(timeout=120)
 
     def _hold(self, exchange: Exchange) -> None:
         exchange.on_disconnect = self.gone.release

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from doc_blocks import ROOT, anchors_of, blocks_of, code_spans_of, documents, links_of, steps_of
 from doc_session import Mismatch, Session, first_missing
 from limits_table import GUIDE, limits_table, table_in
+from ports import launchers_ports
 
 from headrace.api.metrics.collector import _own_names
 from headrace.backends.table import BACKENDS
@@ -95,7 +96,7 @@ def server_of(folder: Path, *models: Path) -> Iterator[dict[str, int]]:
             yield {"8000": http, "8001": grpc}
         finally:
             server.terminate()
-            assert server.wait(30) == 0
+            assert server.wait(180) == 0
 
 
 @pytest.mark.timeout(600)  # a document may start several servers, and the machine may be busy
@@ -106,10 +107,12 @@ def test_what_the_reader_is_told_to_do_works(document: Path, request: pytest.Fix
         pytest.skip(f"needs {' and '.join(missing)}")
     # The README begins with `make serve`; the guides with `headrace serve`, or start what they need themselves.
     session = Session(tmp_path, request.getfixturevalue("example_ports" if document.name == "README.md" else "ports"))
-    try:
-        assert session.follow(document.read_text()) > 0
-    finally:
-        session.close()
+    text = document.read_text()
+    with launchers_ports() if "$ headrace service start" in text else nullcontext():
+        try:
+            assert session.follow(text) > 0
+        finally:
+            session.close()
 
 
 def test_the_documents_that_must_be_run_are() -> None:

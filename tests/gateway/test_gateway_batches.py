@@ -20,6 +20,7 @@ from batch.bucket_stub import bucket_stub
 from gateway_process import Gateway, Got, gateway
 from onnx import TensorProto, helper, numpy_helper
 
+pytestmark = pytest.mark.timeout(600)  # tens of thousands of items, one at a time, on a machine that may be busy
 WEIGHTS = np.asarray([[1], [10]], np.float32)
 MANY = 20_000
 SLOW = {"batch_size": 1, "in_flight": 1}

@@ -117,7 +117,7 @@ def test_a_gateway_that_cannot_know_its_platform_does_not_start(
 ) -> None:
     made = Gateway(tmp_path)
     made.start(*words, wait=False)
-    assert made.process is not None and made.process.wait(60) == 2
+    assert made.process is not None and made.process.wait(180) == 2
     assert text in made.log
 
 
@@ -190,7 +190,9 @@ def test_the_whole_way_on_kubernetes(cluster: KubernetesServer, tmp_path: Path) 
         assert walk.until_loaded(job)["pod_name"] == f"ims-{job}-0"
         assert walk.ask("POST", job, "stop").json["status"] == "stopped"
         assert walk.ask("GET", job, "status").status == 404
-        assert walk.status_of(job) == "Done" and cluster.held() == before
+        assert walk.status_of(job) == "Done"
+        while cluster.held() != before:  # controllers remove what the Service leaves behind
+            time.sleep(0.1)
 
         # A model that cannot be loaded is told of by the service itself, and nothing stays behind.
         broken = tmp_path / "broken"

@@ -195,7 +195,7 @@ def test_a_public_port_needs_tls_or_insecure(tmp_path: Path) -> None:
     running = Gateway(tmp_path)
     running.start("--host", "0.0.0.0", "--port", "0", wait=False)  # noqa: S104
     assert running.process is not None
-    assert running.process.wait(60) == 2
+    assert running.process.wait(180) == 2
     assert "--insecure" in running.log
     assert not KEY.search(running.log)
     with gateway(tmp_path, "--host", "0.0.0.0", "--insecure") as public:  # noqa: S104
@@ -207,7 +207,7 @@ def test_a_port_that_is_taken_costs_no_key(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         running.start("--port", str(taken.getsockname()[1]), wait=False)
         assert running.process is not None
-        assert running.process.wait(60) == 2
+        assert running.process.wait(180) == 2
         assert "in use" in running.log
     assert not KEY.search(running.log)
     with gateway(tmp_path) as later:

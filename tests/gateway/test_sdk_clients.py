@@ -67,7 +67,7 @@ class Place:
             env=self.environment(version),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             check=False,
         )
         assert run.returncode == code, run.stdout + run.stderr

@@ -99,7 +99,7 @@ def registered(running: Gateway, model: Path) -> dict[str, str]:
 
 def bash(script: str, more: dict[str, str]) -> list[str]:
     run = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script], env=os.environ | more, capture_output=True, text=True, timeout=120,
+        ["bash", "-euo", "pipefail", "-c", script], env=os.environ | more, capture_output=True, text=True, timeout=280,
         check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from ports import service_ports
+
 from headrace.core.clock import Clock, ManualClock
 from headrace.core.errors import AlreadyExists
 from headrace.jobs.records import ExperimentWish, Job, JobWish
@@ -89,7 +91,7 @@ class FakeDriver:
         pass
 
 
-RANGE = (32_400, 32_699)
+RANGE = service_ports()
 """Ports of real processes."""
 
 

@@ -25,10 +25,12 @@ class PostgresqlServer:
 
     def start(self) -> None:
         options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self._folder} -c fsync=off"
-        self._run("pg_ctl", "-D", self._data, "-w", "-l", str(self._folder / "log"), "-o", options, "start")
+        self._run(
+            "pg_ctl", "-D", self._data, "-w", "-t", "170", "-l", str(self._folder / "log"), "-o", options, "start"
+        )
 
     def stop(self) -> None:
-        self._run("pg_ctl", "-D", self._data, "-m", "immediate", "-w", "stop")
+        self._run("pg_ctl", "-D", self._data, "-m", "immediate", "-w", "-t", "170", "stop")
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
@@ -50,4 +52,4 @@ class PostgresqlServer:
                 shutil.chown(self._folder, "postgres", "postgres")
             command = ["runuser", "-u", "postgres", "--", *command]
         with (self._folder / "output").open("ab") as output:
-            subprocess.run(command, check=True, stdout=output, stderr=output, cwd="/tmp", timeout=60)
+            subprocess.run(command, check=True, stdout=output, stderr=output, cwd="/tmp", timeout=180)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from jobs_tools import FakeDriver, model_file, opened, run, started, trained
 from sqlalchemy import insert, text
@@ -227,6 +227,8 @@ ANYTHING = st.one_of(HOSTILE, st.none(), st.integers(), st.floats(), st.lists(HO
 @given(texts=st.lists(HOSTILE, min_size=8, max_size=8), things=st.lists(ANYTHING, min_size=6, max_size=6))
 def test_hostile_texts_are_kept_as_they_are_or_refused(hostile: Any, texts: list[str], things: list[Any]) -> None:
     loop, service, parent = hostile
+    # Texts of the program itself are among those that are drawn, and this organisation is the one whose all of it is.
+    assume(texts[0] != "org")
 
     async def tried(work: Any) -> Any:
         try:

@@ -45,8 +45,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def processes(folder: Path) -> list[psutil.Process]:
-    """Everything that was started with a word of this folder, zombies apart."""
-    return [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or [])]
+    """Everything that was started with a word of this folder, zombies apart.
+
+    One whose words the kernel is about to give it is known by the folder that it was started in.
+    """
+
+    def told(each: psutil.Process) -> str:
+        return " ".join(each.info["cmdline"] or [each.info["cwd"] or ""])
+
+    return [each for each in psutil.process_iter(["cmdline", "cwd"]) if str(folder) in told(each)]
 
 
 def onnx_classifier(folder: Path) -> Path:
@@ -242,7 +249,7 @@ def test_a_gateway_killed_at_any_step(folder: Path, step: str, status: str) -> N
     parent = run(prepare())
     words = [sys.executable, "-c", GATEWAY, str(folder), step, parent.id, HERE]
     env = os.environ | {"PYTHONPATH": f"{HERE}:{Path(HERE).parent}"}
-    killed = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    killed = subprocess.run(words, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "died\n"), killed.stderr
 
     async def after() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,13 +19,6 @@ def command(program: str = "serve", words: Sequence[str] = (), *, port: int = 80
     """The stand-in service as one line for a shell: nothing has to lie in the image but Python."""
     argv = [python, "-c", PROGRAM.read_text(), program, "--port", str(port), *words]
     return "umask 0 && exec " + shlex.join(argv)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def hostile(canary: Path) -> list[str]:

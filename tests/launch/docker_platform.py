@@ -69,12 +69,12 @@ def docker_engine() -> Iterator[DockerEngine]:
         pytest.fail("there is no dockerd: bash scripts/platforms/docker.sh install")
     folder = Path(tempfile.mkdtemp(prefix="hr-docker-", dir="/tmp"))  # a socket's path must be short
     try:
-        subprocess.run(["bash", SCRIPT, "start", folder], check=True, timeout=60)
+        subprocess.run(["bash", SCRIPT, "start", folder], check=True, timeout=180)
         found = DockerEngine(f"unix://{folder}/docker.sock")
         found.docker("import", "--change", "ENV PATH=/usr/bin:/bin", "-", IMAGE, input=root_tar())
         yield found
     finally:
-        subprocess.run(["bash", SCRIPT, "stop", folder], check=True, timeout=90)
+        subprocess.run(["bash", SCRIPT, "stop", folder], check=True, timeout=180)
         shutil.rmtree(folder)
 
 

@@ -86,17 +86,27 @@ class FakeBrev:
     def held(self) -> set[str]:
         with state(self.root) as instances:
             names = {f"instance {name}" for name in instances}
-        homes = (self.root / "homes").glob("*/**/*")
-        files = {str(path.relative_to(self.root)) for path in homes if "/.fake-docker/.l" not in str(path)}
-        return names | files
+        # Not by `glob`, which stumbles over what is removed while it looks.
+        below = [Path(top, name) for top, folders, files in os.walk(self.root / "homes") for name in folders + files]
+        inside = (path.relative_to(self.root) for path in below)
+        return names | {str(path) for path in inside if len(path.parts) > 2}
 
     def end(self) -> set[str]:
-        """What still runs, killed: there is nothing where a driver has stopped all that it started."""
-        for path in (self.root / "homes").glob("*/.fake-docker/*/state.json"):
-            told = json.loads(path.read_text())
-            if told["Status"] == "running":
-                os.killpg(told["Pid"], signal.SIGKILL)
-        left = living(self.root)
+        """What still runs, killed: there is nothing where a driver has stopped all that it started.
+
+        What has done its work may need a moment to be gone: the one beside a container takes note of its end and leaves.
+        """
+        limit = time.monotonic() + 60
+        running = [
+            told["Pid"]
+            for path in (self.root / "homes").glob("*/.fake-docker/*/state.json")
+            if (told := json.loads(path.read_text()))["Status"] == "running"
+        ]
+        while (left := living(self.root)) and not running and time.monotonic() < limit:
+            time.sleep(0.02)
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -146,7 +156,8 @@ def state(root: Path) -> Iterator[dict[str, Any]]:
             if file.name.removeprefix("status-") not in known:
                 file.unlink()
         for name, each in known.items():
-            (root / f"status-{name}").write_text(each["status"])
+            (root / "status.new").write_text(each["status"])
+            (root / "status.new").rename(root / f"status-{name}")
         (root / "listing").unlink(missing_ok=True)
         if not any("until" in each for each in known.values()):
             (root / "listing.new").write_text(listing(known))
@@ -345,7 +356,7 @@ def ssh(root: Path, words: list[str]) -> None:
             raise Failed(f"ssh: Could not resolve hostname {host}: Name or service not known", 255)
     from fake_brev_docker import serve_port
 
-    serve_port("127.0.0.1", int(local), int(remote)).join()
+    serve_port("127.0.0.1", int(local), int(remote))[0].join()
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def serve_port(address: str, port: int, target: int) -> threading.Thread:
-    """Lead connections to another port, from now on."""
+def serve_port(address: str, port: int, target: int) -> tuple[threading.Thread, int]:
+    """Lead connections to another port, from now on; 0 is any, which is told."""
     import socket
     import threading
 
@@ -49,7 +49,7 @@ def serve_port(address: str, port: int, target: int) -> threading.Thread:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    return thread
+    return thread, listener.getsockname()[1]
 
 
 def docker(root: Path, words: list[str]) -> None:
@@ -78,7 +78,10 @@ def docker(root: Path, words: list[str]) -> None:
         flags, _ = split(words, {"-aq": False, "--no-trunc": False, "--filter": True})
         kind, name, *value = flags["--filter"].split("=", 2)
         for folder in sorted(base.iterdir()) if base.exists() else ():
-            labels = json.loads((folder / "config.json").read_text())["labels"] if folder.is_dir() else {}
+            try:
+                labels = json.loads((folder / "config.json").read_text())["labels"]
+            except OSError:
+                continue  # it is just being made, or removed
             if kind == "label" and name in labels and (not value or labels[name] == value[0]):
                 print(folder.name)
     else:
@@ -148,13 +151,16 @@ def docker_one(base: Path, verb: str, words: list[str]) -> None:
         raise Failed(f"docker: '{verb}' is not a docker command.")
     flags, rest = split(words, known[verb])
     names = [rest[-1].partition(":")[0]] if verb == "cp" else rest
+    if verb == "inspect":
+        missing = [name for name in names if not inspect(base / name, flags.get("--format"))]
+        if missing:
+            raise Failed(f"Error: No such object: {missing[0]}")
+        return
     for name in names:
         folder = base / name
         if not (folder / "config.json").exists():
             raise Failed(f"Error response from daemon: No such container: {name}")
-        if verb == "inspect":
-            inspect(folder, flags.get("--format"))
-        elif verb == "cp":
+        if verb == "cp":
             with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as tar:
                 for member in tar:
                     tar.extract(member, folder / "root")
@@ -167,14 +173,19 @@ def docker_one(base: Path, verb: str, words: list[str]) -> None:
             stop(folder, int(flags["-t"]))
         elif verb == "rm":
             stop(folder, 0)
-            shutil.rmtree(folder)
+            while folder.exists():  # somebody else may remove it, too
+                shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):
                 base.rmdir()
 
 
-def inspect(folder: Path, form: str | None) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    told = json.loads((folder / "state.json").read_text())
+def inspect(folder: Path, form: str | None) -> bool:
+    """Tell of one; False if there is none."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        told = json.loads((folder / "state.json").read_text())
+    except OSError:
+        return False
     if form is None:
         print("[{}]")
     elif form.startswith("{{index .Config.Labels"):
@@ -186,6 +197,7 @@ def inspect(folder: Path, form: str | None) -> None:
         print(f"/{folder.name} {json.dumps(told)} {json.dumps(ports)}")
     else:
         raise Failed("template parsing error")
+    return True
 
 
 def start(folder: Path) -> None:
@@ -210,7 +222,10 @@ def stop(folder: Path, seconds: float) -> None:
     limit = time.monotonic() + seconds
     number = signal.SIGTERM if seconds else signal.SIGKILL
     while True:
-        told = json.loads((folder / "state.json").read_text())
+        try:
+            told = json.loads((folder / "state.json").read_text())
+        except OSError:
+            return
         if told["Status"] != "running":
             return
         if number is not None:
@@ -225,7 +240,6 @@ def stop(folder: Path, seconds: float) -> None:
 
 def container(folder: Path) -> None:
     """The engine's side of one container: publishes its ports, runs it, and takes note of its end."""
-    import socket
     import subprocess
 
     config = json.loads((folder / "config.json").read_text())
@@ -233,17 +247,13 @@ def container(folder: Path) -> None:
     ports = []
     for each in config["ports"]:
         address, outer, inner = each.split(":")
-        if not outer:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                outer = probe.getsockname()[1]
         try:
-            serve_port(address, int(outer), int(inner))
+            _, published = serve_port(address, int(outer or 0), int(inner))
         except OSError:
             error = f"Bind for {address}:{outer} failed: port is already allocated"
             write(folder / "state.json", {**told, "Error": error})
             return
-        ports.append((int(outer), int(inner)))
+        ports.append((published, int(inner)))
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", **config["environment"]}
     if "HEADRACE_VARIABLES" in environment:
         environment["HEADRACE_VARIABLES"] = str(folder / "root") + environment["HEADRACE_VARIABLES"]

@@ -144,7 +144,7 @@ class FakeLepton:
         self.server.shutdown()
         self.thread.join()
         self.server.server_close()
-        for replica in self.deployments.values():
+        for replica in list(self.deployments.values()):  # those that are being deleted leave meanwhile
             replica.take_down()
         self._folder.cleanup()
 
@@ -290,7 +290,9 @@ class FakeLepton:
         if int(asked["end"]) <= int(asked["start"]):
             raise Refused(400, "end must be after start")
         replica = self.replica(asked["deployment"])
-        lines = replica.log.read_text(errors="replace").splitlines() if replica.log.exists() else []
+        lines = []
+        with contextlib.suppress(FileNotFoundError):  # of one that is not begun, or just gone
+            lines = replica.log.read_text(errors="replace").splitlines()
         base = int(replica.began * 10**9)
         values = [[str(base + number), line] for number, line in enumerate(lines)]
         values = values[::-1][: int(asked.get("limit", 5000))]

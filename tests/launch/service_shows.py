@@ -17,11 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ports import launchers_ports
+
 ARCH = "tao-dataservices"
 HEADRACE = Path(sys.executable).parent / "headrace"
 PROGRAM = Path(__file__).parent / "show_program.py"
 SECRET = "wandb-0123456789abcdef"
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 120.0
 
 Row = dict[str, Any]
 
@@ -50,7 +52,7 @@ class Shell:
 
     def read(self, command: subprocess.Popen[str], code: int = 0) -> Any:
         """What a command printed as JSON; its errors where it was to fail."""
-        out, err = command.communicate(timeout=180)
+        out, err = command.communicate(timeout=240)
         self.said += [out, err]
         assert command.returncode == code, f"{command.args}: {command.returncode}\n{out}\n{err}"
         return json.loads(out) if code == 0 else err
@@ -90,6 +92,11 @@ class Shell:
 
 def show(shell: Shell, *, kill: Callable[[Row], None], held: Callable[[], set[str]], logged: str) -> list[Row]:
     """The whole of it. Returns the three as they were started."""
+    with launchers_ports():
+        return _show(shell, kill, held, logged)
+
+
+def _show(shell: Shell, kill: Callable[[Row], None], held: Callable[[], set[str]], logged: str) -> list[Row]:
     before = held()
     started = shell.start(3)
     assert all(each["ready"] and each["state"] == "running" for each in started), started
@@ -100,7 +107,8 @@ def show(shell: Shell, *, kill: Callable[[Row], None], held: Callable[[], set[st
     assert [each["host_url"] for each in started] == [rows[job]["host_url"] for job in ids]
     shell.ask(started)
     assert shell.has_arrived(started[0])
-    assert logged in shell("logs", ids[0], "--json")["log"]
+    # A platform may show what a service said later than the service's answers.
+    until(lambda: shell("logs", ids[0], "--json")["log"], lambda log: logged in log)
     kept, killed, _ = started
     kill(killed)
     row = until(lambda: _state(shell, killed["job_id"]), lambda row: row["state"] in ("ended", "stale"))

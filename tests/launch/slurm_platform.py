@@ -59,9 +59,11 @@ class Cluster:
         """All that is there of services: jobs that are not over, files, tunnels and other processes."""
         active = {f"job {line}" for line in self.tool("squeue", "-h", "-o", "%i").split()}
         # The connection that commands share is the driver's own, and ends by itself: see `test_slurm_services`.
+        # Not by `rglob`, which stumbles over what is removed while it looks.
+        below = [Path(top, name) for top, folders, files in os.walk(jobs) for name in folders + files]
         files = {
             str(path)
-            for path in jobs.rglob("*")
+            for path in below
             if path.name not in ("jobs", "state", "tunnels", "ssh") and path.parent.name != "ssh"
         }
         running = {
@@ -83,7 +85,7 @@ def cluster() -> Iterator[Cluster]:
     # Not pytest's folder: the paths of sockets are short.
     folder = Path(tempfile.mkdtemp(prefix="hr-slurm-"))
     try:
-        subprocess.run([SCRIPT, "start", folder], check=True, timeout=60)
+        subprocess.run([SCRIPT, "start", folder], check=True, timeout=180)
         yield Cluster(folder)
     finally:
         # Tunnels of a test that failed: none but ours has that key.
@@ -91,5 +93,5 @@ def cluster() -> Iterator[Cluster]:
             if str(folder / "client_key") in (each.info["cmdline"] or ()):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
-        subprocess.run([SCRIPT, "stop", folder], check=True, timeout=60)
+        subprocess.run([SCRIPT, "stop", folder], check=True, timeout=180)
         shutil.rmtree(folder)

@@ -34,7 +34,7 @@ class TestBrev(DriverContract):
                 program=str(self.fake.program),
                 state_dir=self.state,
                 poll_seconds=0.05,
-                command_seconds=30,
+                command_seconds=120,
             )
         )
 

@@ -33,6 +33,7 @@ from headrace.launch.brev import remote, states
 from headrace.launch.brev.driver import BrevDriver
 from headrace.launch.brev.settings import BrevSettings
 from headrace.launch.contract import Check, Container, Handle, LaunchSpec, Mount
+from headrace.launch.identity import session_members
 
 JOB = "0123abcd-4567-89ab-cdef-0123456789ab"
 BOX = Container("tao:1", "umask 0 && sleep 600")
@@ -46,7 +47,7 @@ def fake(tmp_path: Path) -> Iterator[FakeBrev]:
 
 
 def driver_of(fake: FakeBrev, **more: Any) -> BrevDriver:
-    given = {"instance_id": "box", "poll_seconds": 0.05, "command_seconds": 30, **more}
+    given = {"instance_id": "box", "poll_seconds": 0.05, "command_seconds": 120, **more}
     return BrevDriver(BrevSettings(program=str(fake.program), state_dir=fake.root.parent / "state", **given))
 
 
@@ -298,6 +299,8 @@ def test_a_forwarding_that_died_is_made_again_at_the_same_port(fake: FakeBrev) -
         meta = fake.root.parent / "state" / f"{handle.job_id}.json"
         session = json.loads(meta.read_text())["session"]
         os.killpg(session, signal.SIGKILL)
+        while session_members(session):  # until it is dead it has its port
+            await asyncio.sleep(0.01)
         other = driver_of(fake)
         await answer(other, handle)
         assert await other.endpoint(handle) == url == await driver.endpoint(handle)

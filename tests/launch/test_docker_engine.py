@@ -24,6 +24,7 @@ pytest.register_assert_rewrite("driver_contract")
 
 from docker_platform import IMAGE, DockerEngine  # noqa: E402
 from driver_contract import command  # noqa: E402
+from ports import free_port  # noqa: E402
 
 from headrace.core.errors import FailedPrecondition, ResourceExhausted, Unavailable  # noqa: E402
 from headrace.launch.contract import Container, Handle, LaunchSpec, Mount  # noqa: E402
@@ -48,14 +49,7 @@ def spec_of(line: str, image: str = IMAGE, mounts: tuple[Mount, ...] = (), **mor
     return LaunchSpec(str(uuid.uuid4()), container=Container(image, line, mounts=mounts), **more)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
-async def answer(url: str, path: str = "", seconds: float = 60) -> bytes:
+async def answer(url: str, path: str = "", seconds: float = 120) -> bytes:
     limit = time.monotonic() + seconds
     while True:
         try:
@@ -67,12 +61,11 @@ async def answer(url: str, path: str = "", seconds: float = 60) -> bytes:
 
 
 async def ended(driver: DockerDriver, handle: Handle) -> str:
-    for _ in range(600):
-        observed = await driver.status(handle)
-        if observed.phase == "ended":
-            return observed.reason
+    limit = time.monotonic() + 120
+    while (observed := await driver.status(handle)).phase != "ended":
+        assert time.monotonic() < limit, observed
         await asyncio.sleep(0.05)
-    raise AssertionError(observed)
+    return observed.reason
 
 
 def test_what_the_handle_and_the_engine_say(engine: DockerEngine) -> None:
@@ -242,10 +235,9 @@ def over_ssh(engine: DockerEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_engine_behind_ssh(over_ssh: DockerEngine) -> None:
     async def main() -> None:
         driver = driver_of(over_ssh)
-        for _ in range(100):  # sshd needs a moment
-            checks = await driver.preflight()
-            if checks[0].passed:
-                break
+        limit = time.monotonic() + 120
+        while not (checks := await driver.preflight())[0].passed and time.monotonic() < limit:
+            await asyncio.sleep(0.05)  # sshd needs a moment
         assert all(check.passed for check in checks), checks
         handle = await driver.start(spec_of(command(), secret_environment={"HF_TOKEN": "over there"}))
         url = await driver.endpoint(handle)

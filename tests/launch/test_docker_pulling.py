@@ -149,7 +149,7 @@ def own_logins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def settings_of(engine: DockerEngine, registry: Registry, key: str) -> DockerSettings:
-    return DockerSettings(host=engine.host, registry=f"127.0.0.1:{registry.port}", registry_key=key, pull_seconds=60)
+    return DockerSettings(host=engine.host, registry=f"127.0.0.1:{registry.port}", registry_key=key, pull_seconds=180)
 
 
 def test_an_image_is_pulled_with_the_key_which_is_left_nowhere(
@@ -194,7 +194,7 @@ def test_why_an_image_does_not_arrive(
 
 def test_a_registry_that_is_not_there(engine: DockerEngine) -> None:
     async def main() -> None:
-        driver = DockerDriver(DockerSettings(host=engine.host, pull_seconds=60))
+        driver = DockerDriver(DockerSettings(host=engine.host, pull_seconds=180))
         spec = LaunchSpec(str(uuid.uuid4()), container=Container("127.0.0.1:1/x:1", "true"))
         with pytest.raises(Unavailable, match="127.0.0.1:1/x:1 cannot be pulled.*docker load"):
             await driver.start(spec)

@@ -7,10 +7,12 @@ import asyncio
 import json
 import logging
 import os
+import time
 import uuid
 from pathlib import Path
 
 import pytest
+from ports import service_ports
 
 from headrace.core.errors import ResourceExhausted
 from headrace.launch.contract import PORT, Handle, LaunchSpec
@@ -56,7 +58,7 @@ def driver(tmp_path: Path, gpus: int) -> ProcessDriver:
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": HERE}
     return ProcessDriver(
         tmp_path / "root",
-        ports=(32_300, 32_399),
+        ports=service_ports(),
         environ=environ,
         devices=folder if folder.exists() else devices(folder, gpus),
     )
@@ -68,8 +70,9 @@ def spec(gpus: int, *words: str) -> LaunchSpec:
 
 def given(tmp_path: Path, handle: Handle) -> str:
     """What its process has in its environment."""
-    raw = Path(f"/proc/{handle.data['pid']}/environ").read_bytes().split(b"\0")
-    found = [each.decode() for each in raw if each.startswith(b"CUDA_VISIBLE_DEVICES=")]
+    while not (raw := Path(f"/proc/{handle.data['pid']}/environ").read_bytes()):
+        time.sleep(0.01)  # the kernel is about to give it its variables
+    found = [each.decode() for each in raw.split(b"\0") if each.startswith(b"CUDA_VISIBLE_DEVICES=")]
     meta = json.loads((tmp_path / "root/jobs" / handle.job_id / "launch.json").read_bytes())
     assert ",".join(meta["gpus"]) == "".join(found).partition("=")[2]
     return ",".join(meta["gpus"])

@@ -8,7 +8,7 @@ import json
 import time
 import urllib.request
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from headrace.launch.kubernetes.settings import KubernetesSettings
 
 pytestmark = pytest.mark.platform
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "kubernetes-services.md"
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 def spec(program: str = "serve", image: str = "example/service:1", **given: Any) -> LaunchSpec:
@@ -59,7 +59,22 @@ async def phase(driver: KubernetesDriver, handle: Handle, wanted: str, reason: s
 
 async def answers(driver: KubernetesDriver, handle: Handle) -> Any:
     url = await until(lambda: driver.endpoint(handle))
-    return json.load(await asyncio.to_thread(urllib.request.urlopen, url, timeout=5))
+    return json.load(await asyncio.to_thread(urllib.request.urlopen, url, timeout=60))
+
+
+@pytest.fixture(autouse=True)
+def _left_as_it_was(cluster: Platform) -> Iterator[None]:
+    """Controllers remove what a Service leaves behind a moment later: the next test finds the cluster at rest."""
+    before = cluster.server.held()
+    yield
+    left_as(cluster, before)
+
+
+def left_as(cluster: Platform, before: set[str]) -> None:
+    limit = time.monotonic() + PATIENCE
+    while (now := cluster.server.held()) != before:
+        assert time.monotonic() < limit, now ^ before
+        time.sleep(0.05)
 
 
 def run(driver: KubernetesDriver, main: Callable[[], Awaitable[None]]) -> None:
@@ -158,7 +173,7 @@ def test_three_services_one_killed_and_nothing_is_left(cluster: Platform, worklo
         assert await driver.found() == {}
 
     run(driver, main)
-    assert cluster.server.held() == before
+    left_as(cluster, before)
 
 
 def test_service_and_secret_belong_to_the_workload_and_go_with_it(cluster: Platform) -> None:
@@ -202,7 +217,7 @@ def test_what_was_orphaned_is_removed_too(cluster: Platform) -> None:
         assert (await driver.status(handle)).phase == "gone"
 
     run(driver, main)
-    assert cluster.server.held() == before
+    left_as(cluster, before)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +410,7 @@ def test_nobody_else_is_let_in_and_no_server_is_told(cluster: Platform, tmp_path
 
 
 def test_a_pod_that_does_not_go_is_told_and_stopping_again_is_fine(cluster: Platform) -> None:
-    driver = cluster.driver(delete_seconds=1.0)
+    driver, patient = cluster.driver(delete_seconds=1.0), cluster.driver()
     before = cluster.server.held()
 
     async def main() -> None:
@@ -415,11 +430,13 @@ def test_a_pod_that_does_not_go_is_told_and_stopping_again_is_fine(cluster: Plat
         with pytest.raises(AlreadyExists, match="still being removed"):
             await driver.start(spec(job_id=handle.job_id))
         hold([])
-        await driver.stop(handle, 1.0)
-        assert (await driver.status(handle)).phase == "gone"
+        # By one with patience: how long the rest takes is the machine's business.
+        await patient.stop(handle, 1.0)
+        assert (await patient.status(handle)).phase == "gone"
+        await patient.close()
 
     run(driver, main)
-    assert cluster.server.held() == before
+    left_as(cluster, before)
 
 
 def test_a_pull_secret_must_be_there_and_be_one(cluster: Platform) -> None:

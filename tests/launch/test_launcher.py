@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ports import launchers_ports
 from service_programs import make_model
 
 from headrace.core.errors import (
@@ -47,7 +48,8 @@ GONE = f"{own_name().split('/')[0]}/another-boot/1/1/"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(planning, "TARGET", "service_programs:serve")
-    yield tmp_path
+    with launchers_ports():
+        yield tmp_path
     left = [each.pid for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
@@ -55,8 +57,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def launcher(folder: Path, **more: Any) -> Launcher:
+    """A start ends when the service answers, or has ended: how long that takes is the machine's business."""
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": HERE, "WANDB_API_KEY": SECRET, "WANDB_PROJECT": "mugs"}
-    return Launcher(folder / "registry.json", environ=more.pop("environ", environ), **more)
+    return Launcher(folder / "registry.json", **{"environ": environ, "settle_seconds": 120, **more})
 
 
 def request(folder: Path, behaviour: str = "ready", **more: Any) -> StartRequest:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from driver_contract import HERE, NOTHING, DriverContract
+from ports import service_ports
 
 from headrace.launch.contract import PORT, Driver, Handle, LaunchSpec
 from headrace.launch.process import ProcessDriver
@@ -24,7 +25,7 @@ class TestProcess(DriverContract):
         self.folder = tmp_path / "launch"
 
     async def driver(self) -> Driver:
-        return ProcessDriver(self.folder, ports=(32_400, 32_599), environ={**os.environ, "PYTHONPATH": str(HERE)})
+        return ProcessDriver(self.folder, ports=service_ports(), environ={**os.environ, "PYTHONPATH": str(HERE)})
 
     def spec(
         self,

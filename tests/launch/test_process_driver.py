@@ -19,16 +19,17 @@ from typing import Any
 
 import psutil
 import pytest
+from ports import service_ports
 
 from headrace.core.errors import AlreadyExists, InvalidArgument, ResourceExhausted
 from headrace.launch import process
 from headrace.launch.contract import PORT, SECRET, Handle, LaunchSpec
-from headrace.launch.identity import boot, is_surely_dead, own_name, stat_of
+from headrace.launch.identity import boot, command_of, is_surely_dead, own_name, stat_of
 from headrace.launch.ports import Ports, is_free
 from headrace.launch.process import ProcessDriver
 
 HERE = str(Path(__file__).parent)
-RANGE = (32_000, 32_299)
+RANGE = service_ports()
 
 
 @pytest.fixture
@@ -184,7 +185,8 @@ from headrace.launch import process
 async def main():
     if sys.argv[3] == "before the gate":
         process._open_gate = lambda child: (print(child.pid, flush=True), os.kill(os.getpid(), 9))
-    driver = process.ProcessDriver(Path(sys.argv[1]), ports=(32000, 32299), environ={**os.environ})
+    ports = int(sys.argv[4]), int(sys.argv[5])
+    driver = process.ProcessDriver(Path(sys.argv[1]), ports=ports, environ={**os.environ})
     await driver.start(LaunchSpec(sys.argv[2], "launched_programs:serve", ("--port", PORT)))
     print("started", flush=True)
     await asyncio.sleep(600)
@@ -194,7 +196,7 @@ asyncio.run(main())
 
 def start_elsewhere(root: Path, job_id: str, how: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", STARTER, str(root), job_id, how],
+        [sys.executable, "-c", STARTER, str(root), job_id, how, *map(str, RANGE)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": HERE},
@@ -251,6 +253,8 @@ def test_a_process_that_only_has_the_number_is_left_alone(root: Path, change: di
         stranger = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
         stat = stat_of(stranger.pid)
         assert stat is not None
+        while not command_of(stranger.pid):  # the kernel is about to give it its words
+            await asyncio.sleep(0.01)
         meta = {"job_id": job_id, "pid": stranger.pid, "started": stat.started, "boot": boot(), "port": 1, "host": "h"}
         (folder / "launch.json").write_text(json.dumps(meta | change))
         assert (await driver.status(Handle(job_id, "process"))).phase == "ended"
@@ -281,25 +285,41 @@ def test_one_that_the_kernel_is_about_to_give_its_words_lives(root: Path, monkey
 
 
 def test_ports_are_bound_before_they_are_given_and_given_in_turn(tmp_path: Path) -> None:
-    first = 32_300
+    first, last = service_ports(4)
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", first + 1))
         stranger.listen()
-        ports = Ports(tmp_path / "ports", "127.0.0.1", first, first + 3)
+        ports = Ports(tmp_path / "ports", "127.0.0.1", first, last)
         known = {"a", "b", "c"}
-        assert [ports.claim(name, known.__contains__) for name in "abc"] == [first, first + 2, first + 3]
+        given = [ports.claim(name, known.__contains__) for name in "abc"]
+        turn = [first, first + 2, first + 3]
+        assert given in (turn, turn[1:] + turn[:1], turn[2:] + turn[:2])
         with pytest.raises(ResourceExhausted):
             ports.claim("d", known.__contains__)
         ports.release("a")
-        assert ports.claim("d", (known | {"d"}).__contains__) == first
-        assert ports.claim("e", {"a"}.__contains__) == first + 2  # b, c and d are gone: not the port just given
+        assert ports.claim("d", (known | {"d"}).__contains__) == given[0]
+        assert ports.claim("e", {"a"}.__contains__) == given[1]  # b, c and d are gone: not the port just given
+
+
+def test_folders_that_share_the_ports_do_not_all_begin_with_the_same(tmp_path: Path) -> None:
+    """Nobody listens yet where the first service of another folder is about to."""
+    first, last = service_ports()
+    given = [
+        Ports(tmp_path / str(number), "127.0.0.1", first, last).claim("a", {"a"}.__contains__) for number in range(10)
+    ]
+    again = Ports(tmp_path / "0", "127.0.0.1", first, last)
+    again.release("a")
+    assert len(set(given)) > 1 and again.claim("b", {"b"}.__contains__) == given[0] + 1 - (
+        last - first + 1 if given[0] == last else 0
+    )
 
 
 def test_a_failed_start_leaves_nothing(root: Path) -> None:
     async def main() -> None:
-        driver = ProcessDriver(root, ports=(32_310, 32_310), environ={"PYTHONPATH": HERE, **os.environ})
+        only = service_ports(1)
+        driver = ProcessDriver(root, ports=only, environ={"PYTHONPATH": HERE, **os.environ})
         with socket.socket() as stranger:
-            stranger.bind(("127.0.0.1", 32_310))
+            stranger.bind(("127.0.0.1", only[0]))
             stranger.listen()
             with pytest.raises(ResourceExhausted):
                 await driver.start(spec())

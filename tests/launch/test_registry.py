@@ -247,7 +247,7 @@ def test_ten_processes_at_once_get_ten_ports(path: Path) -> None:
         if each.stdin is not None:
             each.stdin.close()
             each.stdin = None
-    ports = {int(each.communicate(timeout=60)[0]) for each in started}
+    ports = {int(each.communicate(timeout=240)[0]) for each in started}
     assert len(ports) == 10
     entries, latest = Registry(path).read()
     assert {entry.host_port for entry in entries.values()} == ports

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 import tempfile
@@ -60,11 +61,17 @@ class Contract(DriverContract):
         number = handle.data["platform_job_id"]
         job = await asyncio.to_thread(self.slurm.tool, "scontrol", "show", "job", "-d", number)
         script = await asyncio.to_thread(self.slurm.tool, "scontrol", "write", "batch_script", number, "-")
-        kept = [path for path in self.jobs.rglob("*") if path.is_file()]
-        spool = [path for path in (self.slurm.folder / "spool").rglob("*") if path.is_file()]
-        logs = list((self.slurm.folder / "log").iterdir())
-        files = "".join(path.read_bytes().decode(errors="replace") for path in (*kept, *spool, *logs))
-        return job + script + files
+        folders = (self.jobs, self.slurm.folder / "spool", self.slurm.folder / "log")
+        found = [Path(top, name) for folder in folders for top, _, names in os.walk(folder) for name in names]
+        return job + script + "".join(map(content_of, found))
+
+
+def content_of(path: Path) -> str:
+    """Nothing of what is no plain file, and of what is there no more: Slurm writes its state anew and renames it."""
+    try:
+        return path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    except FileNotFoundError:
+        return ""
 
 
 class TestSlurm(Contract):

@@ -40,8 +40,8 @@ def settings(tmp_path: Path) -> MediaSettings:
     return MediaSettings(
         private_hosts=(HOST,),
         temporary_folder=tmp_path / "temporary",
-        fetch_seconds=5,
-        idle_seconds=2,
+        fetch_seconds=120,
+        idle_seconds=120,
         image_bytes=1_000_000,
         video_bytes=2_000_000,
         image_pixels=1_000_000,
@@ -304,14 +304,14 @@ def test_cancelling_leaves_no_file_and_no_thread_at_work(web: WebStub, settings:
         handler.end_headers()
         handler.wfile.write(b"x" * 10)
         started.set()
-        let_go.wait(60)
+        let_go.wait(240)
 
     web.routes["/a"] = half
 
     async def give_up() -> None:
-        reader = MediaReader(replace(settings, threads=1, fetch_seconds=60, idle_seconds=60))
+        reader = MediaReader(replace(settings, threads=1))
         task = asyncio.create_task(reader.picture(web.url("/a")))
-        await asyncio.to_thread(started.wait, 30)
+        await asyncio.to_thread(started.wait, 120)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -326,7 +326,7 @@ def test_cancelling_leaves_no_file_and_no_thread_at_work(web: WebStub, settings:
 
 
 def test_no_more_than_may_wait(web: WebStub, stop: threading.Event, settings: MediaSettings) -> None:
-    web.routes["/a"] = lambda handler: (stop.wait(20), reply(handler, image()))[1]
+    web.routes["/a"] = lambda handler: (stop.wait(240), reply(handler, image()))[1]
 
     async def crowd() -> None:
         reader = MediaReader(replace(settings, threads=1, waiting=1))

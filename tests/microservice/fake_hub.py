@@ -34,7 +34,7 @@ class FakeHub:
                 return self._listing(name, folder)
             prefix = f"/{name}/resolve/{COMMIT}/"
             if path.startswith(prefix):
-                self.files_open.wait(60)
+                self.files_open.wait(300)
                 content = (folder / path.removeprefix(prefix)).read_bytes()
                 fields = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
                 return 200, fields, content

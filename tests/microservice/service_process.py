@@ -49,7 +49,7 @@ class Answer:
 
 
 def ask(port: int, method: str, path: str, body: Any = None, fields: dict[str, str] | None = None) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=180)
     raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     try:
         connection.request(method, path, raw, fields or {})
@@ -70,7 +70,7 @@ class Asked:
         return ask(self.port, "GET", path)
 
     def raw(self, path: str) -> str:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=180)
         try:
             connection.request("GET", path)
             return connection.getresponse().read().decode()
@@ -124,7 +124,7 @@ class Service(Asked):
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(60)
+        return self.process.wait(180)
 
 
 @contextmanager
@@ -139,8 +139,10 @@ def service(*arguments: Any, folder: Path, env: dict[str, str] | None = None, po
         )
     running = Service(process, log)
     try:
+        ended = False
         while (found := LISTENING.search(running.log)) is None:
-            assert process.poll() is None, running.log
+            assert not ended, running.log
+            ended = process.poll() is not None  # then its log is read once more: it may have come and gone meanwhile
             time.sleep(0.02)
         running.port = int(found[1])
         yield running
@@ -148,7 +150,7 @@ def service(*arguments: Any, folder: Path, env: dict[str, str] | None = None, po
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(30)

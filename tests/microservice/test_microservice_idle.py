@@ -165,7 +165,7 @@ def test_without_anybody_to_tell_it_stays_up_unless_told(tmp_path: Path, model: 
 def test_a_process_ends_by_itself(tmp_path: Path, model: Path) -> None:
     words = ("--model-path", model, "--idle_timeout_minutes", "0.001", "--exit-when-idle")
     with service(*words, folder=tmp_path) as running:
-        assert running.process.wait(60) == 0
+        assert running.process.wait(180) == 0
         assert "ending" in running.log
 
 
@@ -176,7 +176,7 @@ def test_a_process_that_cannot_load_asks_to_be_deleted(tmp_path: Path, model: Pa
         job = {"job_id": "j-1", "specs": {"model_path": str(model)}}
         words = ("--job", json.dumps(job), "--docker-env-vars", json.dumps(variables))
         with service(*words, "--host", "127.0.0.1", folder=tmp_path) as running:
-            assert api.came.wait(60)
+            assert api.came.wait(180)
             told = json.loads(api.seen[0][2]["status"])
             assert told["reason"] == "model_loading_failed"
             assert told["error"] == running.status()["model_load_error"] and "no such device" in told["error"]

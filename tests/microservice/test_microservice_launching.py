@@ -108,7 +108,7 @@ def test_wrong_command_lines_are_named(given: Given, text: str) -> None:
 
 def test_a_wrong_command_line_ends_with_2() -> None:
     def run(*words: str) -> tuple[int, str]:
-        done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=180)
         return done.returncode, done.stdout + done.stderr
 
     code, text = run("--job", "{]")

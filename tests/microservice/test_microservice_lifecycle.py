@@ -124,7 +124,7 @@ def test_a_slow_load_then_ready_and_the_seeds_loop_sees_it(tmp_path: Path) -> No
         assert_row(running.port, 202, "loading", "model_loading", "model_loading", LOADING, waits=True)
         gate.touch()
         seen = subprocess.run(
-            ["bash", "-c", SEED_LOOP], env=os.environ | {"PORT": str(running.port)}, capture_output=True, timeout=60
+            ["bash", "-c", SEED_LOOP], env=os.environ | {"PORT": str(running.port)}, capture_output=True, timeout=180
         )
         assert seen.stdout.decode().splitlines()[-1] == "Model is ready!", seen
         answer = running.post("/api/v1/inference", {"inputs": {"x": [1, 2]}}, {"Content-Type": "text/plain"})
@@ -228,7 +228,7 @@ def test_between_the_steps_no_flag_is_set(tmp_path: Path) -> None:
     may_load = threading.Event()
 
     async def before_load() -> None:
-        await asyncio.to_thread(may_load.wait, 60)
+        await asyncio.to_thread(may_load.wait, 240)
 
     with local_service(settings_for(model, tmp_path), before_load=before_load) as running:
         running.until(lambda told: not told["server_initializing"])
@@ -254,10 +254,10 @@ def test_sigterm_lets_a_request_in_flight_finish(tmp_path: Path) -> None:
         while "draining" not in running.log:
             time.sleep(0.01)
         gate.unlink()
-        asking.join(60)
+        asking.join(180)
         assert answers[0].status == 200
         assert answers[0].body["results"]["outputs"] == {"output": [-2.0, 10.0]}
-        assert running.process.wait(60) == 0
+        assert running.process.wait(180) == 0
 
 
 def test_sigterm_during_a_load_and_a_download_ends_at_once(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_a_service_that_loads_says_so(tmp_path: Path) -> None:
     may_load = threading.Event()
 
     async def before_load() -> None:
-        await asyncio.to_thread(may_load.wait, 60)
+        await asyncio.to_thread(may_load.wait, 240)
 
     model = tiny_llama(tmp_path / "llama")
     with local_service(settings_for(model, tmp_path), before_load=before_load) as running:

@@ -37,7 +37,7 @@ def run(*arguments: str | Path, folder: Path | None = None, env: Mapping[str, st
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=30,
+        timeout=180,
         check=False,
     )
     return done.returncode, done.stdout
@@ -65,7 +65,7 @@ class Client:
     """A connection that is kept, from an address of its own if need be."""
 
     def __init__(self, port: int, source: str = "127.0.0.1") -> None:
-        self._connection = HTTPConnection("127.0.0.1", port, timeout=30, source_address=(source, 0))
+        self._connection = HTTPConnection("127.0.0.1", port, timeout=120, source_address=(source, 0))
 
     def ask(self, path: str = "/predict", body: Any = None, **headers: str) -> Answer:
         """POST a document, or bytes as they are; GET without a body."""
@@ -165,7 +165,7 @@ def serve(
         if process.poll() is None:
             process.terminate()
         try:
-            code = process.wait(30)
+            code = process.wait(180)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
@@ -178,7 +178,7 @@ def together(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     start = threading.Barrier(len(functions))
 
     def call(index: int) -> None:
-        start.wait(30)
+        start.wait(120)
         try:
             results[index] = functions[index]()
         except Exception as error:
@@ -188,7 +188,7 @@ def together(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     for result in results:
         if isinstance(result, Exception):
             raise result

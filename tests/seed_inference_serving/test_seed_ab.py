@@ -202,6 +202,13 @@ def test_shadow(server: Program) -> None:
     assert server.ask(body={"inputs": ROW}).document["model_version"] == "v1.2.0"
 
 
+def written(file: Path, text: str) -> None:
+    """Whole or not at all: whoever follows the file must not read half of it."""
+    new = file.with_name("new.yaml")
+    new.write_text(text)
+    new.replace(file)
+
+
 def test_the_file_is_followed_while_the_server_runs(server: Program, folder: Path) -> None:
     file = folder / "inference.yaml"
     with server.client() as client:
@@ -209,11 +216,11 @@ def test_the_file_is_followed_while_the_server_runs(server: Program, folder: Pat
         def version() -> str:
             return str(client.ask(body={"inputs": ROW}).document["model_version"])
 
-        file.write_text(CONFIG.replace("0.9", "1").replace("0.1", "0"))
+        written(file, CONFIG.replace("0.9", "1").replace("0.1", "0"))
         while version() != "v1.0.0":
             pass
         assert {version() for _ in range(50)} == {"v1.0.0"}
-        file.write_text(CONFIG.replace("0.1", "0.2"))
+        written(file, CONFIG.replace("0.1", "0.2"))
         server.wait_for("stay as they were")
         assert "sum to 1.1" in server.log
         assert {version() for _ in range(50)} == {"v1.0.0"}

@@ -43,14 +43,14 @@ def test_uvicorn_serves_the_model(tmp_path: Path, seed_models: Path) -> None:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGTERM)
     # uvicorn ends itself by the signal, once its applications have ended.
-    assert process.wait(30) in (0, -signal.SIGTERM)
+    assert process.wait(180) in (0, -signal.SIGTERM)
 
 
 def test_a_wrong_setting_is_told_by_the_host(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "uvicorn", "headrace.asgi:app", "--host", "127.0.0.1", "--port", str(free_port())]
     environment = PLAIN | {"INFERENCE_MAX_BATCH_SIZE": "many"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode != 0
     assert "INFERENCE_MAX_BATCH_SIZE: takes a whole number" in done.stderr

@@ -22,10 +22,10 @@ ENVIRONMENT = {
     "INFERENCE_MODEL_PATH": "models/production",
     "INFERENCE_MODEL_VERSION": "latest",
     "INFERENCE_MAX_BATCH_SIZE": "8",
-    "INFERENCE_TIMEOUT_SECONDS": "30.0",
+    "INFERENCE_TIMEOUT_SECONDS": "60.0",
     "INFERENCE_MAX_REQUEST_SIZE_MB": "1",
     "INFERENCE_RATE_LIMIT_PER_MINUTE": "1000",
-    "INFERENCE_PERFORMANCE_BATCH_TIMEOUT_MS": "4000",
+    "INFERENCE_PERFORMANCE_BATCH_TIMEOUT_MS": "10000",
 }
 
 
@@ -36,11 +36,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory, seed_models: Path) -> Path:
     return made
 
 
+HELD = """
+import os, sys, time
+
+class Held:
+    def find_spec(self, name, path=None, target=None):
+        while name == "torch" and not os.path.exists(os.environ["TORCH_MAY_COME"]):
+            time.sleep(0.01)
+
+sys.meta_path.insert(0, Held())
+"""
+"""As `sitecustomize`: PyTorch is not there before a test says so, however long that takes on this machine."""
+
+
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Program]:
+def gate(folder: Path) -> Path:
+    return folder / "torch-may-come"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, gate: Path) -> Iterator[Program]:
     """As soon as it listens, which is before PyTorch is there."""
-    with serve(folder / "log", folder=folder, env=ENVIRONMENT, until="listening on") as running:
+    (folder / "held").mkdir()
+    (folder / "held" / "sitecustomize.py").write_text(HELD)
+    environment = ENVIRONMENT | {"PYTHONPATH": str(folder / "held"), "TORCH_MAY_COME": str(gate)}
+    with serve(folder / "log", folder=folder, env=environment, until="listening on") as running:
         yield running
+        gate.touch()
 
 
 def test_before_the_model_is_loaded(server: Program) -> None:
@@ -51,7 +73,8 @@ def test_before_the_model_is_loaded(server: Program) -> None:
     assert server.ask("/livez").status == 200
 
 
-def test_after_it_is_loaded(server: Program) -> None:
+def test_after_it_is_loaded(server: Program, gate: Path) -> None:
+    gate.touch()
     server.wait_for("ready: ")
     assert server.ask("/healthz").document == {"status": "healthy", "model_version": "v1.2.0"}
     assert server.ask("/ready").document == {"status": "ready"}
@@ -74,7 +97,7 @@ def test_the_settings_are_those_of_the_environment(folder: Path) -> None:
         "model.path models/production env INFERENCE_MODEL_PATH",
         "model.version latest env INFERENCE_MODEL_VERSION",
         "performance.max_batch_size 8 env INFERENCE_MAX_BATCH_SIZE",
-        "performance.inference_timeout_s 30 env INFERENCE_TIMEOUT_SECONDS",
+        "performance.inference_timeout_s 60 env INFERENCE_TIMEOUT_SECONDS",
         "safeguards.max_request_size_mb 1 env INFERENCE_MAX_REQUEST_SIZE_MB",
         "safeguards.rate_limit.requests_per_minute 1000 env INFERENCE_RATE_LIMIT_PER_MINUTE",
     ):
@@ -105,7 +128,7 @@ def test_a_full_batch_does_not_wait(server: Program) -> None:
     after = server.counted("production")
     assert after["batches"] - before["batches"] == 1
     assert after["largest"] == 8
-    assert max(answer.document["latency_ms"] for answer in answers) < 4000, "they waited for a ninth"
+    assert max(answer.document["latency_ms"] for answer in answers) < 10_000, "they waited for a ninth"
 
 
 def test_sigterm_drains(server: Program) -> None:
@@ -117,9 +140,9 @@ def test_sigterm_drains(server: Program) -> None:
     while server.metric("nv_inference_pending_request_count", model="production") < 3:
         assert any(thread.is_alive() for thread in threads), "they were answered too soon"
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
+    assert server.process.wait(180) == 0
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert [answer.status for answer in answers] == [200] * 3
     for answer in answers:
         assert answer.document["predictions"] == pytest.approx(expected(ROW, "v1.2.0"))

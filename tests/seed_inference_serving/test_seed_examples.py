@@ -21,7 +21,7 @@ from websockets.sync.client import ClientConnection, connect
 
 CONFIG = """
 predict: {model: production}
-stream: {idle_timeout_s: 60, messages_per_second: 50}
+stream: {idle_timeout_s: 240, messages_per_second: 10}
 cache: {ttl_s: 1}
 """
 
@@ -108,13 +108,13 @@ def test_grpc_inference(server: Program, stubs: tuple[Any, Any]) -> None:
     for port in (server.grpc_port, server.port):
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = services.InferenceServiceStub(channel)
-            answer = stub.Predict(messages.PredictRequest(inputs=ROW, model_version="v1.0.0"), timeout=30)
+            answer = stub.Predict(messages.PredictRequest(inputs=ROW, model_version="v1.0.0"), timeout=120)
             assert list(answer.predictions) == pytest.approx([0.5, 0.3])
             assert answer.model_version == "v1.0.0"
             assert answer.latency_ms > 0
             rows = [[float(number), 0.5, -1.0, 2.0] for number in range(50)]
             asked = (messages.PredictRequest(inputs=row) for row in rows)
-            answers = list(stub.PredictStream(asked, timeout=30))
+            answers = list(stub.PredictStream(asked, timeout=120))
             assert [list(one.predictions) for one in answers] == [
                 pytest.approx(expected(row, "v1.2.0")) for row in rows
             ]
@@ -136,7 +136,7 @@ def test_grpc_refuses_too(
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
         stub = services.InferenceServiceStub(channel)
         with pytest.raises(grpc.RpcError) as refused:
-            stub.Predict(messages.PredictRequest(inputs=inputs, model_version=version), timeout=30)
+            stub.Predict(messages.PredictRequest(inputs=inputs, model_version=version), timeout=120)
     error: Any = refused.value
     assert error.code() is code
     assert text in error.details()
@@ -145,17 +145,17 @@ def test_grpc_refuses_too(
 def test_websocket(server: Program) -> None:
     with socket_to(server) as stream:
         stream.send(json.dumps({"inputs": ROW}))
-        answer = json.loads(stream.recv(timeout=30))
+        answer = json.loads(stream.recv(timeout=120))
         assert answer["predictions"] == pytest.approx(expected(ROW, "v1.2.0"))
         assert answer["model_version"] == "v1.2.0"
         stream.send("{}")
-        assert json.loads(stream.recv(timeout=30)) == {"error": "Missing inputs"}
+        assert json.loads(stream.recv(timeout=120)) == {"error": "Missing inputs"}
         stream.send('{"inputs": [1')
-        assert "JSON" in json.loads(stream.recv(timeout=30))["error"]
+        assert "JSON" in json.loads(stream.recv(timeout=120))["error"]
         stream.send(json.dumps({"inputs": [1.0, "two", 3.0, 4.0]}))
-        assert "inputs[1]" in json.loads(stream.recv(timeout=30))["error"]
+        assert "inputs[1]" in json.loads(stream.recv(timeout=120))["error"]
         stream.send(struct.pack("<4f", *ROW))
-        binary = stream.recv(timeout=30)
+        binary = stream.recv(timeout=120)
         assert isinstance(binary, bytes)
         assert struct.unpack("<2f", binary) == pytest.approx(expected(ROW, "v1.2.0"))
 
@@ -163,10 +163,10 @@ def test_websocket(server: Program) -> None:
 def test_websocket_idle_timeout(tmp_path: Path) -> None:
     config = tmp_path / "inference.yaml"
     config.write_text("predict: {model: identity}\nstream: {idle_timeout_s: 1}\n")
-    with serve(tmp_path / "log", "--config", config) as server, socket_to(server) as stream:
-        began = time.monotonic()
-        with pytest.raises(ConnectionClosed) as closed:
-            stream.recv(timeout=30)
+    with serve(tmp_path / "log", "--config", config) as server:
+        began = time.monotonic()  # before the server begins to count
+        with socket_to(server) as stream, pytest.raises(ConnectionClosed) as closed:
+            stream.recv(timeout=120)
         assert time.monotonic() - began >= 0.9
     assert closed.value.rcvd is not None
     assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1000, "Timeout")
@@ -175,26 +175,29 @@ def test_websocket_idle_timeout(tmp_path: Path) -> None:
 def test_websocket_internal_errors_do_not_leak(server: Program) -> None:
     with socket_to(server, "/predict/candidate/stream") as stream:
         stream.send(json.dumps({"inputs": ROW}))
-        assert SECRET not in str(stream.recv(timeout=30))
+        assert SECRET not in str(stream.recv(timeout=120))
 
 
 def test_websocket_flood(server: Program) -> None:
-    """Those over the limit are refused, then the connection is closed; other clients do not feel it."""
+    """Those over the limit are refused, then the connection is closed; other clients do not feel it.
+
+    One at a time, so that nothing is on its way when the server closes: the kernel would take the close back for it.
+    """
     refused = answered = 0
     message = json.dumps({"inputs": ROW})
     with socket_to(server) as flood, socket_to(server) as quiet, pytest.raises(ConnectionClosed) as closed:
+        again = 0.0
         while True:
-            for _ in range(40):
-                flood.send(message)
-            for _ in range(40):
-                answer = json.loads(flood.recv(timeout=30))
-                answered += "predictions" in answer
-                if "error" in answer:
-                    refused += 1
-                    assert answer["retry_after_seconds"] > 0
-            quiet.send(message)
-            assert "predictions" in json.loads(quiet.recv(timeout=30))
-            time.sleep(0.1)
+            flood.send(message)
+            answer = json.loads(flood.recv(timeout=120))
+            answered += "predictions" in answer
+            if "error" in answer:
+                refused += 1
+                assert answer["retry_after_seconds"] > 0
+            if time.monotonic() > again:  # below the limit
+                again = time.monotonic() + 0.5
+                quiet.send(message)
+                assert "predictions" in json.loads(quiet.recv(timeout=120))
     assert refused > 0 and answered >= 50
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1008
     assert server.ask(body={"inputs": ROW}).status == 200

@@ -19,11 +19,13 @@ def test_a_limit_holds_across_two_servers(tmp_path: Path) -> None:
     with redis_process(tmp_path) as redis:
         options = ("--rate-limit-per-minute", str(LIMIT), "--rate-limit-redis-url", redis.url)
         with (
-            serve(tmp_path / "one", *options, until="Redis") as one,
-            serve(tmp_path / "two", *options, until="Redis") as two,
+            serve(tmp_path / "one", *options) as one,
+            serve(tmp_path / "two", *options) as two,
             one.client() as first,
             two.client() as second,
         ):
+            for each in (one, two):  # it is ready, and has found Redis: either may come first
+                each.wait_for("Redis")
             began = time.monotonic()
             statuses = [
                 client.ask("/predict/identity", BODY).status for _ in range(LIMIT) for client in (first, second)

@@ -90,7 +90,7 @@ class Asked:
         self._answer.append(server.ask(body={"inputs": [value]}, source=source))
 
     def answer(self) -> Answer:
-        self._thread.join(60)
+        self._thread.join(240)
         return self._answer[0]
 
 
@@ -120,7 +120,7 @@ def test_a_hundred_a_minute(server: Program) -> None:
 
 def test_timeout_frees_the_queue_slot(tmp_path: Path) -> None:
     """The one that computes cannot be stopped, but is not waited for; those behind it leave the queue."""
-    folder = made_in(tmp_path, CONFIG.replace("inference_timeout_s: 60", "inference_timeout_s: 1"))
+    folder = made_in(tmp_path, CONFIG.replace("inference_timeout_s: 60", "inference_timeout_s: 3"))
     with serving(folder) as server:
         with held(folder, 1.5):
             computing = Asked(server, 1.5, "127.0.0.31")
@@ -129,7 +129,7 @@ def test_timeout_frees_the_queue_slot(tmp_path: Path) -> None:
             for asked in (computing, *waiting):
                 answer = asked.answer()
                 assert answer.status == 504, answer.content
-                assert answer.seconds >= 0.9
+                assert answer.seconds >= 2.9
             # Their places among the three are free: one more is taken on, though the model is still busy, and not refused.
             assert server.ask(body={"inputs": [0.013]}, source="127.0.0.31").status == 504
         while (answer := server.ask(body={"inputs": [0.014]}, source="127.0.0.31")).status == 504:

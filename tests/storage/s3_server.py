@@ -86,7 +86,7 @@ def running(words: list[str], port: int, log: Path) -> Iterator[None]:
     with log.open("ab") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output, env=os.environ | {"PATH": path})
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), 1).close()
@@ -97,4 +97,4 @@ def running(words: list[str], port: int, log: Path) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)

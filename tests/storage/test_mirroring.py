@@ -192,7 +192,7 @@ def gate(store: StoreStub) -> Iterator[tuple[threading.Event, threading.Event]]:
 
     def before(key: str) -> None:
         reached.set()
-        go.wait(20)
+        go.wait(240)
 
     store.before = before
     yield reached, go
@@ -206,10 +206,10 @@ def test_stopping_ends_a_refresh(
     kept = mirror(store, tmp_path)
     thread = threading.Thread(target=kept.refresh)
     thread.start()
-    assert reached.wait(20)
+    assert reached.wait(120)
     kept.stop()
     go.set()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
     assert not (tmp_path / "a").exists()
     store.seen.clear()

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,18 +80,19 @@ def kill_after(store: StoreStub, folder: Path, parts: int) -> None:
             late = count > parts
         if late:
             reached.set()
-            go.wait(20)
+            go.wait(280)
 
     store.before = before
     child = subprocess.Popen([sys.executable, "-c", CHILD, json.dumps(store.metadata("bkt")), str(folder)])
     try:
-        assert reached.wait(30)
+        assert reached.wait(120)
         journal = next(folder / name for name in hidden(folder) if name.endswith(".parts"))
         while len(journal.read_text().splitlines()) < parts + 1:
             assert child.poll() is None
+            time.sleep(0.01)
     finally:
         child.send_signal(signal.SIGKILL)
-        child.wait(30)
+        child.wait(120)
         go.set()
         store.before = lambda key: None
 

@@ -27,6 +27,7 @@ class Shop:
     """A store with one object, which answers signed URLs as it is told."""
 
     def __init__(self) -> None:
+        self.counting = threading.Lock()
         self.signed = 0
         self.plain = 0
         self.manner = ""
@@ -41,8 +42,9 @@ class Shop:
 
             def do_GET(self) -> None:
                 signed = "X-Amz-Signature" in self.path
-                shop.signed += signed
-                shop.plain += not signed
+                with shop.counting:
+                    shop.signed += signed
+                    shop.plain += not signed
                 first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
                 start, end = int(first), int(last) + 1
                 said = [("Content-Range", f"bytes {start}-{end - 1}/{len(CONTENT)}")]
@@ -77,7 +79,7 @@ class Shop:
 
     def source(self) -> ObjectSource:
         keys = {"access_key": "a", "secret_key": "b", "endpoint_url": f"http://127.0.0.1:{self.server.server_port}"}
-        limits = ObjectLimits(part_bytes=PART, at_once=2, idle_seconds=20, retry_seconds=1)
+        limits = ObjectLimits(part_bytes=PART, at_once=2, idle_seconds=120, retry_seconds=1)
         return ObjectSource(PLACE, CloudCredentials.from_metadata({"aws": {"bkt": keys}}), limits)
 
 

@@ -118,4 +118,4 @@ def dripping(stop: threading.Event, seconds: float = 0.02) -> Route:
 
 def mute(stop: threading.Event) -> Route:
     """Takes the request and says nothing."""
-    return lambda handler: stop.wait(30) and None
+    return lambda handler: stop.wait(240) and None

@@ -60,6 +60,19 @@ class KubernetesDriver:
         start = secrets.token_hex(8)
         paused = manifests.workload(spec, self._settings, start, paused=True)
         await self._check_room(spec.gpus)
+        # A server may do what it was sent after whoever sent it has gone: that is seen to its end, and then undone.
+        beginning = asyncio.ensure_future(self._begin(spec, paused, start))
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            await asyncio.wait([beginning])
+            if not beginning.cancelled() and beginning.exception() is None:
+                with contextlib.suppress(HeadraceError, Refused, TimeoutError):
+                    await self._delete(spec.job_id)
+            raise
+
+    async def _begin(self, spec: LaunchSpec, paused: Thing, start: str) -> Handle:
+        """From nothing to a workload whose pod may come, or to nothing again."""
         made = await self._claim(spec, paused, start)
         try:
             owner = manifests.owner_of(made, self._kind, self._version)
