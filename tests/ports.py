@@ -2,9 +2,9 @@
 """Ports for programs that the test starts and that have to be told theirs.
 
 All are below the range from which the kernel takes ports for outgoing connections: one from that range, which is what port 0
-gives, may be taken by any client between our look and the program's bind; and a client that asks for one where nobody listens
-may be given that very port for its own end, and finds itself. And each process of tests has ports that no other one gives
-away: those of a lane beside this one look at the same machine, and a program needs seconds until it binds.
+gives, may be taken by any client between our look and the program's bind; and a client that asks for one where nobody
+listens may be given that very port for its own end, and finds itself. And each process of tests has ports that no other one
+gives away: those of a lane beside this one look at the same machine, and a program needs seconds until it binds.
 """
 
 from __future__ import annotations
