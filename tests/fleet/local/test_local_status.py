@@ -184,7 +184,7 @@ def messages(told: Document) -> dict[str, str]:
 
 def assert_same(site: LocalSite, name: str, there: Document) -> Document:
     """Once what is here has come to rest: its router, say, may be on its way."""
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 120
     while compared(here := site.get(name).get("status", {})) != compared(there) and time.monotonic() < ends:
         time.sleep(0.05)
     assert compared(here) == compared(there)
