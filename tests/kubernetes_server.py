@@ -163,7 +163,7 @@ class KubernetesServer:
             return False
         return True
 
-    def _until(self, look: Any, what: str, seconds: float = 60.0) -> None:
+    def _until(self, look: Any, what: str, seconds: float = 120.0) -> None:
         limit = time.monotonic() + seconds
         while not look():
             if time.monotonic() > limit:

@@ -45,12 +45,12 @@ class Node:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, *told, *words], stdout=output, stderr=output, env=self.environment
             )
-        until(self._is_ready, 60)
+        until(self._is_ready, 120)
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         assert self.process is not None
         self.process.send_signal(number)
-        code = self.process.wait(30)
+        code = self.process.wait(90)
         self.process = None
         return code
 
@@ -83,7 +83,7 @@ class Node:
 
     def writes(self) -> int:
         """How many writes the agent says it has made."""
-        said = httpx2.get(f"http://127.0.0.1:{self.port}/metrics").text
+        said = httpx2.get(f"http://127.0.0.1:{self.port}/metrics", timeout=60).text
         line = next(line for line in said.splitlines() if 'api_calls_total{kind="write"}' in line)
         return int(float(line.split()[-1]))
 

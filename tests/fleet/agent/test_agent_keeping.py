@@ -51,7 +51,7 @@ class Web(WebStub):
                 handler.end_headers()
                 handler.wfile.write(BODY)
                 handler.wfile.flush()
-                self.may.wait(30)
+                self.may.wait(120)
                 handler.wfile.write(BODY)
             else:
                 reply(handler, BODY)
@@ -79,7 +79,7 @@ def play(tmp_path: Path, cluster: Cluster, scene: Callable[[Agent], Awaitable[No
     async def run() -> None:
         agent = Agent(cluster, settings(tmp_path, **more), AgentMetrics(cluster))
         working = asyncio.create_task(agent.run())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await scene(agent)
         assert not working.done() or working.exception() is None
         working.cancel()
@@ -206,7 +206,7 @@ def test_nothing_is_written_when_nothing_changes_nor_at_a_new_start(tmp_path: Pa
         await asyncio.sleep(0.3)
         assert agent.settled
 
-    play(tmp_path, cluster, first)
+    play(tmp_path, cluster, first, progress_seconds=600)  # how far they are is told as often as a download takes long
     assert len(cluster.wrote) <= 14, "a few for each, however many events there were"
     asked, cluster.wrote = len(web.seen), []
     play(tmp_path, cluster, second)
