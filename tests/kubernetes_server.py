@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx2
 from lightkube import ApiError, Client, KubeConfig
 from lightkube.core.decoders import decode_list
 from lightkube.generic_resource import create_namespaced_resource
@@ -103,7 +104,8 @@ class KubernetesServer:
     def client(self) -> Client:
         """lightkube's, as the administrator."""
         if self._client is None:
-            self._client = Client(KubeConfig.from_file(self.kubeconfig), field_manager="tests")
+            patient = httpx2.Timeout(60)
+            self._client = Client(KubeConfig.from_file(self.kubeconfig), field_manager="tests", timeout=patient)
         return self._client
 
     def kubectl(self, *words: str, input: str = "", check: bool = True) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 CONFIG = json.dumps(
     {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 8192}

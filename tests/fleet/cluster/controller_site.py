@@ -64,7 +64,7 @@ def install(server: KubernetesServer, foreign: list[Any] = FOREIGN) -> None:
     site.close()
 
 
-def until(look: Callable[[], Any], seconds: float = 90.0) -> Any:
+def until(look: Callable[[], Any], seconds: float = 180.0) -> Any:
     """What `look` returns, once it is true. The cluster's garbage collector takes up to a minute to know of new kinds."""
     limit = time.monotonic() + seconds
     while True:
@@ -219,7 +219,7 @@ class Running:
         transport = self.transport
         return transport is not None and transport.left is not None and transport.left <= 0 and not transport.under_way
 
-    def settle(self, seconds: float = 90.0) -> None:
+    def settle(self, seconds: float = 180.0) -> None:
         """Return when all is at rest, and the controller had nothing to do for a moment."""
 
         def quiet() -> bool:

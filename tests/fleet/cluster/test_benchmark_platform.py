@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 PATH = "/apis/ome.io/v1beta1/namespaces/default/benchmarkjobs"
 JOBS = "/apis/batch/v1/namespaces/default/jobs"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 ENGINE = {"minReplicas": 1, "maxReplicas": 2}
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {

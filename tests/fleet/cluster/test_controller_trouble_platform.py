@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 
 def test_killed_between_any_two_writes_it_converges(clean: Any) -> None:

@@ -17,7 +17,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 SAMPLES = sorted((Path(__file__).parents[3] / "headrace" / "fleet" / "samples").glob("*.yaml"))
@@ -156,7 +156,6 @@ def kubeconfig_of(site: Any, account: str, path: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(300)
 def test_the_operators_rights_are_enough(installed: Any, tmp_path: Path) -> None:
     from controller_site import until
     from ports import free_port
@@ -214,7 +213,6 @@ def _unused(site: Any, account: str, rights: set[tuple[str, str, str]]) -> list[
     return sorted(left)
 
 
-@pytest.mark.timeout(300)
 def test_the_agents_rights_are_enough(installed: Any, tmp_path: Path) -> None:
     from controller_site import until
     from ports import free_port
@@ -347,7 +345,6 @@ def test_the_agent_reads_the_secrets_that_were_named(installed: Any) -> None:
         assert installed.server.kubectl(*words, check=False).splitlines()[0] == wanted
 
 
-@pytest.mark.timeout(400)
 def test_helm_installs_it(installed: Any) -> None:
     from helm_chart import CHARTS, helm
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 
 def test_the_program_waits_for_its_kinds_leads_and_ends(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 NAME = "llama-steps"
 
 
@@ -88,7 +88,6 @@ def _said(site: Any) -> str:
     return " | ".join(each["message"] for each in site.events(NAME))
 
 
-@pytest.mark.timeout(600)
 def test_a_good_revision_is_promoted_and_a_bad_one_taken_back(clean: Any, tmp_path: Path) -> None:
     from controller_site import Running, until
     from fronts_run import Nodes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 SAMPLES = Path(__file__).parents[3] / "headrace" / "fleet" / "samples"
 ALL = sorted(each.stem for each in SAMPLES.glob("*.yaml"))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 _DEPLOYMENT = "/apis/apps/v1/namespaces/default/deployments/llama-sleeper-engine"
 

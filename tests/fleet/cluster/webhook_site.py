@@ -95,7 +95,7 @@ class Operator:
             time.sleep(seconds)
             return self._at_rest() and len(self.writes) == before
 
-        until(still, 150)
+        until(still)
         return self.writes
 
     def _at_rest(self) -> bool:
