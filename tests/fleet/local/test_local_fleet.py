@@ -195,7 +195,10 @@ def test_one_that_crashes_says_why_and_the_others_go_on(site: LocalSite) -> None
 def test_one_that_hangs_is_restarted_by_its_liveness_probe(site: LocalSite) -> None:
     probe = {"httpGet": {"path": "/ready", "port": 8080}, "periodSeconds": 1, "failureThreshold": 1}
     probe["timeoutSeconds"] = 5
-    site.apply(runtime("watched", livenessProbe=probe), service("hung", "watched"))
+    # As in a cluster: without it, one that takes longer to start than the first look is ended before it has begun.
+    starts = {"httpGet": {"path": "/ready", "port": 8080}, "periodSeconds": 1, "failureThreshold": 600}
+    starts["timeoutSeconds"] = 30
+    site.apply(runtime("watched", livenessProbe=probe, startupProbe=starts), service("hung", "watched"))
     url = site.ready("hung")
     before = site.pids("hung")
     said(url, "/hang")
