@@ -135,8 +135,11 @@ class FakeKubelet:
                 if self._balance:
                     self._balance_loads()
             except ApiError as error:
-                if error.status.code not in (404, 409):  # gone or changed meanwhile: the next look will tell
+                # Gone or changed meanwhile, or a server that has too much to do: the next look will tell.
+                if error.status.code not in (404, 409, 429) and error.status.code < 500:
                     self.errors.append(f"{error}")
+            except httpx2.TransportError:
+                continue
             except Exception as error:
                 self.errors.append(traceback.format_exc())
                 if len(self.errors) > 20:
