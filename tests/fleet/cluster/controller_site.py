@@ -131,12 +131,15 @@ async def at_rest(eyes: Api, controller: Controller) -> bool:
         sets, _ = await eyes.list(REPLICA_SETS, SERVICE_LABEL)
     except (Refused, Unreachable):
         return False  # a kind that has just gone, or the whole server
-    pods, deployments, jobs = (list(held.get(each, {}).values()) for each in ("Pod", "Deployment", "Job"))
+    pods, deployments, jobs, scalers = (
+        list(held.get(each, {}).values()) for each in ("Pod", "Deployment", "Job", "HorizontalPodAutoscaler")
+    )
     owners = {each["metadata"]["uid"] for each in (*deployments, *jobs, *sets)}
     return (
         all(_owner(each) in owners for each in (*pods, *sets))  # what nobody owns is about to be collected
         and all(_is_counted(each, pods) for each in deployments)
         and all(_is_told(each, pods) for each in jobs)
+        and all(_has_scaled(each, deployments) for each in scalers)
     )
 
 
@@ -160,6 +163,16 @@ def _is_counted(deployment: Any, pods: list[Any]) -> bool:
         and told.get("updatedReplicas", 0) >= min(1, wanted)
         and told.get("readyReplicas", 0) == told.get("availableReplicas", 0) == up
     )
+
+
+def _has_scaled(scaler: Any, deployments: list[Any]) -> bool:
+    """Whether there are as many replicas as there are to be at least: there are no metrics that could ask for more.
+
+    A HorizontalPodAutoscaler has its first look 15 s after it was made.
+    """
+    name, least = scaler["spec"]["scaleTargetRef"]["name"], scaler["spec"].get("minReplicas", 1)
+    counts = [each["spec"]["replicas"] for each in deployments if each["metadata"]["name"] == name]
+    return all(each == 0 or each >= least for each in counts)
 
 
 def _is_told(job: Any, pods: list[Any]) -> bool:

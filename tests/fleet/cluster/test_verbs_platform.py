@@ -42,6 +42,13 @@ def pods_marked(site: Any, *, but: str = "") -> Iterator[None]:
         thread.join()
 
 
+def all_ready(site: Any) -> bool:
+    """Whether every pod that there is has been marked."""
+    from controller_site import is_ready
+
+    return all(is_ready(each) for each in site.fetch("/api/v1/pods")["items"])
+
+
 class Verbs:
     """`headrace`, with the kubeconfig of the site."""
 
@@ -78,7 +85,7 @@ def verbs(clean: Any) -> Verbs:
 
 @pytest.mark.parametrize("sample", ALL)
 def test_a_sample_is_applied_waited_for_shown_and_deleted(clean: Any, verbs: Verbs, sample: str) -> None:
-    from controller_site import Running, is_ready, until
+    from controller_site import Running, until
 
     file = SAMPLES / f"{sample}.yaml"
     documents = clean.sample(sample)
@@ -98,7 +105,8 @@ def test_a_sample_is_applied_waited_for_shown_and_deleted(clean: Any, verbs: Ver
             else:
                 assert f"{name} is ready: http" in said and row["URL"].startswith("http://")
                 assert row["READY"] == "True" and row["REASON"] == "-", row
-        until(lambda: all(is_ready(each) for each in clean.fetch("/api/v1/pods")["items"]))
+        running.settle()
+        until(lambda: all_ready(clean))
         running.settle()
         count = len(running.writes)
         for each in documents:
@@ -198,10 +206,12 @@ def test_a_canary_is_promoted_and_undone(clean: Any, verbs: Verbs, tmp_path: Pat
 
 
 def test_documents_are_kubectls_and_can_be_applied_again(clean: Any, verbs: Verbs, tmp_path: Path) -> None:
-    from controller_site import Running
+    from controller_site import Running, until
 
     with Running(clean.server.kubeconfig) as running, pods_marked(clean):
         verbs("apply", "-f", SAMPLES / "cpu.yaml", "-f", SAMPLES / "raw.yaml", "--wait", "--timeout", "120")
+        running.settle()
+        until(lambda: all_ready(clean))
         running.settle()
         for words in (
             ["isvc"],
