@@ -58,6 +58,8 @@ class Node:
         if self.process is not None:
             self.kill()
         self.site.server.kubectl("delete", "node", self.name)
+        # It goes with its node, a moment later: the next node of this name would find it, and then lose it.
+        until(lambda: self.site.fetch(f"/api/v1/namespaces/{NAMESPACE}/configmaps/{self.name}") is None)
 
     def labels(self) -> dict[str, str]:
         found = self.site.server.kubectl("get", "node", self.name, "-o", "json")
