@@ -20,7 +20,7 @@ from headrace.fleet import schema
 from headrace.fleet.schema.fields import Kind
 from headrace.fleet.schema.kinds import KINDS
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 CRDS = Path(__file__).parents[2] / "deploy" / "crds"
 kinds = pytest.mark.parametrize("kind", KINDS, ids=[each.name for each in KINDS])

@@ -28,7 +28,7 @@ from headrace.telemetry.registry import Registry
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
 
-pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 PATIENCE_SECONDS = 90.0
 BODY = json.dumps({"inputs": [{"name": "INPUT0", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}).encode()

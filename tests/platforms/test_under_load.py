@@ -23,7 +23,7 @@ from ports import free_port
 
 from headrace.core.schemas import Schema
 
-pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 SECONDS = 10
 INFER = "/v2/models/identity/infer"
