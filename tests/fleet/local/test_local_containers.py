@@ -15,7 +15,10 @@ from headrace.core.errors import NotFound
 from headrace.fleet.words import Document, items
 from headrace.launch.identity import stat_of
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(900),  # it starts many programs, one after the other
+]
 
 
 @pytest.fixture(scope="module")

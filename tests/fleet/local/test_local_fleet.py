@@ -20,7 +20,10 @@ from headrace.fleet.client.kinds import kind_named
 from headrace.fleet.words import Document, items, text
 from headrace.launch.identity import stat_of
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(900),  # it starts many programs, one after the other
+]
 
 
 @pytest.fixture(scope="module")

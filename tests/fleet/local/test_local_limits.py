@@ -23,6 +23,7 @@ from headrace.fleet.local.store import read_json
 from headrace.fleet.local.watching import Watch
 from headrace.fleet.words import Document, items
 
+pytestmark = pytest.mark.timeout(900)  # it starts many programs, one after the other
 MEBIBYTE = 1 << 20
 
 

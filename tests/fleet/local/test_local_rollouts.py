@@ -18,7 +18,10 @@ from headrace.fleet.client.kinds import kind_named
 from headrace.fleet.client.rollouts import promotion, resume, rollback
 from headrace.fleet.words import Document, items, part, text
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(900),  # it starts many programs, one after the other
+]
 
 STEPS = {
     "ome.io/rollout-steps": "20,50",

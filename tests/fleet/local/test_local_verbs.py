@@ -21,6 +21,7 @@ from ports import free_port
 
 from headrace.fleet.words import items
 
+pytestmark = pytest.mark.timeout(900)  # it starts many programs, one after the other
 HEADRACE = Path(sys.executable).parent / "headrace"
 SAMPLES = resources.files("headrace.fleet").joinpath("samples")
 

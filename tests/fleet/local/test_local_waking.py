@@ -20,7 +20,10 @@ from headrace.fleet.local.client import LocalFleet
 from headrace.fleet.words import Document
 from headrace.router.waking.parts import PARTS
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(900),  # it starts many programs, one after the other
+]
 
 
 @pytest.fixture(scope="module")
