@@ -384,6 +384,25 @@ def test_a_node_that_is_not_there_yet_is_waited_for(tmp_path: Path, cluster: Clu
     play(tmp_path, cluster, scene)
 
 
+def test_a_node_that_is_of_another_zone_is_noticed_whoever_hears_of_it_first(
+    tmp_path: Path, cluster: Cluster, web: Web
+) -> None:
+    """The answer to a write of labels tells of it before the next look does."""
+
+    async def scene(agent: Agent) -> None:
+        await until(lambda: agent.settled)
+        selector = {"nodeSelector": {"zone": "b"}}
+        cluster.model("zoned", web.url("/zoned"), str(tmp_path / "models" / "zoned"), **selector)
+        await until(lambda: agent.settled)
+        node = cluster.objects["nodes", "", NODE]
+        labels = {**node["metadata"]["labels"], "zone": "b"}
+        cluster.set("nodes", {**node, "metadata": {**node["metadata"], "labels": labels}})
+        agent._board._see_node(cluster.objects["nodes", "", NODE])  # as `_write` does
+        await until(lambda: cluster.label("zoned") == "Ready")
+
+    play(tmp_path, cluster, scene)
+
+
 def test_a_folder_that_cannot_be_used_ends_the_program(tmp_path: Path, cluster: Cluster) -> None:
     (tmp_path / "models").write_text("a file")
     with pytest.raises(FailedPrecondition, match="--models-root"):
