@@ -393,7 +393,9 @@ def test_a_node_that_is_of_another_zone_is_noticed_whoever_hears_of_it_first(
         await until(lambda: agent.settled)
         selector = {"nodeSelector": {"zone": "b"}}
         cluster.model("zoned", web.url("/zoned"), str(tmp_path / "models" / "zoned"), **selector)
-        await until(lambda: agent.settled)
+        await until(
+            lambda: agent._followers[1].get(("", "zoned")) is not None and not agent._tasks
+        )  # seen, and not for us
         node = cluster.objects["nodes", "", NODE]
         labels = {**node["metadata"]["labels"], "zone": "b"}
         cluster.set("nodes", {**node, "metadata": {**node["metadata"], "labels": labels}})
