@@ -10,8 +10,8 @@ passes through the API server, its controllers, and the log, which the API serve
 from __future__ import annotations
 
 import contextlib
+import http.client
 import http.server
-import itertools
 import os
 import random
 import re
@@ -25,10 +25,10 @@ import urllib.parse
 import urllib.request
 from base64 import b64decode
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import msgspec
 import trustme
 from kubernetes_server import PATIENCE, KubernetesServer
@@ -43,8 +43,9 @@ MISSING = "registry.invalid/"
 NODE = "fake-node"
 _POLL_SECONDS = 0.05
 _MOST_RESTARTS_AT_ONCE = 2
-_numbers = itertools.count(random.randrange(60_000))
-"""Of pods. From somewhere: a kubelet of another process begins elsewhere."""
+_PROBE_FAILURES = 3
+"""In a row, before a pod that was ready is not: as a kubelet does it unless told, since one may merely be late."""
+_ADDRESSES = 250 * 250
 _HOST_ADDRESS = "10.244.255.254"
 """Of this machine, for pods that have a network of their own."""
 
@@ -63,6 +64,8 @@ class Running:
     ending_since: float | None = None
     oom: bool = False
     network: str = ""
+    misses: int = _PROBE_FAILURES
+    """Probes that failed, one after the other."""
 
 
 class FakeKubelet:
@@ -77,6 +80,9 @@ class FakeKubelet:
         self._balance = balance
         config = KubeConfig.from_file(server.kubeconfig)
         self._client = Client(config, field_manager="fake-kubelet", timeout=PATIENCE)
+        self._addresses: dict[str, str] = {}
+        """By the uids of pods. From a place of chance: another cluster's pods may have a network on this machine, too."""
+        self._first_address = random.randrange(_ADDRESSES)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="fake-kubelet")
         self.started: dict[tuple[str, str], Running] = {}
@@ -129,8 +135,11 @@ class FakeKubelet:
                 if self._balance:
                     self._balance_loads()
             except ApiError as error:
-                if error.status.code not in (404, 409):  # gone or changed meanwhile: the next look will tell
+                # Gone or changed meanwhile, or a server that has too much to do: the next look will tell.
+                if error.status.code not in (404, 409, 429) and error.status.code < 500:
                     self.errors.append(f"{error}")
+            except httpx2.TransportError:
+                continue
             except Exception as error:
                 self.errors.append(traceback.format_exc())
                 if len(self.errors) > 20:
@@ -174,7 +183,7 @@ class FakeKubelet:
             self._tell(pod, {"phase": "Pending", "containerStatuses": [told]})
             return
         log = self._folder / f"{pod.metadata.uid}.log"
-        network = _make_network(pod) if self._networks else ""
+        network = _make_network(pod, self._address(pod)) if self._networks else ""
         process = _run(container, variables, log, network)
         running = Running(pod.metadata.name, pod.metadata.namespace, log, process, network=network)
         self.started[(running.namespace, running.name)] = running
@@ -193,15 +202,17 @@ class FakeKubelet:
     def _watch(self, pod: Any, running: Running) -> None:
         code = running.process.poll()
         if code is None:
-            ready = _probe(pod, _address(pod) if running.network else "127.0.0.1")
+            answers = _probe(pod, self._address(pod) if running.network else "127.0.0.1")
+            running.misses = 0 if answers else running.misses + 1
             state = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
-            self._tell(pod, _status(pod, running, "Running", state, ready=ready))
+            self._tell(pod, self._status(pod, running, "Running", state, ready=running.misses < _PROBE_FAILURES))
             return
+        running.misses = _PROBE_FAILURES
         ended = {"exitCode": code if code >= 0 else 128 - code, "reason": "Completed" if code == 0 else "Error"}
         if running.oom:
             ended["reason"] = "OOMKilled"
         if pod.spec.restartPolicy == "Never":
-            self._tell(pod, _status(pod, running, "Succeeded" if code == 0 else "Failed", {"terminated": ended}))
+            self._tell(pod, self._status(pod, running, "Succeeded" if code == 0 else "Failed", {"terminated": ended}))
         elif running.restarts < _MOST_RESTARTS_AT_ONCE:
             running.restarts += 1
             running.last = {"terminated": ended}
@@ -209,7 +220,7 @@ class FakeKubelet:
         else:
             running.last = {"terminated": ended}
             wait = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off restarting failed container"}}
-            self._tell(pod, _status(pod, running, "Running", wait))
+            self._tell(pod, self._status(pod, running, "Running", wait))
 
     def _end(self, pod: Any, running: Running | None) -> None:
         if running is not None and running.process.poll() is None:
@@ -227,12 +238,45 @@ class FakeKubelet:
 
     def _tell(self, pod: Any, status: dict[str, Any]) -> None:
         running = self.started.get((pod.metadata.namespace, pod.metadata.name))
-        if running is not None:
-            if running.told == status:
-                return
-            running.told = status
+        if running is not None and running.told == status:
+            return
         name, namespace = pod.metadata.name, pod.metadata.namespace
         self._client.patch(core_v1.PodStatus, name, {"status": status}, namespace=namespace, patch_type=PatchType.MERGE)
+        if running is not None:
+            running.told = status
+
+    def _address(self, pod: Any) -> str:
+        """No two of them have the same."""
+        number = (self._first_address + len(self._addresses)) % _ADDRESSES
+        return self._addresses.setdefault(pod.metadata.uid, f"10.244.{number // 250}.{number % 250 + 2}")
+
+    def _status(
+        self, pod: Any, running: Running, phase: str, state: dict[str, Any], *, ready: bool = False
+    ) -> dict[str, Any]:
+        answer = "True" if ready else "False"
+        return {
+            "phase": phase,
+            "podIP": self._address(pod),
+            "podIPs": [{"ip": self._address(pod)}],
+            "hostIP": "127.0.0.1",
+            "conditions": [
+                {"type": "PodScheduled", "status": "True"},
+                {"type": "Initialized", "status": "True"},
+                {"type": "ContainersReady", "status": answer},
+                {"type": "Ready", "status": answer},
+            ],
+            "containerStatuses": [
+                {
+                    "name": pod.spec.containers[0].name,
+                    "image": pod.spec.containers[0].image,
+                    "imageID": "fake",
+                    "ready": ready,
+                    "restartCount": running.restarts,
+                    "state": state,
+                    "lastState": running.last,
+                }
+            ],
+        }
 
     def _balance_loads(self) -> None:
         """Give an address to each Service of type LoadBalancer as soon as the endpoints controller found it a ready pod."""
@@ -283,7 +327,7 @@ def _remove(running: Running) -> None:
             subprocess.run(["ip", *words, running.network], check=True, capture_output=True)
 
 
-def _make_network(pod: Any) -> str:
+def _make_network(pod: Any, address: str) -> str:
     """A network of the pod's own, joined to the machine's by a pair of links."""
     name = f"hr-{pod.metadata.uid[:8]}"
     for line in (
@@ -292,24 +336,13 @@ def _make_network(pod: Any) -> str:
         f"link set {name} up",
         f"-n {name} link set lo up",
         f"-n {name} link set eth0 up",
-        f"-n {name} address add {_address(pod)}/32 dev eth0",
+        f"-n {name} address add {address}/32 dev eth0",
         f"-n {name} route add {_HOST_ADDRESS}/32 dev eth0",
         f"address add {_HOST_ADDRESS}/32 dev {name}",
-        f"route add {_address(pod)}/32 dev {name} src {_HOST_ADDRESS}",
+        f"route add {address}/32 dev {name} src {_HOST_ADDRESS}",
     ):
         subprocess.run(["ip", *line.split()], check=True, capture_output=True)
     return name
-
-
-def _address(pod: Any) -> str:
-    return _address_of(pod.metadata.uid)
-
-
-@cache
-def _address_of(uid: str) -> str:
-    """In turn: by chance, two of ten pods would have the same once in a thousand times."""
-    number = next(_numbers)
-    return f"10.244.{number // 250 % 255}.{number % 250 + 2}"
 
 
 def _probe(pod: Any, host: str) -> bool:
@@ -321,7 +354,7 @@ def _probe(pod: Any, host: str) -> bool:
     try:
         # A kubelet goes by the code alone: 200 to 399.
         return urllib.request.urlopen(f"http://{host}:{port}{probe.httpGet.path}", timeout=5).status < 400
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
 
 
@@ -334,33 +367,6 @@ def _waiting(pod: Any, reason: str, message: str) -> dict[str, Any]:
         "ready": False,
         "restartCount": 0,
         "state": {"waiting": {"reason": reason, "message": message}},
-    }
-
-
-def _status(pod: Any, running: Running, phase: str, state: dict[str, Any], *, ready: bool = False) -> dict[str, Any]:
-    answer = "True" if ready else "False"
-    return {
-        "phase": phase,
-        "podIP": _address(pod),
-        "podIPs": [{"ip": _address(pod)}],
-        "hostIP": "127.0.0.1",
-        "conditions": [
-            {"type": "PodScheduled", "status": "True"},
-            {"type": "Initialized", "status": "True"},
-            {"type": "ContainersReady", "status": answer},
-            {"type": "Ready", "status": answer},
-        ],
-        "containerStatuses": [
-            {
-                "name": pod.spec.containers[0].name,
-                "image": pod.spec.containers[0].image,
-                "imageID": "fake",
-                "ready": ready,
-                "restartCount": running.restarts,
-                "state": state,
-                "lastState": running.last,
-            }
-        ],
     }
 
 

@@ -216,7 +216,7 @@ def test_waiting_tells_how_it_goes_and_ends_with_its_outcome(fleet: MemoryFleet,
         fleet.documents["InferenceService", "default", "new"]["status"] = steps.pop(0) if len(steps) > 1 else steps[0]
 
     fleet.looks = looks
-    result = headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "20")
+    result = headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "120")
     assert result.exit_code == 0, result.output
     assert "new: 0/0 ready: the operator has not looked at it yet" in result.stderr
     assert "Pending: pod a: it has not been started yet" in result.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
@@ -304,6 +305,20 @@ def test_waiting_outlives_a_server_that_is_away_and_sees_a_deletion() -> None:
     assert not found.ready and "deleted" in found.reason
 
 
+async def _waited(wait: Coroutine[Any, Any, list[str]]) -> list[str]:
+    """What a wait comes to by a clock that goes on while it sleeps and at no other time."""
+    moved, real = [0.0], asyncio.sleep
+    asyncio.get_running_loop().time = lambda: moved[0]  # type: ignore[method-assign]
+
+    async def sleep(seconds: float) -> None:
+        moved[0] += seconds
+        await real(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.fleet.client.waiting.asyncio.sleep", sleep)
+        return await wait
+
+
 def test_a_service_of_the_same_name_is_another() -> None:
     fleet, told = MemoryFleet(), list[str]()
     again = copy.deepcopy(service())
@@ -311,5 +326,5 @@ def test_a_service_of_the_same_name_is_another() -> None:
     fleet.documents["InferenceService", "default", "digits"] = again
     assert asyncio.run(until_gone(fleet, [service()], told.append, QUICK)) == [] and told == []
     fleet.documents["InferenceService", "default", "digits"] = service()
-    left = asyncio.run(until_gone(fleet, [service()], told.append, Patience(seconds=0.05, look_seconds=0.01)))
+    left = asyncio.run(_waited(until_gone(fleet, [service()], told.append, Patience(seconds=0.05, look_seconds=0.01))))
     assert left == ["InferenceService digits"] and told == ["waiting for the end of InferenceService digits"]

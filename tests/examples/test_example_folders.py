@@ -96,6 +96,7 @@ def test_an_example_does_what_its_page_says(name: str, reader: Reader) -> None:
 
 
 @pytest.mark.platform
+@pytest.mark.timeout(900)
 def test_pictures_in_a_store_are_described(reader: Reader, tmp_path: Path) -> None:
     from storage.s3_server import INSTALLED, program
 
@@ -107,6 +108,7 @@ def test_pictures_in_a_store_are_described(reader: Reader, tmp_path: Path) -> No
 
 
 @pytest.mark.platform
+@pytest.mark.timeout(900)
 def test_a_service_runs_on_slurm(reader: Reader) -> None:
     from launch.slurm_platform import cluster
 
@@ -117,7 +119,7 @@ def test_a_service_runs_on_slurm(reader: Reader) -> None:
 
 
 @pytest.mark.platform
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_same_file_is_applied_to_a_cluster(reader: Reader, tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "tests/fleet/cluster"))
     from controller_site import Site

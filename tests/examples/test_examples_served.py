@@ -38,11 +38,11 @@ def port(repository: Path) -> Iterator[int]:
         yield http
     finally:
         server.terminate()
-        assert server.wait(30) == 0
+        assert server.wait(90) == 0
 
 
 def _wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline and server.poll() is None:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5):
@@ -54,7 +54,7 @@ def _wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture
 def client(port: int) -> Iterator[tritonclient.http.InferenceServerClient]:
-    with tritonclient.http.InferenceServerClient(f"127.0.0.1:{port}", network_timeout=30.0) as client:
+    with tritonclient.http.InferenceServerClient(f"127.0.0.1:{port}", network_timeout=90.0) as client:
         yield client
 
 

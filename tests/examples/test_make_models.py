@@ -82,9 +82,9 @@ def test_somebody_elses_folder_is_left_alone(quick: ModuleType, tmp_path: Path) 
 
 def test_the_command_line(make_models: ModuleType, repository: Path, tmp_path: Path) -> None:
     script = [sys.executable, make_models.__file__]
-    done = subprocess.run([*script, repository], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([*script, repository], capture_output=True, text=True, check=True, timeout=180)
     assert "is up to date" in done.stdout
     (tmp_path / "mine").touch()
-    refused = subprocess.run([*script, tmp_path], capture_output=True, text=True, check=False, timeout=60)
+    refused = subprocess.run([*script, tmp_path], capture_output=True, text=True, check=False, timeout=180)
     assert refused.returncode == 1
     assert "name another folder" in refused.stderr

@@ -59,7 +59,7 @@ def words_of(folder: Path, **spec: Any) -> list[str]:
 
 def bench(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     plain = os.environ | {"NO_COLOR": "1", "TERM": "dumb"} | variables
-    return subprocess.run([HEADRACE, *words], env=plain, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([HEADRACE, *words], env=plain, capture_output=True, text=True, timeout=180, check=False)
 
 
 def endpoint(port: int, **more: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from headrace.fleet.explaining import shipped_runtimes
 from headrace.fleet.installing.runtimes import with_image
 from headrace.fleet.schema.crds import crds
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 WITHOUT = frozenset({"crds", "namespace"})
 PLAIN = ManifestSettings(without=WITHOUT)

@@ -20,7 +20,7 @@ from headrace.fleet import schema
 from headrace.fleet.schema.fields import Kind
 from headrace.fleet.schema.kinds import KINDS
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 CRDS = Path(__file__).parents[2] / "deploy" / "crds"
 kinds = pytest.mark.parametrize("kind", KINDS, ids=[each.name for each in KINDS])
@@ -34,12 +34,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         # Client-side: the whole of each has to fit into its own annotation.
         server.kubectl("apply", "-f", str(CRDS))
         for kind in KINDS:
-            server.kubectl("wait", "--for=condition=Established", f"crd/{kind.plural}.ome.io", "--timeout=30s")
-        limit = time.monotonic() + 30
-        while (
-            "inferenceservices" not in server.kubectl("api-resources", "--api-group=ome.io")
-            and time.monotonic() < limit
-        ):
+            server.kubectl("wait", "--for=condition=Established", f"crd/{kind.plural}.ome.io", "--timeout=120s")
+        limit = time.monotonic() + 120
+        while "inferenceservices" not in server.kubectl("api-resources", "--api-group=ome.io"):
+            assert time.monotonic() < limit, "the API server does not tell of our kinds"
             time.sleep(0.1)
         yield server
 
@@ -55,7 +53,7 @@ def tried(server: Any, kind: Kind, document: dict[str, Any]) -> dict[str, Any] |
     """What the server makes of a document, or why it takes none; nothing is kept."""
     from lightkube import ApiError
 
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 120
     while True:
         try:
             made = server.client.create(

@@ -13,13 +13,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "launch"))
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 HARD = ("--rm", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
 OWN = "headrace-test/fleet:1"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_image_runs_every_program(tmp_path: Path) -> None:
     from docker_platform import IMAGE, docker_engine
 

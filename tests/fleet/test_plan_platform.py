@@ -24,7 +24,7 @@ from headrace.fleet import documents
 from headrace.fleet.planning import Plan, plan
 from headrace.fleet.words import CAPABILITIES, ClusterFacts, FleetSettings, cluster_facts, kind_of
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 SHIPPED = Path(headrace.fleet.__file__).parent
 SAMPLES = sorted((SHIPPED / "samples").glob("*.yaml"))

@@ -23,7 +23,7 @@ from ports import free_port
 
 from headrace.core.schemas import Schema
 
-pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 SECONDS = 10
 INFER = "/v2/models/identity/infer"
@@ -50,12 +50,12 @@ class Server:
 
         self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()
-        assert ready.wait(30), self.log
+        assert ready.wait(120), self.log
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(30)
-        self._reader.join(30)
+        self.process.wait(60)
+        self._reader.join(60)
         if self.process.stderr:
             self.process.stderr.close()
 
@@ -81,7 +81,10 @@ def test_wrk_runs_without_an_error(tmp_path: Path) -> None:
     with running() as server:
         url = f"http://127.0.0.1:{server.http}{INFER}"
         done = subprocess.run(
-            [tool("wrk"), "-t1", "-c16", f"-d{SECONDS}s", "-s", script, url], capture_output=True, text=True, check=True
+            [tool("wrk"), "-t1", "-c16", f"-d{SECONDS}s", "--timeout=60s", "-s", script, url],
+            capture_output=True,
+            text=True,
+            check=True,
         )
     assert "Socket errors" not in done.stdout, done.stdout
     assert "Non-2xx" not in done.stdout, done.stdout
@@ -123,7 +126,7 @@ class KeepAliveClient(threading.Thread):
     def run(self) -> None:
         while True:
             try:
-                sock = socket.create_connection(("127.0.0.1", self._port), timeout=20)
+                sock = socket.create_connection(("127.0.0.1", self._port), timeout=60)
             except ConnectionRefusedError:
                 return
             except ConnectionResetError:
@@ -154,29 +157,32 @@ class KeepAliveClient(threading.Thread):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_sigterm_under_load_loses_no_request(tmp_path: Path, processes: int) -> None:
-    with running("--processes", str(processes), "--grace-seconds", "20") as server:
+    with running("--processes", str(processes), "--grace-seconds", "60") as server:
         clients = [KeepAliveClient(server.http) for _ in range(16)]
         for client in clients:
             client.start()
-        ends = time.monotonic() + 60
+        ends = time.monotonic() + 120
         while sum(client.answered for client in clients) <= 1000:
             assert time.monotonic() < ends, server.log
             time.sleep(0.05)
         server.process.send_signal(signal.SIGTERM)
         for client in clients:
-            client.join(60)
+            client.join(90)
             assert not client.is_alive()
-        assert server.process.wait(60) == 0, server.log
+        assert server.process.wait(90) == 0, server.log
     assert [text for client in clients for text in client.unanswered] == []
 
 
 def test_wrk_sees_no_cut_response_at_sigterm(tmp_path: Path) -> None:
     script = tmp_path / "post.lua"
     script.write_text(f"wrk.method = 'POST'\nwrk.body = '{BODY.decode()}'\n")
-    with running("--grace-seconds", "20") as server:
+    with running("--grace-seconds", "60") as server:
         url = f"http://127.0.0.1:{server.http}{INFER}"
         with subprocess.Popen(
-            [tool("wrk"), "-t1", "-c16", "-d4s", "-s", script, url], stdout=subprocess.PIPE, text=True
+            # Its own time-out of 2 s also counts connections of which the server has been gone for as long.
+            [tool("wrk"), "-t1", "-c16", "-d4s", "--timeout=60s", "-s", script, url],
+            stdout=subprocess.PIPE,
+            text=True,
         ) as wrk:
             time.sleep(2)
             server.process.send_signal(signal.SIGTERM)
@@ -214,7 +220,7 @@ def test_sigterm_answers_what_100_open_grpc_streams_have_sent() -> None:
         stop = asyncio.Event()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
             tasks = [asyncio.create_task(chat(channel, stop)) for _ in range(100)]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while rounds.count(2) < 100:
                     await asyncio.sleep(0.05)
             server.process.send_signal(signal.SIGTERM)
@@ -222,7 +228,7 @@ def test_sigterm_answers_what_100_open_grpc_streams_have_sent() -> None:
             stop.set()
             return await asyncio.gather(*tasks)
 
-    with running("--grace-seconds", "20") as server:
+    with running("--grace-seconds", "60") as server:
         results = asyncio.run(run(server))
         assert server.process.wait(60) == 0, server.log
     assert len(results) == 100
@@ -243,7 +249,7 @@ def test_watchers_are_told_and_do_not_hold_up_the_drain() -> None:
 
     with running("--grace-seconds", "60") as server:
         assert asyncio.run(run(server)) == grpc.StatusCode.UNAVAILABLE
-        assert server.process.wait(30) == 0, server.log
+        assert server.process.wait(90) == 0, server.log
 
 
 def test_open_streams_are_told_when_the_grace_is_over() -> None:
@@ -259,4 +265,4 @@ def test_open_streams_are_told_when_the_grace_is_over() -> None:
 
     with running("--grace-seconds", "2") as server:
         assert asyncio.run(run(server)) == grpc.StatusCode.UNAVAILABLE
-        assert server.process.wait(30) == 1, "connections had to be cut, and the exit code says so"
+        assert server.process.wait(90) == 1, "connections had to be cut, and the exit code says so"

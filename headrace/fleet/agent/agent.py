@@ -29,6 +29,7 @@ from headrace.fleet.agent.marks import (
     FAILED,
     READY,
     ModelKey,
+    is_model_label,
     is_read,
     is_reserved,
     key_of,
@@ -48,7 +49,7 @@ from headrace.fleet.agent.sources import Source, source_of
 from headrace.fleet.cluster.api import Api, Refused, Unreachable
 from headrace.fleet.cluster.following import Follower
 from headrace.fleet.cluster.queue import backoff
-from headrace.fleet.words import Document, part, text
+from headrace.fleet.words import Document, labels_of, text
 from headrace.storage.credentials import CloudCredentials
 
 log = logging.getLogger("headrace.agent")
@@ -322,21 +323,27 @@ class Agent:
                 await asyncio.sleep(min(backoff(failures), self._settings.look_seconds))
 
     async def _keep_looking(self) -> None:
+        looked_with = self._node_labels()
         while True:
             await asyncio.sleep(self._settings.look_seconds)
-            before = part(self._board.node, "metadata", "labels")
             try:
                 await self._board.look()
             except (Refused, Unreachable) as error:
                 log.warning("cannot look at the node: %s", error)
                 continue
-            if part(self._board.node, "metadata", "labels") != before:
+            # Not what was there before this look: an answer to what we wrote may have told of it already.
+            if self._node_labels() != looked_with:
+                looked_with = self._node_labels()
                 for follower in self._followers:
                     for model in follower.all():
                         self._look_at(key_of(model))
             for key in await self._in_thread(self._missing):
                 if self._board.state(key) == READY:
                     self._look_at(key)
+
+    def _node_labels(self) -> dict[str, str]:
+        """Those that decide which models are for this node."""
+        return {name: said for name, said in labels_of(self._board.node).items() if not is_model_label(name)}
 
     def _missing(self) -> list[ModelKey]:
         """Models that were there and are not any more: somebody has deleted files."""

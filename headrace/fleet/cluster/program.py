@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -126,7 +127,10 @@ class Controller:
             config = await self._api_config()
             self._view.set_settings(config)
             if await self._view.discover():
-                await self._view.listed()
+                # A kind that is taken away just now is never listed: only another look finds that out.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._settings.discover_seconds):
+                        await self._view.listed()
                 self._view.ask_all()
         except (Refused, Unreachable) as error:
             log.warning("cannot look which kinds the cluster has: %s", error)

@@ -45,12 +45,12 @@ class Node:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, *told, *words], stdout=output, stderr=output, env=self.environment
             )
-        until(self._is_ready, 60)
+        until(self._is_ready, 120)
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         assert self.process is not None
         self.process.send_signal(number)
-        code = self.process.wait(30)
+        code = self.process.wait(90)
         self.process = None
         return code
 
@@ -58,6 +58,8 @@ class Node:
         if self.process is not None:
             self.kill()
         self.site.server.kubectl("delete", "node", self.name)
+        # It goes with its node, a moment later: the next node of this name would find it, and then lose it.
+        until(lambda: self.site.fetch(f"/api/v1/namespaces/{NAMESPACE}/configmaps/{self.name}") is None)
 
     def labels(self) -> dict[str, str]:
         found = self.site.server.kubectl("get", "node", self.name, "-o", "json")
@@ -83,7 +85,7 @@ class Node:
 
     def writes(self) -> int:
         """How many writes the agent says it has made."""
-        said = httpx2.get(f"http://127.0.0.1:{self.port}/metrics").text
+        said = httpx2.get(f"http://127.0.0.1:{self.port}/metrics", timeout=60).text
         line = next(line for line in said.splitlines() if 'api_calls_total{kind="write"}' in line)
         return int(float(line.split()[-1]))
 

@@ -51,7 +51,7 @@ class Web(WebStub):
                 handler.end_headers()
                 handler.wfile.write(BODY)
                 handler.wfile.flush()
-                self.may.wait(30)
+                self.may.wait(120)
                 handler.wfile.write(BODY)
             else:
                 reply(handler, BODY)
@@ -79,7 +79,7 @@ def play(tmp_path: Path, cluster: Cluster, scene: Callable[[Agent], Awaitable[No
     async def run() -> None:
         agent = Agent(cluster, settings(tmp_path, **more), AgentMetrics(cluster))
         working = asyncio.create_task(agent.run())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await scene(agent)
         assert not working.done() or working.exception() is None
         working.cancel()
@@ -206,7 +206,7 @@ def test_nothing_is_written_when_nothing_changes_nor_at_a_new_start(tmp_path: Pa
         await asyncio.sleep(0.3)
         assert agent.settled
 
-    play(tmp_path, cluster, first)
+    play(tmp_path, cluster, first, progress_seconds=600)  # how far they are is told as often as a download takes long
     assert len(cluster.wrote) <= 14, "a few for each, however many events there were"
     asked, cluster.wrote = len(web.seen), []
     play(tmp_path, cluster, second)
@@ -380,6 +380,27 @@ def test_a_node_that_is_not_there_yet_is_waited_for(tmp_path: Path, cluster: Clu
         assert not cluster.wrote
         cluster.set("nodes", node)
         await until(lambda: cluster.label("a") == "Ready")
+
+    play(tmp_path, cluster, scene)
+
+
+def test_a_node_that_is_of_another_zone_is_noticed_whoever_hears_of_it_first(
+    tmp_path: Path, cluster: Cluster, web: Web
+) -> None:
+    """The answer to a write of labels tells of it before the next look does."""
+
+    async def scene(agent: Agent) -> None:
+        await until(lambda: agent.settled)
+        selector = {"nodeSelector": {"zone": "b"}}
+        cluster.model("zoned", web.url("/zoned"), str(tmp_path / "models" / "zoned"), **selector)
+        await until(
+            lambda: agent._followers[1].get(("", "zoned")) is not None and not agent._tasks
+        )  # seen, and not for us
+        node = cluster.objects["nodes", "", NODE]
+        labels = {**node["metadata"]["labels"], "zone": "b"}
+        cluster.set("nodes", {**node, "metadata": {**node["metadata"], "labels": labels}})
+        agent._board._see_node(cluster.objects["nodes", "", NODE])  # as `_write` does
+        await until(lambda: cluster.label("zoned") == "Ready")
 
     play(tmp_path, cluster, scene)
 

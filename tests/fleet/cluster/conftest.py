@@ -33,6 +33,6 @@ def clean(site: Any) -> Iterator[Any]:
     yield site
     site.server.kubectl("delete", "isvc,basemodels.ome.io,benchmarkjobs.ome.io", "--all")
     site.server.kubectl("delete", "clusterbasemodels.ome.io", "--all")
-    until(lambda: not site.children(), 120)  # the first time the collector learns the kinds
-    until(lambda: not site.fetch("/apis/batch/v1/jobs?labelSelector=benchmark")["items"], 60)
-    until(lambda: not site.fetch("/api/v1/pods")["items"], 60)
+    until(lambda: not site.children())  # the first time the collector learns the kinds
+    until(lambda: not site.fetch("/apis/batch/v1/jobs?labelSelector=benchmark")["items"])
+    until(lambda: not site.fetch("/api/v1/pods")["items"])

@@ -14,15 +14,18 @@ from typing import Any
 import httpx2
 import yaml
 from kubernetes_server import KubernetesServer
+from lightkube import ApiError
 
 from headrace.fleet.cluster.api import Api, Refused, Unreachable, connect
 from headrace.fleet.cluster.program import Controller, OperatorSettings
-from headrace.fleet.cluster.resources import CHILDREN
+from headrace.fleet.cluster.resources import CHILDREN, Resource, Served
+from headrace.fleet.names import SERVICE_LABEL
 from headrace.fleet.schema.crds import crds
 
 FLEET = Path(__file__).parents[3] / "headrace" / "fleet"
 SERVICES = "/apis/ome.io/v1beta1/namespaces/default/inferenceservices"
 FOREIGN = [each for each in CHILDREN if each.capability]
+REPLICA_SETS = Served(Resource("apps", ("v1",), "ReplicaSet", "replicasets"), "v1")
 
 
 def foreign_crd(kind: Any) -> dict[str, Any]:
@@ -57,12 +60,11 @@ def install(server: KubernetesServer, foreign: list[Any] = FOREIGN) -> None:
     site = Site(server)
     for each in documents:
         spec = each["spec"]
-        path = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
-        until(lambda path=path: site.fetch(path) is not None)
+        until(lambda spec=spec: site.has(spec["group"], spec["versions"][0]["name"], spec["names"]["plural"]) is True)
     site.close()
 
 
-def until(look: Callable[[], Any], seconds: float = 90.0) -> Any:
+def until(look: Callable[[], Any], seconds: float = 180.0) -> Any:
     """What `look` returns, once it is true. The cluster's garbage collector takes up to a minute to know of new kinds."""
     limit = time.monotonic() + seconds
     while True:
@@ -86,6 +88,8 @@ class CountingTransport(httpx2.AsyncBaseTransport):
         self.writes: list[str] = []
         self.left: int | None = None
         self.down = False
+        self.under_way = 0
+        """Writes that have no answer yet."""
         self.lost = 0
         """Calls that nobody answered."""
 
@@ -99,18 +103,87 @@ class CountingTransport(httpx2.AsyncBaseTransport):
             self.writes.append(f"{request.method} {request.url.path}")
             if self.left is not None:
                 self.left -= 1
+        self.under_way += writes
         try:
             return await self.inner.handle_async_request(request)
         except httpx2.TransportError:
             self.lost += 1
             raise
+        finally:
+            self.under_way -= writes
 
     async def aclose(self) -> None:
         await self.inner.aclose()
 
 
+async def at_rest(eyes: Api, controller: Controller) -> bool:
+    """Whether a controller has seen all that the API server holds, and the cluster's own controllers have no work left.
+
+    On a busy machine a watch may be late, and so may they: what they tell of a Deployment is told of its service in turn.
+    """
+    held: dict[str, dict[str, Any]] = {}
+    try:
+        for each in list(controller._view._followers.values()):
+            found, _ = await eyes.list(each.where, each._selector)
+            if _versions(found) != _versions(each.all()):
+                return False
+            held.setdefault(each.where.resource.kind, {}).update({one["metadata"]["uid"]: one for one in found})
+        sets, _ = await eyes.list(REPLICA_SETS, SERVICE_LABEL)
+    except (Refused, Unreachable):
+        return False  # a kind that has just gone, or the whole server
+    pods, deployments, jobs, scalers = (
+        list(held.get(each, {}).values()) for each in ("Pod", "Deployment", "Job", "HorizontalPodAutoscaler")
+    )
+    owners = {each["metadata"]["uid"] for each in (*deployments, *jobs, *sets)}
+    return (
+        all(_owner(each) in owners for each in (*pods, *sets))  # what nobody owns is about to be collected
+        and all(_is_counted(each, pods) for each in deployments)
+        and all(_is_told(each, pods) for each in jobs)
+        and all(_has_scaled(each, deployments) for each in scalers)
+    )
+
+
 def _versions(documents: list[Any]) -> set[tuple[str, str]]:
     return {(each["metadata"]["uid"], each["metadata"]["resourceVersion"]) for each in documents}
+
+
+def _owner(document: Any) -> str:
+    return str(document["metadata"].get("ownerReferences", [{}])[0].get("uid", ""))
+
+
+def _is_counted(deployment: Any, pods: list[Any]) -> bool:
+    """Whether a Deployment has its pods, and tells of them as they are."""
+    wanted, told = deployment["spec"]["replicas"], deployment["status"]
+    labels = deployment["spec"]["selector"]["matchLabels"].items()
+    own = [each for each in pods if labels <= each["metadata"]["labels"].items()]
+    up = sum(is_ready(each) for each in own)
+    return (
+        told.get("observedGeneration") == deployment["metadata"]["generation"]
+        and told.get("replicas", 0) == len(own) >= wanted
+        and told.get("updatedReplicas", 0) >= min(1, wanted)
+        and told.get("readyReplicas", 0) == told.get("availableReplicas", 0) == up
+    )
+
+
+def _has_scaled(scaler: Any, deployments: list[Any]) -> bool:
+    """Whether there are as many replicas as there are to be at least: there are no metrics that could ask for more.
+
+    A HorizontalPodAutoscaler has its first look 15 s after it was made.
+    """
+    name, least = scaler["spec"]["scaleTargetRef"]["name"], scaler["spec"].get("minReplicas", 1)
+    counts = [each["spec"]["replicas"] for each in deployments if each["metadata"]["name"] == name]
+    return all(each == 0 or each >= least for each in counts)
+
+
+def _is_told(job: Any, pods: list[Any]) -> bool:
+    """Whether a Job is over, or has its pod and tells of it."""
+    own = [each for each in pods if _owner(each) == job["metadata"]["uid"]]
+    at_work = sum(each["status"]["phase"] not in ("Succeeded", "Failed") for each in own)
+    return bool(job["status"].get("conditions")) or job["status"].get("active", 0) == at_work == 1
+
+
+def is_ready(pod: Any) -> bool:
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in pod["status"].get("conditions", ()))
 
 
 class Running:
@@ -155,35 +228,28 @@ class Running:
 
     @property
     def dead(self) -> bool:
-        return self.transport is not None and self.transport.left is not None and self.transport.left <= 0
+        """Whether it has made all the writes that it may, and has their answers."""
+        transport = self.transport
+        return transport is not None and transport.left is not None and transport.left <= 0 and not transport.under_way
 
-    def settle(self, seconds: float = 90.0) -> None:
-        """Return when the controller has seen all that the API server holds, and had nothing to do for a moment."""
+    def settle(self, seconds: float = 180.0) -> None:
+        """Return when all is at rest, and the controller had nothing to do for a moment."""
 
         def quiet() -> bool:
             count = len(self.writes)
-            if self.controller is None or not self.controller.settled or not self._has_seen_all():
+            if not self._at_rest():
                 return False
             time.sleep(0.4)
-            return self.controller.settled and len(self.writes) == count and self._has_seen_all()
+            return self._at_rest() and len(self.writes) == count
 
         until(quiet, seconds)
 
-    def _has_seen_all(self) -> bool:
-        """A watch may be late on a busy machine: a controller at rest need not know of what was applied a moment ago."""
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._compared(), self._loop).result()
-
-    async def _compared(self) -> bool:
-        assert self.controller is not None and self._eyes is not None
-        try:
-            for each in list(self.controller._view._followers.values()):
-                held, _ = await self._eyes.list(each.where, each._selector)
-                if _versions(held) != _versions(each.all()):
-                    return False
-        except (Refused, Unreachable):
-            return False  # a kind that has just gone, or the whole server
-        return True
+    def _at_rest(self) -> bool:
+        assert self._loop is not None and self.controller is not None and self._eyes is not None
+        if not self.controller.settled:
+            return False
+        asked = asyncio.run_coroutine_threadsafe(at_rest(self._eyes, self.controller), self._loop)
+        return asked.result(120) and self.controller.settled
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -191,7 +257,7 @@ class Running:
         client = api._client
         self.transport = client._transport = CountingTransport(client._transport)
         self.transport.left = self._allowed
-        self._eyes = connect(str(self._kubeconfig))
+        self._eyes = connect(str(self._kubeconfig.with_name("kubeconfig")))  # the administrator's, who sees all
         self.controller = Controller(api, self._settings)
         work = asyncio.create_task(self.controller.run())
         stopped = asyncio.create_task(self._stop.wait())
@@ -265,15 +331,50 @@ class Site:
         return next((each for each in conditions if each["type"] == "Ready"), {})
 
     def mark_pods(self, service: str) -> None:
-        """All pods of a service become ready, as soon as there are any."""
+        """All pods of a service become ready, as soon as there are as many as its Deployments ask for."""
 
         def marked() -> bool:
             pods = self.pods(service)
             for each in pods:
-                self.server.mark_ready(each["metadata"]["name"], each["metadata"]["namespace"])
-            return bool(pods)
+                self.mark_pod(each)
+            found = self.fetch(f"/apis/apps/v1/deployments?labelSelector={SERVICE_LABEL}={service}")["items"]
+            wanted = sum(each["spec"]["replicas"] for each in found)
+            return bool(pods) and len(pods) >= wanted and all(is_ready(each) for each in pods)
 
         until(marked)
+
+    def mark_pod(self, pod: Any) -> None:
+        """A pod is ready, unless it is gone again."""
+        if is_ready(pod):
+            return
+        try:
+            self.server.mark_ready(pod["metadata"]["name"], pod["metadata"]["namespace"])
+        except ApiError as error:
+            if error.status.code != 404:
+                raise
+
+    def has(self, group: str, version: str, plural: str) -> bool | None:
+        """Whether the API server has a kind: True or False when all of it says the same, None while it is of two minds."""
+        groups = (self.fetch("/apis") or {}).get("groups", ())
+        offered = any(
+            each["name"] == group and version in [one["version"] for one in each["versions"]] for each in groups
+        )
+        listed = (self.fetch(f"/apis/{group}/{version}") or {}).get("resources", ())
+        told = {
+            offered and any(each["name"] == plural for each in listed),
+            self.fetch(f"/apis/{group}/{version}/{plural}") is not None,
+        }
+        return told.pop() if len(told) == 1 else None
+
+    def bring(self, kind: Resource) -> None:
+        """Somebody else's kind is installed, or is there."""
+        self.apply(foreign_crd(kind))
+        until(lambda: self.has(kind.group, kind.versions[0], kind.plural) is True)
+
+    def take(self, kind: Resource) -> None:
+        """It is gone, with all of its objects."""
+        self.server.kubectl("delete", "crd", f"{kind.plural}.{kind.group}")
+        until(lambda: self.has(kind.group, kind.versions[0], kind.plural) is False)
 
     def _children(self) -> Iterator[tuple[str, str]]:
         for each in CHILDREN:

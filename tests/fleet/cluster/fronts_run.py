@@ -94,17 +94,24 @@ class Nodes:
     def _begin(self, name: str, pod: Any) -> None:
         address = f"127.77.0.{next(self._numbers)}"
         if pod["metadata"]["labels"].get("component") == "front":
+            config = self._config(pod, name, address)
+            if config is None:
+                return
             stack = self._fronts[name] = ExitStack()
-            stack.enter_context(router_run(self._config(pod, name, address), self._site.server.kubeconfig))
+            stack.enter_context(router_run(config, self._site.server.kubeconfig))
             self.addresses[name] = address
         conditions = [{"type": each, "status": "True"} for each in ("PodScheduled", "Initialized", "Ready")]
         status = {"phase": "Running", "podIP": address, "conditions": conditions}
         with suppress(ApiError):  # it may be gone again
             self._site.server.mark(name, status, pod["metadata"]["namespace"])
 
-    def _config(self, pod: Any, name: str, address: str) -> Path:
+    def _config(self, pod: Any, name: str, address: str) -> Path | None:
+        """None while there is no ConfigMap, as for a kubelet: its front may have been taken away since."""
         map_name = next(each["configMap"]["name"] for each in pod["spec"]["volumes"] if "configMap" in each)
-        said = json.loads(self._site.fetch(f"/api/v1/namespaces/default/configmaps/{map_name}")["data"]["router.yaml"])
+        found = self._site.fetch(f"/api/v1/namespaces/default/configmaps/{map_name}")
+        if found is None:
+            return None
+        said = json.loads(found["data"]["router.yaml"])
         said["backends"] = [_SERVICE.sub(lambda each: self._behind[each[1]], text) for text in said["backends"]]
         made = self._folder / f"{name}.yaml"
         made.write_text(json.dumps({**said, "host": address, "grace_seconds": 3}))

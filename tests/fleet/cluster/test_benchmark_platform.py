@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 PATH = "/apis/ome.io/v1beta1/namespaces/default/benchmarkjobs"
 JOBS = "/apis/batch/v1/namespaces/default/jobs"
@@ -118,7 +118,7 @@ def test_why_it_failed_is_told(clean: Any) -> None:
         status = {**container, "state": {"terminated": over}}
         clean.server.mark(pod, {"phase": "Failed", "containerStatuses": [status]})
         until(lambda: state(clean, "sad").get("state") == "Failed")
-        until(lambda: "elsewhere does not answer" in state(clean, "sad")["failureMessage"])
+        until(lambda: "elsewhere does not answer" in state(clean, "sad").get("failureMessage", ""))
         # While it runs, a Job that somebody deletes is made again, and one that is edited is made anew.
         first = until(lambda: clean.fetch(f"{JOBS}/taken"))["metadata"]["uid"]
         clean.server.kubectl("delete", "job", "taken")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 SAMPLES = (
     "cpu",
@@ -127,11 +127,10 @@ def test_a_canary_is_tried_promoted_and_rolled_back(clean: Any) -> None:
 
         def seen() -> Any:
             for each in clean.pods("digits"):
-                if not any(one["type"] == "Ready" for one in each["status"].get("conditions", ())):
-                    clean.server.mark_ready(each["metadata"]["name"])
+                clean.mark_pod(each)
             return look()
 
-        until(seen, 60)
+        until(seen)
 
     (model, service) = clean.sample("cpu")
     engine = service["spec"]["engine"]
@@ -156,5 +155,6 @@ def test_a_canary_is_tried_promoted_and_rolled_back(clean: Any) -> None:
         all_up(lambda: traffic() == {True: 30, False: 70})
         edit("two", None)
         all_up(lambda: deployments() == {"digits-engine": "two"})
+        clean.mark_pods("digits")
         running.settle()
         assert clean.ready("digits")["status"] == "True"

@@ -57,7 +57,7 @@ def followed(lists: list[Any], watches: list[Any], then: Any = None) -> tuple[Fo
 
         follower = Follower(api, CONFIG_MAPS, changed, owner=owner)  # type: ignore[arg-type]
         task = asyncio.create_task(follower.run())
-        await asyncio.wait_for(api.over.wait(), 20)
+        await asyncio.wait_for(api.over.wait(), 60)
         if then is not None:
             then(follower)
         task.cancel()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 SERVICES = 6
 
@@ -15,10 +15,13 @@ SERVICES = 6
 def test_calls_grow_with_what_is_made_and_not_with_what_is_there(clean: Any) -> None:
     from controller_site import Running
 
+    from headrace.fleet.cluster.program import OperatorSettings
+
+    once = OperatorSettings(discover_seconds=600)  # one discovery, however long this machine takes
     (model, service) = clean.sample("cpu")
     names = [f"digits-{number}" for number in range(SERVICES)]
     documents = [{**service, "metadata": {"name": each, "namespace": "default"}} for each in names]
-    with Running(clean.server.kubeconfig) as running:
+    with Running(clean.server.kubeconfig, once) as running:
         clean.apply(model)
         running.settle()
         api = running.controller.api
@@ -40,7 +43,7 @@ def test_calls_grow_with_what_is_made_and_not_with_what_is_there(clean: Any) -> 
         clean.server.kubectl("delete", "configmap", "mine")
         running.settle()
         assert len(running.writes) == writes
-    with Running(clean.server.kubeconfig) as fresh:
+    with Running(clean.server.kubeconfig, once) as fresh:
         fresh.settle()
         assert fresh.writes == []
         assert fresh.controller.api.calls < 150, "a list and a watch of each kind, and discovery; none for a service"

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from headrace.fleet.cluster import queue
+from headrace.fleet.cluster.api import Api, Refused
 from headrace.fleet.cluster.configuration import configured
 from headrace.fleet.cluster.manifests import ManifestSettings, cluster_rules, manifests
+from headrace.fleet.cluster.program import Controller, OperatorSettings
 from headrace.fleet.cluster.queue import Queue, backoff
-from headrace.fleet.cluster.resources import CHILDREN, Served, served
-from headrace.fleet.words import FleetSettings
+from headrace.fleet.cluster.resources import CHILDREN, Resource, Served, served
+from headrace.fleet.words import Document, FleetSettings
 
 KEY = ("default", "a")
 
@@ -70,6 +74,48 @@ def test_what_fails_is_tried_again_later_and_later() -> None:
 
     asyncio.run(run())
     assert tries[1] - tries[0] >= queue.FIRST_SECONDS * 0.7
+
+
+class Vanishing(Api):
+    """A FakeApi of a cluster that has all kinds and no objects; Knative is taken away after the first look at its kinds."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self.looks = 0
+
+    async def offered(self, resources: Sequence[Resource]) -> dict[str, frozenset[str]]:
+        self.looks += 1
+        found: dict[str, set[str]] = {}
+        for each in resources:
+            if self.looks == 1 or each.capability != "knative":
+                found.setdefault(Served(each, each.versions[0]).api_version, set()).add(each.plural)
+        return {name: frozenset(plurals) for name, plurals in found.items()}
+
+    async def get(self, where: Served, namespace: str, name: str) -> Document | None:
+        return None
+
+    async def list(self, where: Served, selector: str = "", *_: Any) -> tuple[list[Document], str]:
+        if where.resource.capability == "knative":
+            raise Refused(404, "NotFound", "it is gone")
+        return [], "1"
+
+    async def watch(self, *_: Any) -> AsyncIterator[tuple[str, Document]]:
+        await asyncio.Event().wait()
+        yield "ADDED", {}
+
+
+def test_a_kind_that_is_taken_away_while_it_is_found_does_not_stop_the_operator() -> None:
+    async def run() -> None:
+        controller = Controller(Vanishing(), OperatorSettings(discover_seconds=0.01))
+        following = asyncio.create_task(controller.follow())
+        async with asyncio.timeout(60):
+            while not controller.sight.complete:  # noqa: ASYNC110  nobody tells of it
+                await asyncio.sleep(0.01)
+        assert "knative" not in controller.sight.facts.capabilities
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(run())
 
 
 def test_the_config_map_of_ome_is_understood() -> None:

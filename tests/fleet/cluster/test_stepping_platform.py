@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 NAME = "llama-steps"
 
 
@@ -88,7 +88,6 @@ def _said(site: Any) -> str:
     return " | ".join(each["message"] for each in site.events(NAME))
 
 
-@pytest.mark.timeout(600)
 def test_a_good_revision_is_promoted_and_a_bad_one_taken_back(clean: Any, tmp_path: Path) -> None:
     from controller_site import Running, until
     from fronts_run import Nodes
@@ -122,21 +121,22 @@ def test_a_good_revision_is_promoted_and_a_bad_one_taken_back(clean: Any, tmp_pa
         asking(nodes) as seen,
     ):
         edit("1")
-        until(lambda: clean.ready(NAME).get("status") == "True")
+        until(lambda: clean.ready(NAME).get("status") == "True", 180)
         edit("2")
         until(lambda: rollout().get("phase") == "Stepping", 180)
         until(lambda: seen[f"{NAME}-engine-canary"] > 0, 180)
         until(lambda: rollout().get("phase") == "Promoted", 180)
-        assert "25 %" in _said(clean) and "promoted: step 50 %" in _said(clean)
+        until(lambda: "promoted: step 50 %" in _said(clean))  # it is told after the status is written
+        assert "25 %" in _said(clean)
         until(lambda: clean.ready(NAME).get("status") == "True", 180)
 
         canary.broken = True
         edit("3")
         until(lambda: rollout().get("phase") == "RolledBack", 180)
-        assert "rolled back" in _said(clean)
-        assert seen[f"500 {NAME}-engine-canary"] > 0
+        until(lambda: "rolled back" in _said(clean))
+        until(lambda: seen[f"500 {NAME}-engine-canary"] > 0)
         until(lambda: _only_old_ones(clean), 180)
-        assert clean.ready(NAME).get("status") == "True", "what was there before serves"
+        until(lambda: clean.ready(NAME).get("status") == "True", 180)  # what was there before serves
 
 
 def _only_old_ones(site: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 _DEPLOYMENT = "/apis/apps/v1/namespaces/default/deployments/llama-sleeper-engine"
 
@@ -84,7 +84,7 @@ def test_a_request_wakes_a_deployment_and_quiet_puts_it_to_sleep(clean: Any, tmp
                 assert (status["active"], status["waking"]["held"]) == (1, 1)
                 with _backend(port):
                     clean.mark_pods("llama-sleeper")
-                    asking.join(30)
+                    asking.join(60)
                     assert answers == [b"hello"]
                     assert _get(router, "/hello") == b"hello"
                     running.settle()
@@ -102,7 +102,7 @@ def test_a_request_wakes_a_deployment_and_quiet_puts_it_to_sleep(clean: Any, tmp
                 asking.start()
                 until(lambda: replicas() == "1")
             # The router has ended, in time and well, and has told who was waiting.
-            asking.join(30)
+            asking.join(60)
             assert b"shutting down" in answers[-1]
             assert replicas() == "1", "the next router decides what sleeps"
         finally:

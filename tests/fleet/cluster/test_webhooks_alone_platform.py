@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.platform, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 SAMPLES = sorted(each.stem for each in (Path(__file__).parents[3] / "headrace/fleet/samples").glob("*.yaml"))
 
@@ -49,16 +49,17 @@ def test_authorities_change_while_the_api_server_asks(place: Any) -> None:
     forget(place)
     hour = timedelta(hours=1)
     quick = Lifetimes(hour, hour - timedelta(seconds=3), hour / 2, hour / 2 - timedelta(seconds=1))
-    settings = webhooks_at(free_port(), failure_policy="Fail", lifetimes=quick)
+    # A look is how long the API server has to hear of an authority before a certificate of it is used.
+    settings = webhooks_at(free_port(), failure_policy="Fail", lifetimes=quick, look_seconds=1.0)
     with Operator(place.server.kubeconfig, settings) as running:
         ready(place)
-        seen, asked, limit = set(), 0, time.monotonic() + 40
-        while len(seen) < 4 and time.monotonic() < limit:
+        seen, asked, kept, limit = set(), 0, 0, time.monotonic() + 120
+        while len(seen) < 4 or asked <= 20 or kept <= 4:
+            assert time.monotonic() < limit, f"{asked} questions, {len(seen)} bundles, {kept} times kept"
             assert answers(place), f"after {asked} questions, {len(seen)} bundles"
             asked += 1
             seen.add(place.fetch(CONFIGURATIONS[1])["webhooks"][0]["clientConfig"]["caBundle"])
-        assert len(seen) >= 4 and asked > 20
-        assert sum(each.startswith("PUT") and "/secrets/" in each for each in running.writes) > 4
+            kept = sum(each.startswith("PUT") and "/secrets/" in each for each in running.writes)
     forget(place)  # Fail, and nobody there
 
 
@@ -109,13 +110,13 @@ def test_a_replica_that_does_not_lead_answers_too(place: Any) -> None:
             import ssl
 
             context = ssl.create_default_context(cadata=base64.b64decode(secret["data"]["ca.crt"]).decode())
-            with httpx2.Client(verify=context) as client:
+            with httpx2.Client(verify=context, timeout=60) as client:
 
                 def warned() -> bool:
                     url = f"https://127.0.0.1:{second}/validate-ome-io-v1beta1-inferenceservice"
                     try:
                         told = client.post(url, json=review).json()["response"]
-                    except httpx2.ConnectError:
+                    except httpx2.TransportError:
                         return False
                     return "there is no model nobody" in " ".join(told.get("warnings", []))
 
@@ -164,7 +165,7 @@ def test_it_needs_no_more_rights_than_its_manifests_give(place: Any) -> None:
     asyncio.run(_as_nobody(place, free_port()))
     assert all(place.fetch(path)["metadata"]["ownerReferences"] for path in CONFIGURATIONS)
     place.server.kubectl("delete", "namespace", "hooks")
-    until(lambda: all(place.fetch(path) is None for path in CONFIGURATIONS), 60)
+    until(lambda: all(place.fetch(path) is None for path in CONFIGURATIONS))
     place.server.kubectl("delete", "clusterrole,clusterrolebinding", "hooks")
 
 
@@ -183,7 +184,7 @@ async def _as_nobody(place: Any, port: int) -> None:
     webhooks = Webhooks(api, settings, lambda: sight, Registry(SystemClock()), lambda: datetime.now(UTC))
     webhooks.lead()
     work = asyncio.create_task(webhooks.run())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while not webhooks.registered:
             await asyncio.sleep(0.05)
     work.cancel()
@@ -204,5 +205,5 @@ def test_as_a_user_starts_it(place: Any) -> None:
             ready(place)
         finally:
             process.send_signal(signal.SIGTERM)
-            _, said = process.communicate(timeout=20)
+            _, said = process.communicate(timeout=60)
     assert process.returncode == 0 and "BEGIN" not in said, said

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.platform, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 SAMPLES = sorted(each.stem for each in (Path(__file__).parents[3] / "headrace/fleet/samples").glob("*.yaml"))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
 from dataclasses import replace
@@ -14,10 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx2
-from controller_site import CountingTransport, until
+from controller_site import CountingTransport, at_rest, until
+from ports import free_port
 
 from headrace.fleet.cluster import program
-from headrace.fleet.cluster.api import connect
+from headrace.fleet.cluster.api import Api, connect
 from headrace.fleet.cluster.program import Controller, OperatorSettings
 from headrace.fleet.cluster.webhooks.settings import CONFIGURATION, SECRET, WebhookSettings
 
@@ -28,10 +28,7 @@ CONFIGURATIONS = [
 ]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+__all__ = ["Operator", "answers", "forget", "free_port", "ready", "registered", "webhooks_at"]
 
 
 def webhooks_at(port: int, **more: Any) -> WebhookSettings:
@@ -62,11 +59,12 @@ class Operator:
         self._ready = threading.Event()
         self.transport: TrackingTransport | None = None
         self.controller: Controller | None = None
+        self._eyes: Api | None = None
         self.code: int | None = None
 
     def __enter__(self) -> Operator:
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(90)
         return self
 
     def __exit__(self, *told: object) -> None:
@@ -90,21 +88,33 @@ class Operator:
         return list(self.transport.writes)
 
     def quiet(self, seconds: float = 1.5) -> list[str]:
-        """What was written until nothing was for a while."""
-        while True:
+        """What was written until all was at rest, and nothing was written for a while."""
+
+        def still() -> bool:
             before = len(self.writes)
             time.sleep(seconds)
-            if len(self.writes) == before and self.controller is not None and self.controller.settled:
-                return self.writes
+            return self._at_rest() and len(self.writes) == before
+
+        until(still)
+        return self.writes
+
+    def _at_rest(self) -> bool:
+        if self.controller is None or not self.controller.settled:
+            return False
+        assert self._eyes is not None
+        asked = asyncio.run_coroutine_threadsafe(at_rest(self._eyes, self.controller), self._loop)
+        return asked.result(120) and self.controller.settled
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         api = connect(str(self._kubeconfig))
+        self._eyes = connect(str(self._kubeconfig))
         self.transport = api._client._transport = TrackingTransport(api._client._transport)
         self._ready.set()
         with patch.object(program, "Controller", self._noted):
             self.code = await program.operate(api, self._settings, self._stop)
         await api.close()
+        await self._eyes.close()
 
     def _noted(self, *told: Any) -> Controller:
         self.controller = Controller(*told)
@@ -117,19 +127,28 @@ def registered(site: Any) -> bool:
 
 def answers(site: Any) -> bool:
     """Whether the API server asks the webhooks, and they know the cluster: a default shows in a dry run."""
+    answer = _tried(site, {})
+    return answer.status_code == 201 and answer.json()["spec"]["engine"].get("maxReplicas") == 3
+
+
+def refuses(site: Any) -> bool:
+    """Whether it asks the one that checks, too: it hears of the two on different ways."""
+    return _tried(site, {"minReplicas": 5, "maxReplicas": 2}).status_code in (400, 403, 422)
+
+
+def _tried(site: Any, more: dict[str, int]) -> httpx2.Response:
     body = {
         "apiVersion": "ome.io/v1beta1",
         "kind": "InferenceService",
         "metadata": {"name": "probe"},
-        "spec": {"engine": {"runner": {"name": "ome-container", "image": "i:1"}}},
+        "spec": {"engine": {"runner": {"name": "ome-container", "image": "i:1"}, **more}},
     }
     path = "/apis/ome.io/v1beta1/namespaces/default/inferenceservices?dryRun=All"
-    answer = site._client.post(path, json=body)
-    return answer.status_code == 201 and answer.json()["spec"]["engine"].get("maxReplicas") == 3
+    return site._client.post(path, json=body)
 
 
 def ready(site: Any) -> None:
-    until(lambda: registered(site) and answers(site), 60)
+    until(lambda: registered(site) and answers(site) and refuses(site))
 
 
 def forget(site: Any) -> None:

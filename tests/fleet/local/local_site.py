@@ -38,12 +38,12 @@ if more.pop("without_cgroups", False):
     from headrace.fleet.local.cgroups import Cgroups
     process_driver.find_cgroups = lambda: Cgroups({})
 sys.exit(run_local(LocalSettings(
-    Path(sys.argv[1]), int(sys.argv[2]), back_off_seconds=0.2, retry_seconds=0.2,
+    Path(sys.argv[1]), int(sys.argv[2]), back_off_seconds=0.2, retry_seconds=0.2, forget_seconds=60.0,
     pod_ports=(int(sys.argv[3]), int(sys.argv[3]) + 999), **more)))
 """
 
 
-def until(check: Callable[[], T], seconds: float = 60.0) -> T:
+def until(check: Callable[[], T], seconds: float = 120.0) -> T:
     """What a check says, once it says something. Fails with what it said last."""
     ends = time.monotonic() + seconds
     found = check()
@@ -73,7 +73,7 @@ def runtime(name: str = "stub", **container: Any) -> dict[str, Any]:
         "command": ["python3", str(STUB)],
         "args": ["--host=0.0.0.0", "--port=8080", "--text={{ .Name }}"],
         "ports": [{"name": "http", "containerPort": 8080, "protocol": "TCP"}],
-        "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 1},
+        "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 1, "timeoutSeconds": 30},
         **container,
     }
     spec = {
@@ -116,7 +116,7 @@ class LocalSite:
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         if self.process is not None:
             self.process.send_signal(number)
-            self.process.wait(30)
+            self.process.wait(90)
             self.process = None
 
     def close(self) -> None:
@@ -159,7 +159,10 @@ class LocalSite:
         return next((each for each in told if each["type"] == kind), {})
 
     def ready(self, name: str, replicas: int = 1, engines: int | None = None) -> str:
-        """The URL, once it is ready with so many pods and no others; `engines` of them are no routers."""
+        """The URL, once it is ready with so many pods and no others; `engines` of them are no routers.
+
+        By the status and by the pods themselves: what has happened to one of them is in the status only a little later.
+        """
 
         def look() -> str:
             found = self.get(name)
@@ -170,7 +173,8 @@ class LocalSite:
             conditions = {each["type"]: each["status"] for each in items(found, "status", "conditions")}
             there = conditions.get("Ready") == conditions.get("LatestDeploymentReady") == "True"
             pods = [each for each in self.pods(name) if "deletionTimestamp" not in each["metadata"]]
-            return text(found, "status", "url") if whole and generation and there and len(pods) == replicas else ""
+            up = len(pods) == replicas and all(_is_ready(each) for each in pods)
+            return text(found, "status", "url") if whole and generation and there and up else ""
 
         return until(look)
 
@@ -210,7 +214,12 @@ class LocalSite:
             return False
 
 
-def said(url: str, path: str = "/name", seconds: float = 30.0) -> str:
+def _is_ready(pod: Document) -> bool:
+    told = {each["type"]: each["status"] for each in items(pod, "status", "conditions")}
+    return told.get("Ready") == "True"
+
+
+def said(url: str, path: str = "/name", seconds: float = 60.0) -> str:
     """What a server answers; its status where that is an error."""
     try:
         with urllib.request.urlopen(url + path, timeout=seconds) as answer:

@@ -20,7 +20,10 @@ from headrace.fleet.local.store import read_json
 from headrace.fleet.words import Document
 from headrace.launch.identity import stat_of
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(900),  # it starts many programs, one after the other
+]
 KIND = kind_named("BenchmarkJob")
 ENDLESS = 1_000_000
 

@@ -15,7 +15,10 @@ from headrace.core.errors import NotFound
 from headrace.fleet.words import Document, items
 from headrace.launch.identity import stat_of
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(900),  # it starts many programs, one after the other
+]
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +106,7 @@ def test_a_first_one_that_fails_is_told_and_tried_again_and_nothing_else_begins(
 
 def test_one_beside_is_restarted_alone_and_the_pod_is_ready_when_all_are(site: LocalSite) -> None:
     probe = {"exec": {"command": ["test", "-e", "/flag/up"]}, "periodSeconds": 1, "failureThreshold": 1}
+    probe["timeoutSeconds"] = 30
     mount = [{"name": "flag", "mountPath": "/flag"}]
     beside = python("beside", "import time; print('beside', flush=True); time.sleep(3600)", volumeMounts=mount)
     site.apply(
@@ -136,6 +140,7 @@ def test_a_sidecar_begins_before_the_others_and_ends_after_them(site: LocalSite)
     line = "import time; print('sidecar', flush=True); time.sleep(3600)"
     mount = [{"name": "flag", "mountPath": "/flag"}]
     probe = {"exec": {"command": ["test", "-e", "/flag/up"]}, "periodSeconds": 1, "failureThreshold": 600}
+    probe["timeoutSeconds"] = 30
     sidecar = python("proxy", line, restartPolicy="Always", startupProbe=probe, volumeMounts=mount)
     site.apply(
         many("sided", initContainers=[sidecar], volumes=[{"name": "flag", "emptyDir": {}}]), service("sided", "sided")
@@ -160,7 +165,7 @@ def test_ports_of_containers_beside_are_given_for_each_replica(site: LocalSite) 
         "image": "example/stub:1",
         "command": [*stub["command"], "--port=9100", "--text=beside"],
         "ports": [{"name": "metrics", "containerPort": 9100}],
-        "readinessProbe": {"httpGet": {"path": "/ready", "port": "metrics"}, "periodSeconds": 1},
+        "readinessProbe": {"httpGet": {"path": "/ready", "port": "metrics"}, "periodSeconds": 1, "timeoutSeconds": 30},
     }
     site.apply(many("ported", containers=[beside]), service("ported", "ported", minReplicas=2))
     url = site.ready("ported", 2)

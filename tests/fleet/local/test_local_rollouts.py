@@ -18,7 +18,10 @@ from headrace.fleet.client.kinds import kind_named
 from headrace.fleet.client.rollouts import promotion, resume, rollback
 from headrace.fleet.words import Document, items, part, text
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(900),  # it starts many programs, one after the other
+]
 
 STEPS = {
     "ome.io/rollout-steps": "20,50",
@@ -67,7 +70,7 @@ def told(site: LocalSite, name: str) -> list[str]:
     return [text(each, "message") for each in found if text(each, "reason").startswith("Rollout")]
 
 
-def in_phase(site: LocalSite, name: str, phase: str, seconds: float = 100.0) -> Document:
+def in_phase(site: LocalSite, name: str, phase: str, seconds: float = 150.0) -> Document:
     return until(lambda: found if text(found := rollout_of(site, name), "phase") == phase else {}, seconds)
 
 
@@ -80,7 +83,7 @@ def test_a_good_revision_comes_by_steps_and_no_request_fails(site: LocalSite) ->
         in_phase(site, "good", "Promoted")
         site.ready("good", 2)
         before = traffic.total
-        until(lambda: traffic.total >= before + 20)
+        until(lambda: traffic.total >= max(before + 20, 200) and traffic.streams > 10)
     assert traffic.failures == []
     assert traffic.answers["old"] and traffic.answers["new"] and traffic.streams > 10
     assert traffic.total >= 200
@@ -121,8 +124,9 @@ def test_errors_take_a_revision_back_and_the_next_edit_begins_anew(site: LocalSi
 def test_a_slow_revision_is_taken_back(site: LocalSite) -> None:
     site.apply(stepped("slow", "old"))
     url = site.ready("slow")
-    with Traffic(url, clients=3, streams=False) as traffic:
-        site.apply(stepped("slow", "lame", "--delay=0.3", steps={"ome.io/rollout-max-latency-ratio": "3"}))
+    # So much slower that no machine is too slow to tell; some clients wait for the slow ones, and others go on.
+    with Traffic(url, clients=8, streams=False) as traffic:
+        site.apply(stepped("slow", "lame", "--delay=1.5", steps={"ome.io/rollout-max-latency-ratio": "3"}))
         found = in_phase(site, "slow", "RolledBack")
     assert traffic.failures == []
     assert "times as slow as before" in found["message"] and "3 times allowed" in found["message"]
@@ -177,7 +181,7 @@ def test_an_old_pod_stays_until_it_has_answered(site: LocalSite) -> None:
     asking.start()
     site.apply(service("long", runner={"name": "ome-container", "args": ["--port=8080", "--text=new"]}))
     until(lambda: said(url).startswith("new"))
-    asking.join(60)
+    asking.join(120)
     assert len(answers[0].splitlines()) == 160
     site.ready("long")
     site.delete("long")

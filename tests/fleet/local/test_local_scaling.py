@@ -15,7 +15,10 @@ from local_site import LocalSite, runtime, said, service
 
 from headrace.fleet.local.scaling.aims import PANIC_WINDOW, WINDOW
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(900),  # it starts many programs, one after the other
+]
 _SERVER = Path(__file__).with_name("metered_server.py")
 
 

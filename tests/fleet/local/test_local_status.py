@@ -26,7 +26,10 @@ from headrace.fleet.planning.site import live_key
 from headrace.fleet.status import Observed, status
 from headrace.fleet.words import ClusterFacts, Document, FleetSettings, cluster_facts, items, kind_of, name_of
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(900),  # it starts many programs, one after the other
+]
 
 NOW = datetime(2026, 11, 16, tzinfo=UTC)
 READY = {"state": {"running": {}}, "ready": True}
@@ -184,7 +187,7 @@ def messages(told: Document) -> dict[str, str]:
 
 def assert_same(site: LocalSite, name: str, there: Document) -> Document:
     """Once what is here has come to rest: its router, say, may be on its way."""
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 120
     while compared(here := site.get(name).get("status", {})) != compared(there) and time.monotonic() < ends:
         time.sleep(0.05)
     assert compared(here) == compared(there)

@@ -20,7 +20,10 @@ from headrace.fleet.local.client import LocalFleet
 from headrace.fleet.words import Document
 from headrace.router.waking.parts import PARTS
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(900),  # it starts many programs, one after the other
+]
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +91,12 @@ def test_a_cold_start_is_told_in_parts(site: LocalSite) -> None:
     site.apply(sleeper("told"))
     url = asleep(site, "told")
     assert answer(url).startswith("told ")
-    with urllib.request.urlopen(f"{url}/router/status", timeout=60) as found:
-        parts = json.load(found)["waking"]["last_wake"]
+
+    def last_wake() -> dict[str, float]:
+        with urllib.request.urlopen(f"{url}/router/status", timeout=60) as found:
+            return dict(json.load(found)["waking"]["last_wake"] or {})
+
+    parts = until(last_wake)
     assert tuple(parts) == PARTS and parts["loading"] > 0
 
     def event() -> Document | None:
