@@ -100,8 +100,8 @@ class Runner:
         self._most_unwritten = max(2048, 4 * slots * asker.group)
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        short = isinstance(asker, RowsAsker) and isinstance(source, LinesSource | ParquetSource)
-        self._plain = asker.plain if isinstance(asker, RowsAsker) and short and not settings.ordered else None
+        in_blocks = isinstance(source, LinesSource | ParquetSource) and not settings.ordered
+        self._plain = asker.plain if isinstance(asker, RowsAsker) and in_blocks else None
         """For the short way of usual items (`blocks`, `columns`), where the order of results does not matter."""
         self._results: list[Result | BlockResult] = []
         self._computed = 0
