@@ -125,7 +125,7 @@ class Batches(Pausing):
     async def reconcile(self, job: Job, observed: Observed) -> None:
         """Hold a record against what runs."""
         if job.status == "Canceling":
-            self.end_later(job.id)
+            self._end_later(job.id)
         elif job.status == "Pausing":
             await self._finish_pausing(job.id)
         elif job.status == "Running":
@@ -181,15 +181,17 @@ class Batches(Pausing):
 
         job = await self._store.jobs.change(job.id, decide, self._clock.wall())
         if job.status == "Canceling" and job.place == self._driver.place:
-            self.end_later(job.id)
+            # It may be on its way up: if nobody waited, its items would be computed until records are next looked at.
+            self._end_later(job.id, self._settings.lease_seconds)
         return job
 
-    def end_later(self, job_id: str) -> None:
-        """End one that is Canceling; nobody waits for it."""
-        self._background.leave(self._quietly(f"job {job_id} is not ended yet", self._finish_canceling(job_id)))
+    def _end_later(self, job_id: str, wait_seconds: float = 0.0) -> None:
+        """End one that is Canceling, once others have left it, in so long at most; nobody waits for it."""
+        work = self._finish_canceling(job_id, wait_seconds)
+        self._background.leave(self._quietly(f"job {job_id} is not ended yet", work))
 
-    async def _finish_canceling(self, job_id: str) -> None:
-        async with self._acting.alone(job_id):
+    async def _finish_canceling(self, job_id: str, wait_seconds: float) -> None:
+        async with self._acting.alone(job_id, wait_seconds):
             job = await self._known(job_id)
             if job.status != "Canceling":
                 return

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,21 @@ class Used:
             time.sleep(0.02)
         return self.show(job)
 
+    @contextmanager
+    def halted(self, job: str, path: Path, size: int) -> Iterator[int]:
+        """Its process stands still once so much of the results is there: it must not be done before all of this is."""
+        pid = int(self.until_written(job, path, size)["job_details"]["handle"]["pid"])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield pid
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def until_no_process(self) -> None:
+        """One that was canceled while it was launched is ended a moment after its record."""
+        while self.gateway.processes():
+            time.sleep(0.05)
+
     def events(self, job: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.gateway.ask("GET", f"{self.jobs}/{job}:events", token=self.token).json[
             "events"
@@ -154,22 +170,20 @@ def test_too_many_failures_and_what_cannot_begin(used: Used) -> None:
 def test_cancel_keeps_what_is_done_and_a_new_job_goes_on(used: Used) -> None:
     given, output = manifest(used.folder / "many.jsonl", MANY), used.folder / "canceled.jsonl"
     job = used.begin(given, output, **SLOW)
-    pid = used.until_written(job, output, 20_000)["job_details"]["handle"]["pid"]
-    os.kill(pid, signal.SIGSTOP)  # it must not be done before all of this is
-    waits = [used.begin(given, used.folder / f"waits-{number}.jsonl", **SLOW) for number in range(2)]
-    assert used.show(waits[1])["status"] == "Pending"  # two at once
-    for each in reversed(waits):
-        assert used.gateway.ask("POST", f"{used.jobs}/{each}:cancel", token=used.token).status == 200
-    assert used.until(waits[1], "Canceled")["job_details"]["message"] == "canceled by a user"
-    used.until(waits[0], "Canceled")
-    got = used.gateway.ask("POST", f"{used.jobs}/{job}:cancel", token=used.token)
-    assert got.status == 200 and got.json["status"] == "Canceling"
-    os.kill(pid, signal.SIGCONT)
+    with used.halted(job, output, 20_000):
+        waits = [used.begin(given, used.folder / f"waits-{number}.jsonl", **SLOW) for number in range(2)]
+        assert used.show(waits[1])["status"] == "Pending"  # two at once
+        for each in reversed(waits):
+            assert used.gateway.ask("POST", f"{used.jobs}/{each}:cancel", token=used.token).status == 200
+        assert used.until(waits[1], "Canceled")["job_details"]["message"] == "canceled by a user"
+        used.until(waits[0], "Canceled")
+        got = used.gateway.ask("POST", f"{used.jobs}/{job}:cancel", token=used.token)
+        assert got.status == 200 and got.json["status"] == "Canceling"
     found = used.until(job, "Canceled")
     progress = found["job_details"]["progress"]
     assert 0 < progress["done"] < progress["total"] == MANY
     assert used.gateway.ask("POST", f"{used.jobs}/{job}:cancel", token=used.token).status == 409
-    assert used.gateway.processes() == []
+    used.until_no_process()
     again = used.until(used.begin(given, output), "Done")["job_details"]["summary"]
     assert again["resumed"] >= progress["done"]
     check_each_once(output, MANY)
@@ -178,13 +192,13 @@ def test_cancel_keeps_what_is_done_and_a_new_job_goes_on(used: Used) -> None:
 def test_paused_resumed_canceled_and_retried(used: Used) -> None:
     given, output = manifest(used.folder / "paused-items.jsonl", MANY), used.folder / "paused.jsonl"
     job = used.begin(given, output, **SLOW)
-    used.until_written(job, output, 20_000)
 
     def post(of: str, verb: str, body: Any = None) -> Any:
         return used.gateway.ask("POST", f"{used.jobs}/{of}:{verb}", body, used.token)
 
-    assert post(job, "resume").status == 409
-    assert post(job, "pause").json["status"] == "Pausing"
+    with used.halted(job, output, 20_000):
+        assert post(job, "resume").status == 409
+        assert post(job, "pause").json["status"] == "Pausing"
     used.until(job, "Paused")
     assert used.gateway.processes() == []
     size, done = output.stat().st_size, len(records(output))
@@ -195,8 +209,8 @@ def test_paused_resumed_canceled_and_retried(used: Used) -> None:
     assert used.show(job)["status"] == "Paused"
     got = post(job, "resume", {"specs": None})
     assert (got.status, got.json["status"]) == (200, "Resuming")
-    used.until_written(job, output, size + 1)
-    assert post(job, "cancel").status == 200
+    with used.halted(job, output, size + 1):
+        assert post(job, "cancel").status == 200
     used.until(job, "Canceled")
     got = post(job, "retry")
     assert got.status == 200 and isinstance(got.json, str) and got.json != job
@@ -244,14 +258,12 @@ def test_a_killed_process_goes_on_and_repeats_nothing(used: Used) -> None:
 def test_a_killed_gateway_takes_its_batch_up(used: Used) -> None:
     given, output = manifest(used.folder / "adopted-items.jsonl", MANY), used.folder / "adopted.jsonl"
     job = used.begin(given, output, **SLOW)
-    pid = used.until_written(job, output, 20_000)["job_details"]["handle"]["pid"]
-    os.kill(pid, signal.SIGSTOP)  # it must not be done before somebody can take it up
-    used.gateway.end(signal.SIGKILL)
-    assert used.gateway.processes() == [pid]
-    used.gateway.start("--models-dir", str(used.folder))
-    while not any("adopted" in each["reason"] for each in used.events(job)):
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGCONT)
+    with used.halted(job, output, 20_000) as pid:
+        used.gateway.end(signal.SIGKILL)
+        assert used.gateway.processes() == [pid]
+        used.gateway.start("--models-dir", str(used.folder))
+        while not any("adopted" in each["reason"] for each in used.events(job)):
+            time.sleep(0.05)
     found = used.until(job, "Done")
     assert found["job_details"]["summary"]["resumed"] == 0 and "deaths" not in found["job_details"]
     check_each_once(output, MANY)

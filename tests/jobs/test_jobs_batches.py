@@ -158,6 +158,25 @@ def test_cancel_at_every_point(tmp_path: Path) -> None:
     run(main())
 
 
+def test_one_that_somebody_is_at_is_canceled_as_soon_as_he_leaves_it(tmp_path: Path) -> None:
+    """Not only when records are next held against what runs: it computes meanwhile, and may be done by then."""
+
+    async def main() -> None:
+        given(tmp_path)
+        driver = Platform()
+        async with opened(tmp_path, driver) as service:
+            job = await batch(service, await trained(service, tmp_path))
+            async with service.services.acting.alone(job.id):
+                assert (await service.cancel_job("org", "u", job.id)).status == "Canceling"
+                await asyncio.sleep(0.05)
+                assert job.id in driver.running
+            await service.batches.close()
+            assert (await service.get_job("org", job.id)).status == "Canceled"
+            assert not driver.running and not driver.ended
+
+    run(main())
+
+
 @pytest.mark.parametrize("where", ["start", "started"])
 def test_a_gateway_killed_while_it_launches(tmp_path: Path, where: str) -> None:
     driver = Platform()
