@@ -12,13 +12,15 @@ import pytest
 from routing import Routing, routing
 from serving import Serving, serving
 
-from headrace.router.settings import HealthSettings, RetrySettings
+from headrace.router.settings import HealthSettings, OutlierSettings, RetrySettings
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_JSON, OK_PLAIN
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
 
 CLIENTS = 16
+LONG_OUT = OutlierSettings(ejection_seconds=300)
+"""Whoever is ejected does not come back while it is looked at, however long that takes."""
 BODY = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}]}'
 
 
@@ -90,7 +92,7 @@ def _kill(server: Serving) -> None:
 def test_with_retries_of_inference_nothing_is_lost(policy: str) -> None:
     with serving(_model_site) as one, serving(_model_site) as two:
         retries = RetrySettings(inference=True)
-        with routing(one.port, two.port, policy=policy, retries=retries) as router:
+        with routing(one.port, two.port, policy=policy, retries=retries, outliers=LONG_OUT) as router:
             with _Load(router, "/v2/models/m/infer") as load:
                 load.wait_for(300)
                 _kill(one)
@@ -102,7 +104,11 @@ def test_with_retries_of_inference_nothing_is_lost(policy: str) -> None:
 
 
 def test_without_them_only_what_was_in_flight_there_is_lost() -> None:
-    with serving(_model_site) as one, serving(_model_site) as two, routing(one.port, two.port) as router:
+    with (
+        serving(_model_site) as one,
+        serving(_model_site) as two,
+        routing(one.port, two.port, outliers=LONG_OUT) as router,
+    ):
         with _Load(router, "/v2/repository/models/m/load") as load:
             load.wait_for(300)
             _kill(one)

@@ -302,7 +302,7 @@ def _eventually_empty(pool: Pool) -> bool:
 
 def test_failing_backends_are_ejected_and_others_take_over() -> None:
     with rough(answering(BAD_ANSWERS["garbage"])) as bad, serving(echo_site()) as good:
-        outliers = OutlierSettings(consecutive_failures=3)
+        outliers = OutlierSettings(consecutive_failures=3, ejection_seconds=300)
         with routing(bad.port, good.port, policy="round-robin", outliers=outliers) as router:
             statuses = [router.get("/hello").status for _ in range(30)]
             assert statuses.count(502) == 3
