@@ -11,8 +11,9 @@ from headrace.doctor import gpus, machine, packages, places, platforms, ports, s
 from headrace.doctor.finding import Finding
 from headrace.doctor.running import Check
 
-QUICK_SECONDS = 2.0
-SERVER_SECONDS = 6.0
+QUICK_SECONDS = 5.0
+"""Most machines take a fifth of it: only what hangs is waited for."""
+SERVER_SECONDS = 15.0
 """With servers that were named: they may be far away."""
 PLATFORM_SECONDS = 25.0
 
