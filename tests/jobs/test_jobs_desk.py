@@ -214,6 +214,37 @@ def test_ten_thousand_jobs_are_listed_at_once(tmp_path: Path, database_url: str)
     run(main())
 
 
+def test_a_list_is_the_same_until_something_of_it_changes_wherever_it_was_changed(
+    tmp_path: Path, database_url: str
+) -> None:
+    async def main() -> None:
+        async with opened(tmp_path, url=database_url) as service, opened(tmp_path, url=database_url) as other:
+            job = await trained(service, tmp_path)
+            first = await service.list_jobs("org")
+            assert await service.list_jobs("org") is first
+            assert (await service.list_jobs("org", status="Running")).jobs == []
+            work = await other.create_job("org", "u", job.experiment_id, JobWish("inference"))
+            second = await service.list_jobs("org")
+            assert {each.id for each in second.jobs} == {job.id, work.id} and first.total == 1
+            await other.move_job(work.id, "Running", "begun", by="runner")
+            third = await service.list_jobs("org")
+            assert {each.id: each.status for each in third.jobs} == {job.id: "Done", work.id: "Running"}
+            assert [each.id for each in (await service.list_jobs("org", status="Running")).jobs] == [work.id]
+            await other.move_job(work.id, "Error", "broken", by="runner")
+            await other.delete_job("org", work.id)
+            assert (await service.list_jobs("org")).jobs == first.jobs
+            # One that was made again under the same id, and is as old in versions, is another one.
+            await other.delete_job("org", job.id)
+            row = dict(zip([each.name for each in jobs.columns], job._replace(created_on=5.0, name="new"), strict=True))
+            await other.store.database.write(lambda connection: connection.execute(insert(jobs), [row]).rowcount)
+            assert [each.name for each in (await service.list_jobs("org")).jobs] == ["new"]
+            for number in range(6):  # more lists than are remembered
+                assert (await service.list_jobs("org", action=f"of another kind {number}")).total == 0
+            assert (await service.list_jobs("org")).total == 1
+
+    run(main())
+
+
 HOSTILE = st.one_of(
     st.text(max_size=60),
     st.sampled_from(

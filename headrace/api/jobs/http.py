@@ -89,11 +89,13 @@ class JobsHttp:
         """Have the newest jobs at hand, so that the first long list takes no longer than the next."""
         try:
             newest = await self._jobs.newest_jobs(_WARM_JOBS)
+            for record in newest:
+                self._texts.write(record)
+            for last in newest[:1]:
+                # Most likely what is asked for first; and all that a list passes through has been run once.
+                self._texts.page(await self._jobs.list_jobs(last.org, last.experiment_id), 0, None)
         except HeadraceError as error:
             log.warning("lists of jobs are not prepared: %s", error.message)
-            return
-        for record in newest:
-            self._texts.write(record)
 
     def stop_being_ready(self) -> None:
         """The gateway is about to end."""

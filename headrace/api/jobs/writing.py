@@ -14,6 +14,7 @@ from headrace.jobs.records import Event, Experiment, Job, JobPage, Workspace
 
 _at = datetime.fromtimestamp
 _KNOWN_JOBS = 20_000
+_KNOWN_LISTS = 2
 
 
 def now_text() -> str:
@@ -118,16 +119,28 @@ class Written:
 class JobTexts:
     """Lists of jobs. A record is written once: a list of ten thousand is asked for again and again.
 
-    The store gives the same records out as long as they have not changed.
+    The store gives the same records out as long as they have not changed, and the same list as long as none of it has.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, bytes] = {}
         self._records: list[Job] = []
         """Whose texts are known. Kept, so that no other can get the address of one."""
+        self._lists: list[tuple[JobPage, Written]] = []
+        """The last whole ones."""
 
     def page(self, found: JobPage, skip: int, size: int | None) -> Written:
         """Part of a list and where it is in the whole."""
+        if skip or size is not None:
+            return self._page(found, skip, size)
+        for known, written in self._lists:
+            if known is found:
+                return written
+        written = self._page(found, skip, size)
+        self._lists = [(found, written), *self._lists][:_KNOWN_LISTS]
+        return written
+
+    def _page(self, found: JobPage, skip: int, size: int | None) -> Written:
         if len(self._known) > _KNOWN_JOBS:
             self._known.clear()
             self._records.clear()

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Select, Text, and_, delete, func, insert, select, update
+from sqlalchemy import cast as as_type
 
 from headrace.core.errors import FailedPrecondition, NotFound, Unavailable
 from headrace.jobs.records import FINAL, MOVES, SERVICE, Event, Job, JobPage
@@ -17,9 +18,17 @@ from headrace.jobs.store.tables import events, experiments, job_logs, jobs
 
 MOST_REASON = 1000
 MOST_REMEMBERED = 20_000
+_MOST_WHOLE = 4
 _FEW = 500
 _Mark = tuple[str, int, float]
 """Id, version and birth: as long as these are the same, all of a job is."""
+_Seen = tuple[int, float | None, str | None]
+"""How many jobs a list has, when they were born, the id and version of each: as long as these are the same, the list is."""
+_SEEN = (
+    func.count(),
+    func.sum(jobs.c.created_on),
+    func.aggregate_strings(jobs.c.id + as_type(jobs.c.version, Text), ","),
+)
 _NAMES = [column.name for column in jobs.columns]
 
 
@@ -44,6 +53,8 @@ class JobRows:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._memory: dict[_Mark, Job] = {}
+        self._wholes: dict[tuple[str, ...], tuple[_Seen, JobPage]] = {}
+        """Whole lists that were asked for, by what they are of."""
 
     async def insert(self, job: Job, by: str) -> None:
         """A new job, with its first event."""
@@ -66,7 +77,7 @@ class JobRows:
     async def page(
         self, org: str, experiment_id: str, status: str, action: str, skip: int, size: int | None
     ) -> JobPage:
-        """Newest first; "" for any."""
+        """Newest first; "" for any. A whole list that has not changed is the very same one."""
         wanted = {"org": org, "experiment_id": experiment_id, "status": status, "action": action}
         where = and_(*(jobs.c[name] == value for name, value in wanted.items() if value))
         query = select(jobs.c.id, jobs.c.version, jobs.c.created_on).where(where)
@@ -75,12 +86,28 @@ class JobRows:
             query = query.limit(size)
 
         def work(connection: Connection) -> JobPage:
-            found = self._known(connection, where, _tuples(connection, query))
             if size is None and not skip:
-                return JobPage(found, len(found))
+                return self._whole(connection, tuple(wanted.values()), where, query)
+            found = self._known(connection, where, _tuples(connection, query))
             return JobPage(found, connection.execute(select(func.count()).select_from(jobs).where(where)).scalar_one())
 
         return await self._database.read(work)
+
+    def _whole(
+        self, connection: Connection, of: tuple[str, ...], where: ColumnElement[bool], query: Select[Any]
+    ) -> JobPage:
+        """One text from the database tells whether anything of it has changed: ten thousand rows take twice as long."""
+        seen = _seen(connection, where)
+        if (known := self._wholes.get(of)) is not None and known[0] == seen:
+            return known[1]
+        found = self._known(connection, where, _tuples(connection, query))
+        page = JobPage(found, len(found))
+        # Others may have changed something between the two questions: such a list is given out once.
+        if len(found) <= MOST_REMEMBERED and _seen(connection, where) == seen:
+            if len(self._wholes) >= _MOST_WHOLE:
+                self._wholes.clear()
+            self._wholes[of] = seen, page
+        return page
 
     def _known(self, connection: Connection, where: ColumnElement[bool], marks: list[_Mark]) -> list[Job]:
         """The jobs of these marks, as they were read before or are now: reading whole rows is what makes lists slow."""
@@ -184,6 +211,11 @@ class JobRows:
             return connection.execute(select(job_logs.c.log).where(job_logs.c.job_id == job_id)).scalar() or ""
 
         return await self._database.read(work)
+
+
+def _seen(connection: Connection, where: ColumnElement[bool]) -> _Seen:
+    count, births, versions = connection.execute(select(*_SEEN).where(where)).one()
+    return count, births, versions
 
 
 def _tuples(connection: Connection, query: Select[Any]) -> list[Any]:
