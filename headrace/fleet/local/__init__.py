@@ -16,6 +16,7 @@ the objects of a plan, and shows what it sees as Kubernetes documents, so that `
     benchmarking  BenchmarkJobs: their Jobs, and how they are
     driving       the contract of what runs containers
     process_driver  one of two: processes, held to their limits by `cgroups`, or by `watching` them
+    priority      who gets the CPU: those that answer, before one that starts to take their place
     processes     a process that outlives the daemon and is found again; `child` are its first lines
     docker_driver   the other: a Docker engine; `docker_words` are what it is told
     probes        whether a container has started, is ready, lives

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -178,6 +179,7 @@ class Container:
     async def _start(self) -> Running | None:
         try:
             box = self._pod.box(self._said, self.folder)
+            box = replace(box, modest=box.modest and not self.state.restarts)
             self._turn_log()
             running = await self._driver.start(box)
         except ResourceExhausted as error:
@@ -242,9 +244,9 @@ class Container:
         if liveness is not None:
             looks.append(asyncio.ensure_future(follow_liveness(liveness)))
         if readiness is None:
-            self._say(ready=True)
+            self._say_ready(True)
         else:
-            follow = follow_readiness(readiness, quick, lambda ready: self._say(ready=ready), self.state.ready)
+            follow = follow_readiness(readiness, quick, self._say_ready, self.state.ready)
             looks.append(asyncio.ensure_future(follow))
         try:
             await asyncio.gather(*looks, asyncio.get_running_loop().create_future())
@@ -303,6 +305,11 @@ class Container:
         if not well:
             why = f" ({last['reason']})" if how.reason else ""
             self._pod.tell("Warning", "Ended", f"{self.name} ended with {last['exitCode']}{why}")
+
+    def _say_ready(self, ready: bool) -> None:
+        if ready and self._running is not None:
+            self._running.is_ready()
+        self._say(ready=ready)
 
     def _say(self, **changes: Any) -> None:
         if restated(self.state, self.folder, changes, lambda said: self._pod.tell("Warning", "DiskPressure", said)):

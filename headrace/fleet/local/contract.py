@@ -37,6 +37,8 @@ class Record:
     placement: Placement | None = None
     deleting: str = ""
     """Since when it is being ended."""
+    spare: bool = False
+    """Enough others serve while it starts for the first time: it takes the place of one of them."""
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Record:

@@ -233,5 +233,8 @@ class DockerRun:
             return ""
         return "\n".join(list(kept)[-tail:])[-most_bytes:]
 
+    def is_ready(self) -> None:
+        """See `Running.is_ready`: the engine shares the CPU out, and knows nobody's turn."""
+
     def let_go(self) -> None:
         """See `Running.let_go`: the engine keeps it."""

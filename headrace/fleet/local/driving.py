@@ -45,6 +45,8 @@ class Box:
     """Bytes of /dev/shm, if it says how many."""
     spec: Mapping[str, object] = field(default_factory=dict)
     """The container's own words, for what only images have: its user, its folder."""
+    modest: bool = False
+    """Until it is ready, others come first."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ class Running(Protocol):
 
     async def said(self, tail: int, most_bytes: int) -> str:
         """The last lines that it said."""
+
+    def is_ready(self) -> None:
+        """It serves from now on: nobody comes before it any more."""
 
     def let_go(self) -> None:
         """The daemon ends, and this runs on."""

@@ -22,6 +22,7 @@ from headrace.fleet.local.cgroups import CONTROLLERS, Cgroups, Group, find_cgrou
 from headrace.fleet.local.commands import CannotRun, Line
 from headrace.fleet.local.driving import LOG, RECORD, Box, Ended
 from headrace.fleet.local.limits import Limits
+from headrace.fleet.local.priority import step_back, step_up
 from headrace.fleet.local.probes import exec_look
 from headrace.fleet.local.processes import Command, Process, headrace_words, passed_on, spawn
 from headrace.fleet.local.sight import OOM_KILLED
@@ -30,6 +31,8 @@ from headrace.fleet.local.watching import Watch
 from headrace.launch.logs import last_lines
 
 log = logging.getLogger("headrace.fleet")
+
+_LATE_SECONDS = 60.0
 
 
 class ProcessDriver:
@@ -61,7 +64,7 @@ class ProcessDriver:
         cores = said.get("cores")
         if isinstance(cores, list):
             self._tied[folder] = tuple(each for each in cores if isinstance(each, int))
-        return ProcessRun(self, process, folder, group, _limits(said.get("watched")))
+        return ProcessRun(self, process, folder, group, _limits(said.get("watched")), late=bool(said.get("late")))
 
     async def start(self, box: Box) -> ProcessRun:
         """See `Driver.start`."""
@@ -69,11 +72,14 @@ class ProcessDriver:
         command = Command(_program(box.line, environment), environment, box.work)
         group, watched = self._grouped(box)
         cores = self._cores(box)
+        late = False
 
         def record(known: Mapping[str, Any]) -> None:
             paths = [str(each) for each in group.paths] if group is not None else []
             kept = {"memory": watched.memory, "tasks": watched.tasks}
-            record = {**known, "groups": paths, "cores": cores, "watched": kept}
+            nonlocal late
+            late = box.modest and step_back(known["pid"])
+            record = {**known, "groups": paths, "cores": cores, "watched": kept, "late": late}
             write_json(box.folder / RECORD, record, lasting=False)
             if group is not None:
                 group.join(known["pid"])
@@ -87,7 +93,7 @@ class ProcessDriver:
                 group.remove()
             self.freed(box.folder)
             raise
-        return ProcessRun(self, process, box.folder, group, watched)
+        return ProcessRun(self, process, box.folder, group, watched, late=late)
 
     async def close(self) -> None:
         """See `Driver.close`."""
@@ -136,13 +142,24 @@ class ProcessRun:
     """See `driving.Running`."""
 
     def __init__(
-        self, driver: ProcessDriver, process: Process, folder: Path, group: Group | None, watched: Limits
+        self,
+        driver: ProcessDriver,
+        process: Process,
+        folder: Path,
+        group: Group | None,
+        watched: Limits,
+        *,
+        late: bool = False,
     ) -> None:
         self._driver = driver
         self._process = process
         self._folder = folder
         self._group = group
         self._watched = watched
+        self._late = late
+        """Others come before it (`priority`); not for ever, as a machine may never have anything to spare."""
+        if late:
+            asyncio.get_running_loop().call_later(_LATE_SECONDS, self.is_ready)
 
     @property
     def label(self) -> str:
@@ -189,6 +206,12 @@ class ProcessRun:
     async def said(self, tail: int, most_bytes: int) -> str:
         """See `Running.said`."""
         return last_lines(self._folder / LOG, tail, most_bytes)
+
+    def is_ready(self) -> None:
+        """See `Running.is_ready`."""
+        if self._late and self._process.lives:
+            step_up(self._process.pid)
+        self._late = False
 
     def let_go(self) -> None:
         """See `Running.let_go`."""

@@ -55,6 +55,7 @@ class Starting:
             placement.gpus,
             shared_memory(pod, container),
             container,
+            self._replica.record.spare,
         )
 
     def surroundings(self, container: Document) -> Surroundings:

@@ -86,18 +86,20 @@ class Units:
         newest = _newest(workload)
         units, leaving = _units(workload, pods)
         recreate = text(workload, "spec", "strategy", "type") == "Recreate"
-        todo = steps(self._wanted(key, workload), newest, units, leaving=leaving, recreate=recreate)
+        wanted = self._wanted(key, workload)
+        spare = 0 < wanted <= sum(each.ready for each in units)
+        todo = steps(wanted, newest, units, leaving=leaving, recreate=recreate)
         for each in pods:
             if each.record.owner == (kind_of(workload), name_of(workload)) and each.record.unit in todo.delete:
                 each.delete()
         self._failures.pop((key, name_of(workload)), None)
         try:
             for _ in range(todo.create):
-                self._create(key, service, workload, newest)
+                self._create(key, service, workload, newest, spare=spare)
         except FailedPrecondition as error:
             self._failures[(key, name_of(workload))] = error.message
 
-    def _create(self, key: Service, service: Document, workload: Document, newest: str) -> None:
+    def _create(self, key: Service, service: Document, workload: Document, newest: str, *, spare: bool) -> None:
         kind, name = kind_of(workload), name_of(workload)
         templates = templates_of(workload)
         unit, group = _fresh_name(workload, newest, self._kubelet.of(key)), kind == "LeaderWorkerSet"
@@ -136,7 +138,7 @@ class Units:
             }
             document = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": part(template, "spec")}
             self._kubelet.create(
-                Record(uid, document, key, (kind, name), unit, newest, not index, index, variables),
+                Record(uid, document, key, (kind, name), unit, newest, not index, index, variables, spare=spare),
             )
 
     def _wanted(self, key: Service, workload: Document) -> int:

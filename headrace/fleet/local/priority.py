@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gets the CPU when there is not enough: those that answer, before one that starts to take their place.
+
+Called by `process_driver`. The new replica of a rolling update loads libraries and a model for seconds, which requests would
+feel on a machine with little to spare. Until it is ready it gets what the others leave. Only where it can be their equal
+afterwards: most users may give priority away, and not take it back.
+
+A policy, not a number (`nice`): whoever has something to answer takes the core from an idle one at once, not at the end of
+its slice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+
+from headrace.launch.identity import session_members
+
+_PASSES = 5
+_USUAL = os.SCHED_OTHER
+_LATER = os.SCHED_IDLE
+
+
+def step_back(pid: int) -> bool:
+    """Have a process that does nothing yet come after others. Whether it does."""
+    with contextlib.suppress(OSError):
+        if os.sched_getscheduler(pid) == _USUAL and _may_return():
+            _set(pid, _LATER)
+            return True
+    return False
+
+
+def step_up(session: int) -> None:
+    """All of a session is as good as others again."""
+    for _ in range(_PASSES):
+        late = [thread for thread in _threads(session) if _is_late(thread)]
+        if not late:
+            return
+        for thread in late:  # what it starts meanwhile is as late as it is, and found by the next pass
+            with contextlib.suppress(OSError):
+                _set(thread, _USUAL)
+
+
+def _set(thread: int, policy: int) -> None:
+    os.sched_setscheduler(thread, policy, os.sched_param(0))
+
+
+def _is_late(thread: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.sched_getscheduler(thread) == _LATER
+    return False
+
+
+def _threads(session: int) -> Iterator[int]:
+    for member in session_members(session):
+        with contextlib.suppress(OSError):
+            yield from map(int, os.listdir(f"/proc/{member.pid}/task"))
+
+
+@lru_cache(maxsize=1)
+def _may_return() -> bool:
+    """Tried by a thread that ends after it: what the capabilities say is not the whole truth in a container."""
+    done = []
+
+    def there_and_back() -> None:
+        with contextlib.suppress(OSError):
+            for policy in (_LATER, _USUAL):
+                _set(threading.get_native_id(), policy)
+            done.append(True)
+
+    trying = threading.Thread(target=there_and_back, name="headrace-priority")
+    trying.start()
+    trying.join()
+    return bool(done)

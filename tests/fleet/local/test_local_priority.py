@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who starts to take another's place comes after those that answer, until it is ready."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_site import LocalSite, runtime, service, until
+
+from headrace.fleet.local import priority
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+    pytest.mark.timeout(600),
+]
+_PROGRAM = """
+import subprocess, sys, threading, time
+threads = [threading.Thread(target=time.sleep, args=(3600,), daemon=True) for _ in range(4)]
+for each in threads: each.start()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+print("up", flush=True)
+time.sleep(3600)
+"""
+
+
+USUAL = os.SCHED_OTHER
+
+
+def policies(pid: int) -> set[int]:
+    """Of all threads of a process."""
+    return {os.sched_getscheduler(int(each)) for each in os.listdir(f"/proc/{pid}/task")}
+
+
+def later() -> int:
+    """Where one that steps back is; as all are, where this user could not bring it back."""
+    return os.SCHED_IDLE if priority._may_return() else USUAL
+
+
+@pytest.fixture
+def program() -> Iterator[subprocess.Popen[str]]:
+    """One with threads and a child, which has not begun before it was asked for."""
+    waits = f"import sys; sys.stdin.read(1); exec({_PROGRAM!r})"
+    with subprocess.Popen(
+        [sys.executable, "-c", waits],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        yield process
+        os.killpg(process.pid, 9)
+
+
+def begin(process: subprocess.Popen[str]) -> list[int]:
+    """Its processes."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("x")
+    process.stdin.flush()
+    assert process.stdout.readline() == "up\n"
+    return [process.pid, *map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
+
+
+def test_all_of_a_session_steps_back_and_up(program: subprocess.Popen[str]) -> None:
+    assert priority.step_back(program.pid) is (later() != USUAL)
+    processes = begin(program)
+    assert len(processes) == 2
+    assert [policies(each) for each in processes] == [{later()}] * 2
+    priority.step_up(program.pid)
+    assert [policies(each) for each in processes] == [{USUAL}] * 2
+    assert policies(os.getpid()) == {USUAL}
+    priority.step_up(program.pid)  # again is nothing
+
+
+def test_who_could_not_come_back_does_not_step_back(
+    program: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(priority, "_may_return", lambda: False)
+    assert priority.step_back(program.pid) is False
+    assert policies(program.pid) == {USUAL}
+
+
+def test_processes_that_are_gone() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    ended.wait(60)
+    assert priority.step_back(ended.pid) is False
+    priority.step_up(ended.pid)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[LocalSite]:
+    made = LocalSite(tmp_path, 28_100)
+    made.up()
+    made.apply(made.model, runtime())
+    yield made
+    made.close()
+
+
+def gated(text: str, gate: Path, **engine: Any) -> dict[str, Any]:
+    """A service that is ready once there is a file."""
+    probe = {"exec": {"command": ["test", "-e", str(gate)]}, "periodSeconds": 1, "timeoutSeconds": 30}
+    args = ["--host=0.0.0.0", "--port=8080", f"--text={text}"]
+    return service("s", runner={"name": "ome-container", "args": args, "readinessProbe": probe}, **engine)
+
+
+def test_a_new_revision_comes_last_until_it_is_ready_also_for_the_next_daemon(site: LocalSite, tmp_path: Path) -> None:
+    old, new = tmp_path / "old-is-ready", tmp_path / "new-is-ready"
+    site.apply(gated("old", old))
+    (first,) = until(lambda: site.pids("s"))
+    assert policies(first) == {USUAL}  # nobody else serves: whoever waits, waits for it
+    old.touch()
+    site.ready("s")
+    site.apply(gated("new", new))
+    (second,) = until(lambda: site.pids("s") - {first})
+    until(lambda: policies(second) == {later()})
+    assert policies(first) == {USUAL}
+    site.kill()
+    site.up()
+    assert policies(second) == {later()}
+    new.touch()
+    until(lambda: site.pids("s") == {second})
+    assert policies(second) == {USUAL}
+    # More replicas are needed at once, and one that has died as well.
+    site.apply(gated("new", new, minReplicas=2))
+    site.ready("s", 2)
+    assert [policies(each) for each in site.pids("s")] == [{USUAL}] * 2
+    os.kill(second, 9)
+    until(lambda: second not in site.pids("s") and len(site.pids("s")) == 2)
+    assert [policies(each) for each in site.pids("s")] == [{USUAL}] * 2
