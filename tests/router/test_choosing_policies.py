@@ -108,6 +108,18 @@ def test_prompts_that_begin_alike_go_to_one_backend_and_others_are_spread() -> N
     assert _why(chooser) == {Why.MISS: 8, Why.HIT: 152}
 
 
+def test_new_prompts_are_spread_by_what_backends_have_seen_unless_one_is_clearly_busier() -> None:
+    chooser, backends = _chooser("cache_aware", 2)
+    one, two = backends.all
+    for _ in range(4):
+        backends.begin(one)
+    chosen = [chooser.pick(_chat(f"{number} you are a helper " * 20, "x")) for number in range(8)]
+    assert Counter(chosen) == {one: 4, two: 4}  # by load alone, all would be of the second
+    backends.begin(one)
+    chosen = [chooser.pick(_chat(f"{number} be short " * 20, "x")) for number in range(8, 16)]
+    assert set(chosen) == {two}
+
+
 def test_a_short_common_beginning_is_no_reason() -> None:
     chooser, backends = _chooser("cache_aware")
     chosen = [chooser.pick(_chat("be nice", f"{number}" * 500)) for number in range(8)]

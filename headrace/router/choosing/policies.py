@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from headrace.router.choosing.settings import CacheAwareSettings, PrefixHashSettings
 
 
+_HARDLY_BUSIER = 4
+"""Requests under way."""
+
+
 class Why:
     """Why a backend was chosen: the label `why` of `headrace_router_decisions_total`."""
 
@@ -30,7 +34,7 @@ class Why:
     HIT = "hit"
     """It has seen most of the prompt."""
     MISS = "miss"
-    """Nobody has: it had the least to do."""
+    """Nobody has: it had little to do, and has seen least."""
     IMBALANCE = "imbalance"
     """One had far too much to do: it had the least."""
     NO_PROMPT = "no_prompt"
@@ -82,7 +86,7 @@ class CacheAware:
         matched, users = self.tree.longest(prompt, live)
         if users and matched >= self._settings.cache_threshold * len(prompt):
             return self._least(users), Why.HIT
-        return self._least(live), Why.MISS
+        return self._emptiest(live), Why.MISS
 
     def given(self, backend: Backend, request: Request) -> None:
         """See `PromptPolicy.given`."""
@@ -121,6 +125,15 @@ class CacheAware:
                 least = load
         settings = self._settings
         return most - least > settings.balance_abs_threshold and most > least * settings.balance_rel_threshold
+
+    def _emptiest(self, live: Sequence[Backend]) -> Backend:
+        """Of those that are hardly busier than the least busy, the one that has seen least.
+
+        What begins here comes here again: who has room for it counts for more than who is free this moment.
+        """
+        most = min(map(_load, live)) + _HARDLY_BUSIER
+        near = [each for each in live if _load(each) <= most]
+        return min(near, key=lambda each: (self.tree.size(each) / each.share, _load(each)))
 
     def _least(self, live: Sequence[Backend]) -> Backend:
         """The least busy; of these the one that has seen least, so that what is new is spread."""
