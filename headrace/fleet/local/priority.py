@@ -20,15 +20,13 @@ from functools import lru_cache
 from headrace.launch.identity import session_members
 
 _PASSES = 5
-_USUAL = os.SCHED_OTHER
-_LATER = os.SCHED_IDLE
 
 
 def step_back(pid: int) -> bool:
     """Have a process that does nothing yet come after others. Whether it does."""
     with contextlib.suppress(OSError):
-        if os.sched_getscheduler(pid) == _USUAL and _may_return():
-            _set(pid, _LATER)
+        if os.sched_getscheduler(pid) == os.SCHED_OTHER and _may_return():
+            _set(pid, os.SCHED_IDLE)
             return True
     return False
 
@@ -41,7 +39,7 @@ def step_up(session: int) -> None:
             return
         for thread in late:  # what it starts meanwhile is as late as it is, and found by the next pass
             with contextlib.suppress(OSError):
-                _set(thread, _USUAL)
+                _set(thread, os.SCHED_OTHER)
 
 
 def _set(thread: int, policy: int) -> None:
@@ -50,7 +48,7 @@ def _set(thread: int, policy: int) -> None:
 
 def _is_late(thread: int) -> bool:
     with contextlib.suppress(OSError):
-        return os.sched_getscheduler(thread) == _LATER
+        return os.sched_getscheduler(thread) == os.SCHED_IDLE
     return False
 
 
@@ -67,7 +65,7 @@ def _may_return() -> bool:
 
     def there_and_back() -> None:
         with contextlib.suppress(OSError):
-            for policy in (_LATER, _USUAL):
+            for policy in (os.SCHED_IDLE, os.SCHED_OTHER):
                 _set(threading.get_native_id(), policy)
             done.append(True)
 

@@ -136,7 +136,7 @@ class CacheAware:
         return min(near, key=lambda each: (self.tree.size(each) / each.share, _load(each)))
 
     def _least(self, live: Sequence[Backend]) -> Backend:
-        """The least busy; of these the one that has seen least, so that what is new is spread."""
+        """The least busy; of these the one that has seen least."""
         best, least = live[0], float("inf")
         size = 0
         for backend in live:

@@ -29,7 +29,7 @@ time.sleep(3600)
 """
 
 
-USUAL = os.SCHED_OTHER
+USUAL = getattr(os, "SCHED_OTHER", 0)
 
 
 def policies(pid: int) -> set[int]:
