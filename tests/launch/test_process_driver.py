@@ -286,9 +286,7 @@ def test_one_that_the_kernel_is_about_to_give_its_words_lives(root: Path, monkey
 
 def test_ports_are_bound_before_they_are_given_and_given_in_turn(tmp_path: Path) -> None:
     first, last = service_ports(4)
-    with socket.socket() as stranger:
-        stranger.bind(("127.0.0.1", first + 1))
-        stranger.listen()
+    with socket.create_server(("127.0.0.1", first + 1)):
         ports = Ports(tmp_path / "ports", "127.0.0.1", first, last)
         known = {"a", "b", "c"}
         given = [ports.claim(name, known.__contains__) for name in "abc"]
@@ -318,11 +316,8 @@ def test_a_failed_start_leaves_nothing(root: Path) -> None:
     async def main() -> None:
         only = service_ports(1)
         driver = ProcessDriver(root, ports=only, environ={"PYTHONPATH": HERE, **os.environ})
-        with socket.socket() as stranger:
-            stranger.bind(("127.0.0.1", only[0]))
-            stranger.listen()
-            with pytest.raises(ResourceExhausted):
-                await driver.start(spec())
+        with socket.create_server(("127.0.0.1", only[0])), pytest.raises(ResourceExhausted):
+            await driver.start(spec())
         assert empty(root) and await driver.found() == {}
         await driver.close()
 

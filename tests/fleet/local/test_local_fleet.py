@@ -247,10 +247,8 @@ def test_an_image_that_is_nowhere_here_is_told(site: LocalSite) -> None:
 
 
 def test_a_port_that_cannot_be_changed_and_is_taken_is_told(site: LocalSite) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port()))  # and not one that somebody who connects may have next
-        taken.listen(1)
-        port = taken.getsockname()[1]
+    port = free_port()  # and not one that somebody who connects may have next
+    with socket.create_server(("127.0.0.1", port)):
         ports = [{"name": "http", "containerPort": port, "protocol": "TCP"}]
         site.apply(runtime("fixed", args=[f"--por={port}"], ports=ports), service("stuck", "fixed"))
         found = site.says("stuck", f"port {port} is in use on this machine", "EngineReady")
