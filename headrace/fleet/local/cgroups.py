@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ CONTROLLERS = ("memory", "cpu", "pids")
 PARENT = "headrace-fleet"
 _PERIOD = 100_000
 _SHARES = 1024
+_WEIGHTS = ("cpu.weight", "cpu.shares")
+_IDLE = "cpu.idle"
 _OWN_LEAF = "headrace-up"
 _REMOVE_TRIES, _REMOVE_SECONDS = 50, 0.02
 
@@ -59,6 +61,26 @@ class Group:
                     if int(said.get("oom_kill", "0")):
                         return True
         return False
+
+    def step_back(self) -> str:
+        """Have its members come after those of other groups (`priority`). The weight it had; "" where that is impossible."""
+        for file in self._weights():
+            with contextlib.suppress(OSError):
+                weight = file.read_text().strip()
+                (file.parent / _IDLE).write_text("1")
+                return weight
+        return ""
+
+    def step_up(self, weight: str) -> None:
+        """Have it its weight back."""
+        for file in self._weights() if weight else ():
+            with contextlib.suppress(OSError):
+                (file.parent / _IDLE).write_text("0")
+                file.write_text(weight)  # which the kernel has forgotten over it
+
+    def _weights(self) -> Iterator[Path]:
+        for each in self.paths:
+            yield from (each / name for name in _WEIGHTS if (each / name).exists())
 
     def remove(self) -> None:
         """Who is left in it is killed. Blocking, for a second at most: the kernel takes a moment to forget the dead."""

@@ -2,8 +2,9 @@
 """Who gets the CPU when there is not enough: those that answer, before one that starts to take their place.
 
 Called by `process_driver`. The new replica of a rolling update loads libraries and a model for seconds, which requests would
-feel on a machine with little to spare. Until it is ready it gets what the others leave. Only where it can be their equal
-afterwards: most users may give priority away, and not take it back.
+feel on a machine with little to spare. Until it is ready it gets what the others leave. One with a group of its own for the
+CPU does so by that group (`cgroups`), which is what the kernel compares then. This is for all others, and only where one can
+be their equal afterwards: most users may give priority away, and not take it back.
 
 A policy, not a number (`nice`): whoever has something to answer takes the core from an idle one at once, not at the end of
 its slice.

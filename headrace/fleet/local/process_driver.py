@@ -64,7 +64,9 @@ class ProcessDriver:
         cores = said.get("cores")
         if isinstance(cores, list):
             self._tied[folder] = tuple(each for each in cores if isinstance(each, int))
-        return ProcessRun(self, process, folder, group, _limits(said.get("watched")), late=bool(said.get("late")))
+        late, weight = bool(said.get("late")), said.get("weight")
+        given = weight if isinstance(weight, str) else ""
+        return ProcessRun(self, process, folder, group, _limits(said.get("watched")), late=late, weight=given)
 
     async def start(self, box: Box) -> ProcessRun:
         """See `Driver.start`."""
@@ -72,14 +74,15 @@ class ProcessDriver:
         command = Command(_program(box.line, environment), environment, box.work)
         group, watched = self._grouped(box)
         cores = self._cores(box)
-        late = False
+        weight = group.step_back() if group is not None and box.modest else ""
+        late = bool(weight)
 
         def record(known: Mapping[str, Any]) -> None:
             paths = [str(each) for each in group.paths] if group is not None else []
             kept = {"memory": watched.memory, "tasks": watched.tasks}
             nonlocal late
-            late = box.modest and step_back(known["pid"])
-            record = {**known, "groups": paths, "cores": cores, "watched": kept, "late": late}
+            late = late or (box.modest and step_back(known["pid"]))
+            record = {**known, "groups": paths, "cores": cores, "watched": kept, "late": late, "weight": weight}
             write_json(box.folder / RECORD, record, lasting=False)
             if group is not None:
                 group.join(known["pid"])
@@ -93,7 +96,7 @@ class ProcessDriver:
                 group.remove()
             self.freed(box.folder)
             raise
-        return ProcessRun(self, process, box.folder, group, watched, late=late)
+        return ProcessRun(self, process, box.folder, group, watched, late=late, weight=weight)
 
     async def close(self) -> None:
         """See `Driver.close`."""
@@ -150,6 +153,7 @@ class ProcessRun:
         watched: Limits,
         *,
         late: bool = False,
+        weight: str = "",
     ) -> None:
         self._driver = driver
         self._process = process
@@ -158,6 +162,8 @@ class ProcessRun:
         self._watched = watched
         self._late = late
         """Others come before it (`priority`); not for ever, as a machine may never have anything to spare."""
+        self._weight = weight
+        """Of its group, afterwards."""
         if late:
             asyncio.get_running_loop().call_later(_LATE_SECONDS, self.is_ready)
 
@@ -210,6 +216,8 @@ class ProcessRun:
     def is_ready(self) -> None:
         """See `Running.is_ready`."""
         if self._late and self._process.lives:
+            if self._group is not None:
+                self._group.step_up(self._weight)
             step_up(self._process.pid)
         self._late = False
 

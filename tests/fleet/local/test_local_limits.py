@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from local_site import LocalSite, runtime, said, service, until
 
-from headrace.fleet.local.cgroups import PARENT, Cgroups, find_cgroups
+from headrace.fleet.local.cgroups import PARENT, Cgroups, Group, find_cgroups
 from headrace.fleet.local.driving import Ended
 from headrace.fleet.local.limits import THREADS, Limits, limits_of, thread_variables
 from headrace.fleet.local.process_driver import ProcessDriver
@@ -124,6 +124,21 @@ def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:
     }
     # Nothing is made for what is not limited.
     assert len(found.make("pod-other", Limits(memory=MEBIBYTE * 8)).paths) == 1
+
+
+def test_a_group_that_steps_back_gets_its_weight_again(tmp_path: Path) -> None:
+    newer = Group((files(tmp_path / "memory"), files(tmp_path / "cpu", cpu__weight="20\n", cpu__idle="0\n")))
+    assert newer.step_back() == "20"
+    assert (tmp_path / "cpu" / "cpu.idle").read_text() == "1"
+    files(tmp_path / "cpu", cpu__weight="0")  # as the kernel does
+    newer.step_up("20")
+    assert [(tmp_path / "cpu" / f"cpu.{name}").read_text() for name in ("idle", "weight")] == ["0", "20"]
+    # A kernel before 5.15, and a group that is not for the CPU.
+    older = files(tmp_path / "older", cpu__shares="512\n")
+    (older / "cpu.idle").mkdir()
+    assert [Group((each,)).step_back() for each in (older, tmp_path / "memory")] == ["", ""]
+    Group((older,)).step_up("")
+    assert (older / "cpu.shares").read_text() == "512\n"
 
 
 def test_where_nothing_is_allowed_nothing_is_used(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from local_site import LocalSite, runtime, service, until
 
 from headrace.fleet.local import priority
+from headrace.fleet.local.cgroups import PARENT
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
@@ -101,11 +102,12 @@ def site(tmp_path: Path) -> Iterator[LocalSite]:
     made.close()
 
 
-def gated(text: str, gate: Path, **engine: Any) -> dict[str, Any]:
+def gated(text: str, gate: Path, resources: dict[str, Any] | None = None, **engine: Any) -> dict[str, Any]:
     """A service that is ready once there is a file."""
+    more = {"resources": resources} if resources else {}
     probe = {"exec": {"command": ["test", "-e", str(gate)]}, "periodSeconds": 1, "timeoutSeconds": 30}
     args = ["--host=0.0.0.0", "--port=8080", f"--text={text}"]
-    return service("s", runner={"name": "ome-container", "args": args, "readinessProbe": probe}, **engine)
+    return service("s", runner={"name": "ome-container", "args": args, "readinessProbe": probe, **more}, **engine)
 
 
 def test_a_new_revision_comes_last_until_it_is_ready_also_for_the_next_daemon(site: LocalSite, tmp_path: Path) -> None:
@@ -132,3 +134,45 @@ def test_a_new_revision_comes_last_until_it_is_ready_also_for_the_next_daemon(si
     os.kill(second, 9)
     until(lambda: second not in site.pids("s") and len(site.pids("s")) == 2)
     assert [policies(each) for each in site.pids("s")] == [{USUAL}] * 2
+
+
+def test_one_with_a_group_for_the_cpu_comes_last_by_it_and_has_its_weight_again(
+    site: LocalSite, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old-is-ready", tmp_path / "new-is-ready"
+    old.touch()
+    asked = {"requests": {"cpu": "500m"}}
+    site.apply(gated("old", old, asked))
+    site.ready("s")
+    (first,) = site.pids("s")
+    usual = weights(first)
+    site.apply(gated("new", new, asked))
+    (second,) = until(lambda: site.pids("s") - {first})
+    if usual is None:
+        until(lambda: policies(second) == {later()})  # this machine lets it have no group, or the kernel is older
+    else:
+        assert usual[0] == "0"
+        until(lambda: (weights(second) or ("",))[0] == "1")
+        assert policies(second) == {USUAL} and weights(first) == usual
+    site.kill()
+    site.up()
+    new.touch()
+    until(lambda: site.pids("s") == {second})
+    assert weights(second) == usual and policies(second) == {USUAL}
+
+
+def weights(pid: int) -> tuple[str, str] | None:
+    """Whether a process comes last by its group for the CPU, and its weight; None if it has no group that could."""
+    for group in _cpu_groups(pid):
+        for name in ("cpu.weight", "cpu.shares"):
+            if (group / name).exists() and (group / "cpu.idle").exists():
+                return (group / "cpu.idle").read_text().strip(), (group / name).read_text().strip()
+    return None
+
+
+def _cpu_groups(pid: int) -> list[Path]:
+    """Those of ours, in whichever hierarchy."""
+    paths = {line.split(":", 2)[2] for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()}
+    mounts = (line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines())
+    roots = [Path(fields[1]) for fields in mounts if fields[2].startswith("cgroup")]
+    return [root / path.lstrip("/") for path in paths if PARENT in path for root in roots]
