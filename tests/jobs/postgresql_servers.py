@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ports import free_port
 
@@ -47,9 +48,14 @@ class PostgresqlServer:
 
     def _run(self, program: str, *words: str, first: bool = False) -> None:
         command = [str(BINARIES[-1] / program), *words]
+        other: dict[str, Any] = {}
         if os.geteuid() == 0:  # it refuses to run as root
+            other = {"user": "postgres", "group": "postgres", "extra_groups": []}
             if first:
                 shutil.chown(self._folder, "postgres", "postgres")
-            command = ["runuser", "-u", "postgres", "--", *command]
-        with (self._folder / "output").open("ab") as output:
-            subprocess.run(command, check=True, stdout=output, stderr=output, cwd="/tmp", timeout=180)
+        said = self._folder / "output"
+        with said.open("ab") as output:
+            done = subprocess.run(command, check=False, stdout=output, stderr=output, cwd="/tmp", timeout=180, **other)
+        if done.returncode:
+            log = self._folder / "log"
+            raise RuntimeError(f"{program}: {said.read_text()}{log.read_text() if log.exists() else ''}")
