@@ -78,6 +78,7 @@ bench: $(VENV)/.testing
 fuzz: $(VENV)/.testing
 	-$(BIN)/python -m pip install --quiet --only-binary :all: 'atheris>=3.0'
 	$(BIN)/python -m fuzz all --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m pytest -m "hypothesis and not platform" --hypothesis-profile=explore
 
 soak: $(VENV)/.testing
 	$(BIN)/python -m soak --seconds $(SOAK_SECONDS)

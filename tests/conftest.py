@@ -16,7 +16,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 # How quick a machine is decides nothing: neither by the time of one example nor by that of making one.
-hypothesis.settings.register_profile("headrace", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+_PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# The same code has the same examples every time; `make fuzz` looks for others (`--hypothesis-profile=explore`).
+hypothesis.settings.register_profile("headrace", _PATIENT, derandomize=True)
+hypothesis.settings.register_profile("explore", _PATIENT)
 hypothesis.settings.load_profile("headrace")
 
 

@@ -120,7 +120,7 @@ def small(tmp_path: Path) -> Iterator[LocalSite]:
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
-    made = LocalSite(disk, 20_100, log_bytes=100_000)
+    made = LocalSite(disk, 10_100, log_bytes=100_000)
     try:
         made.up()
         made.apply(made.model, runtime())

@@ -160,7 +160,7 @@ def test_gpus_and_memory_are_given_to_one(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"nvidia{number}").touch()
     machine = Machine(
-        Ports(tmp_path / "ports", "127.0.0.1", 23_500, 23_599), environ={}, devices=tmp_path, cores=2, memory=14 << 30
+        Ports(tmp_path / "ports", "127.0.0.1", 10_700, 10_799), environ={}, devices=tmp_path, cores=2, memory=14 << 30
     )
     asked = {"requests": {"memory": "4Gi"}, "limits": {"nvidia.com/gpu": "1"}}
     pod = {"spec": {"containers": [{"name": "ome-container", "command": ["x", "--port=8080"], "resources": asked}]}}

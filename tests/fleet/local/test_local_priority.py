@@ -95,7 +95,7 @@ def test_processes_that_are_gone() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path, 28_100)
+    made = LocalSite(tmp_path, 10_300)
     made.up()
     made.apply(made.model, runtime())
     yield made

@@ -320,7 +320,7 @@ def test_the_loop_rests_until_somebody_may_have_more(tmp_path: Path, monkeypatch
     """Without room between least and most nothing is looked at, however long it runs; a change is seen at once."""
     settings = LocalSettings(tmp_path)
     live, routers, store = Objects(tmp_path / "objects"), Routers(settings), Store(tmp_path / "documents")
-    machine, events = Machine(Ports(tmp_path / "ports", "127.0.0.1", 22_000, 22_001)), Events(tmp_path / "events", 10)
+    machine, events = Machine(Ports(tmp_path / "ports", "127.0.0.1", 10_900, 10_901)), Events(tmp_path / "events", 10)
     told: list[Note] = []
     scaling = Autoscaling(
         live,

@@ -42,7 +42,7 @@ LOOKS = 8
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("status"), 26_100)
+    made = LocalSite(tmp_path_factory.mktemp("status"), 10_500)
     made.up()
     made.apply(made.model, runtime())
     yield made
