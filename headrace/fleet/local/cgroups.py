@@ -111,6 +111,8 @@ class Cgroups:
         try:
             for each in group.paths:
                 each.mkdir(parents=True, exist_ok=True)
+                if (each / _IDLE).exists():  # it may be there from a run that never got ready, and could not be removed
+                    _write(each / _IDLE, "0", must=False)
             for controller, files in wanted.items():
                 for file, value, must in files if controller in self.places else ():
                     _write(self.places[controller] / name / file, value, must)

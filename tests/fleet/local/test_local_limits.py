@@ -141,6 +141,12 @@ def test_a_group_that_steps_back_gets_its_weight_again(tmp_path: Path) -> None:
     assert (older / "cpu.shares").read_text() == "512\n"
 
 
+def test_a_group_that_is_left_from_before_is_like_a_new_one(tmp_path: Path) -> None:
+    left = files(tmp_path / "pod-main", cpu__idle="1\n", cpu__shares="3\n")
+    assert Cgroups({"cpu": tmp_path}).make("pod-main", Limits(share=0.5)).paths == (left,)
+    assert [(left / f"cpu.{name}").read_text() for name in ("idle", "shares")] == ["0", "512"]
+
+
 def test_where_nothing_is_allowed_nothing_is_used(tmp_path: Path) -> None:
     assert find_cgroups(tmp_path / "none", tmp_path / "none").places == {}
     blocked = tmp_path / "memory"
