@@ -196,6 +196,14 @@ def labels_of(document: Document) -> dict[str, str]:
     return {name: value for name, value in part(document, "metadata", "labels").items() if isinstance(value, str)}
 
 
+def without_notes(document: Document) -> Document:
+    """Without the API server's notes of who set which field, which are longer than the rest."""
+    metadata = part(document, "metadata")
+    if "managedFields" not in metadata:
+        return document
+    return {**document, "metadata": {name: each for name, each in metadata.items() if name != "managedFields"}}
+
+
 def cluster_facts(documents: Iterable[Document], settings: FleetSettings | None = None) -> ClusterFacts:
     """Facts of a heap of documents, for who has files instead of a cluster. Kinds that are no facts are left out."""
     heaps: dict[str, list[Document]] = {"runtimes": [], "models": [], "weights": [], "accelerators": [], "": []}

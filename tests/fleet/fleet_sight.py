@@ -13,7 +13,8 @@ from fleet_cluster import MODELS, RUNTIMES
 from headrace.fleet.documents import parse
 from headrace.fleet.planning import Plan, plan
 from headrace.fleet.planning.site import REVISION_LABEL, live_key
-from headrace.fleet.status import Observed, status
+from headrace.fleet.status.document import status
+from headrace.fleet.status.observed import Observed
 from headrace.fleet.words import ClusterFacts, FleetSettings, cluster_facts
 
 NOON = datetime(2024, 1, 15, 12, tzinfo=UTC)

@@ -22,7 +22,8 @@ from headrace.fleet.rollouts.counts import Counted, Counts
 from headrace.fleet.rollouts.looking import rolled_on, under_way
 from headrace.fleet.rollouts.policy import policy_of
 from headrace.fleet.rollouts.state import State, told_of
-from headrace.fleet.status import Observed, status
+from headrace.fleet.status.document import status
+from headrace.fleet.status.observed import Observed
 from headrace.fleet.words import ClusterFacts, Document, annotations_of
 
 NOW = datetime(2026, 1, 15, 10, 30, tzinfo=UTC)

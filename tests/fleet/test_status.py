@@ -23,7 +23,8 @@ from headrace.fleet import schema
 from headrace.fleet.documents import read
 from headrace.fleet.explaining import shipped_runtimes
 from headrace.fleet.planning import plan
-from headrace.fleet.status import Observed, status
+from headrace.fleet.status.document import status
+from headrace.fleet.status.observed import Observed
 from headrace.fleet.words import cluster_facts
 
 

@@ -16,7 +16,8 @@ from fleet_sight import LLAMA, NOON, facts, look, pod, revision, service, sight,
 
 from headrace.fleet import schema
 from headrace.fleet.planning import plan
-from headrace.fleet.status import Observed, status_of_problems
+from headrace.fleet.status.failures import status_of_problems
+from headrace.fleet.status.observed import Observed
 from headrace.fleet.words import ClusterFacts, Problem
 
 ENGINE: dict[str, Any] = {"engine": {}}

@@ -15,7 +15,8 @@ from fleet_sight import LLAMA, NOON, ROUTED, condition, crashing, facts, live, p
 
 from headrace.fleet import schema
 from headrace.fleet.planning import plan
-from headrace.fleet.status import Observed, status
+from headrace.fleet.status.document import status
+from headrace.fleet.status.observed import Observed
 
 DEEPSEEK: dict[str, Any] = {"model": {"name": "deepseek-r1"}}
 

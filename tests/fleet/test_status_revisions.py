@@ -15,7 +15,8 @@ from fleet_sight import LLAMA, NOON, by_key, crashing, facts, live, look, pod, r
 
 from headrace.fleet.planning import plan
 from headrace.fleet.planning.site import REVISION_LABEL
-from headrace.fleet.status import Observed, status
+from headrace.fleet.status.document import status
+from headrace.fleet.status.observed import Observed
 from headrace.fleet.status.revisions import Share, planned_revisions, rolled_out_revisions
 
 A, B = "llama-chat-engine-00001", "llama-chat-engine-00002"

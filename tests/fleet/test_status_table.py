@@ -15,7 +15,8 @@ from headrace.fleet.explaining import shipped_runtimes
 from headrace.fleet.planning import plan
 from headrace.fleet.schema.fields import Field
 from headrace.fleet.schema.kinds.inference_service import INFERENCE_SERVICE
-from headrace.fleet.status import Observed, status
+from headrace.fleet.status.document import status
+from headrace.fleet.status.observed import Observed
 from headrace.fleet.words import cluster_facts
 
 SAMPLES = sorted((Path(__file__).parents[2] / "headrace" / "fleet" / "samples").glob("*.yaml"))

@@ -16,7 +16,18 @@ from headrace.fleet.names import COMPONENT_LABEL
 from headrace.fleet.selection import Selection, select
 from headrace.fleet.status.observed import records
 from headrace.fleet.status.pods import state_of
-from headrace.fleet.words import Document, items, kind_of, labels_of, name_of, namespace_of, part, text, whole
+from headrace.fleet.words import (
+    Document,
+    items,
+    kind_of,
+    labels_of,
+    name_of,
+    namespace_of,
+    part,
+    text,
+    whole,
+    without_notes,
+)
 
 _EVENTS = 12
 _PODS_ASKED = 8
@@ -163,11 +174,3 @@ def event_json(event: Document) -> dict[str, Any]:
         "message": " ".join(text(event, "message").split()),
         "count": whole(event, "count") or 1,
     }
-
-
-def without_notes(document: Document) -> Document:
-    """Without the API server's notes of who set which field, which are longer than the rest."""
-    metadata = part(document, "metadata")
-    if "managedFields" not in metadata:
-        return document
-    return {**document, "metadata": {name: each for name, each in metadata.items() if name != "managedFields"}}

@@ -26,7 +26,9 @@ from headrace.fleet.cluster.view import View
 from headrace.fleet.planning import Plan, plan
 from headrace.fleet.planning.site import live_key
 from headrace.fleet.rollouts.looking import under_way
-from headrace.fleet.status import Observed, status, status_of_problems
+from headrace.fleet.status.document import status
+from headrace.fleet.status.failures import status_of_problems
+from headrace.fleet.status.observed import Observed
 from headrace.fleet.words import Document, Problem, items, kind_of, name_of, part, text
 
 log = logging.getLogger("headrace.operator")

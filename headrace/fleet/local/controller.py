@@ -33,7 +33,9 @@ from headrace.fleet.names import COMPONENT_LABEL
 from headrace.fleet.planning import Plan, Rise, Urls, plan
 from headrace.fleet.planning.scaling import COUNTS_REQUESTS
 from headrace.fleet.rollouts.looking import rolled_on
-from headrace.fleet.status import Observed, status, status_of_problems
+from headrace.fleet.status.document import status
+from headrace.fleet.status.failures import status_of_problems
+from headrace.fleet.status.observed import Observed
 from headrace.fleet.words import (
     ClusterFacts,
     Document,

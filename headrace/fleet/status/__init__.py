@@ -4,10 +4,7 @@
 Called by the controller on Kubernetes and by the one of this machine, which both show what they see as Kubernetes objects.
 Pure: time is a parameter, and the same sight gives the same status, so that nothing is written when nothing changed. May not
 live here: what should be (`planning`).
+
+The way in is `document.status`. It is not repeated here: a client that only reads conditions would import all of `planning`,
+which is a tenth of a second of every `headrace get`.
 """
-
-from headrace.fleet.status.document import status
-from headrace.fleet.status.failures import status_of_problems
-from headrace.fleet.status.observed import Observed
-
-__all__ = ["Observed", "status", "status_of_problems"]

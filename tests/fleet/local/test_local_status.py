@@ -23,7 +23,8 @@ from local_site import LocalSite, runtime, service
 
 from headrace.fleet.planning import plan
 from headrace.fleet.planning.site import live_key
-from headrace.fleet.status import Observed, status
+from headrace.fleet.status.document import status
+from headrace.fleet.status.observed import Observed
 from headrace.fleet.words import ClusterFacts, Document, FleetSettings, cluster_facts, items, kind_of, name_of
 
 pytestmark = [
