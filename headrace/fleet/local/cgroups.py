@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ _WEIGHTS = ("cpu.weight", "cpu.shares")
 _IDLE = "cpu.idle"
 _OWN_LEAF = "headrace-up"
 _REMOVE_TRIES, _REMOVE_SECONDS = 50, 0.02
+_JOIN_PASSES = 5
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,28 @@ class Group:
     """The group of one container: a folder in each hierarchy."""
 
     paths: tuple[Path, ...]
+    weighing: tuple[Path, ...] = ()
+    """Those of them that limit nothing, and only say what it counts beside others: it can do without until it is ready."""
 
-    def join(self, pid: int) -> None:
-        """A process and what it will start. Raises OSError."""
+    def join(self, pid: int, *, late: bool = False) -> None:
+        """A process and what it will start; where it weighs, only after `join_all` if it is late. Raises OSError."""
         for each in self.paths:
-            (each / "cgroup.procs").write_text(f"{pid}")
+            if not (late and each in self.weighing):
+                (each / "cgroup.procs").write_text(f"{pid}")
+
+    def join_all(self, pids: Callable[[], Iterable[int]]) -> None:
+        """All that were late. They may start others meanwhile, which the next pass finds."""
+        for _ in range(_JOIN_PASSES):
+            missing = [(each, pid) for each in self.weighing for pid in sorted(set(pids()) - _members(each))]
+            if not missing:
+                return
+            for each, pid in missing:
+                with contextlib.suppress(OSError):
+                    (each / "cgroup.procs").write_text(f"{pid}")
 
     def members(self) -> set[int]:
         """Who is in it, those too that left their session."""
-        found: set[int] = set()
-        for each in self.paths:
-            with contextlib.suppress(OSError, ValueError):
-                found |= {int(word) for word in (each / "cgroup.procs").read_text().split()}
-        return found
+        return set[int]().union(*map(_members, self.paths))
 
     def out_of_memory(self) -> bool:
         """Whether the kernel has killed one of it for its memory."""
@@ -107,7 +117,8 @@ class Cgroups:
         """A group with these limits, as far as there are controllers for them. Raises OSError; then nothing is left."""
         wanted = _files(limits, self._unified)
         paths = {place / name: None for controller, place in self.places.items() if wanted.get(controller)}
-        group = Group(tuple(paths))
+        limited = {place / name for controller, place in self.places.items() if _limits(controller, limits)}
+        group = Group(tuple(paths), tuple(each for each in paths if each not in limited))
         try:
             for each in group.paths:
                 each.mkdir(parents=True, exist_ok=True)
@@ -157,6 +168,10 @@ def _files(limits: Limits, unified: frozenset[str]) -> dict[str, list[tuple[str,
     if limits.tasks is not None:
         made["pids"] = [("pids.max", str(limits.tasks), True)]
     return made
+
+
+def _limits(controller: str, limits: Limits) -> bool:
+    return {"memory": limits.memory, "cpu": limits.cores, "pids": limits.tasks}[controller] is not None
 
 
 def find_cgroups(mounts: Path = Path("/proc/self/mounts"), own: Path = Path("/proc/self/cgroup")) -> Cgroups:
@@ -219,6 +234,12 @@ def _enabled(folder: Path) -> frozenset[str]:
     return frozenset(each for each in there if {each, f"+{each}"} & _words(control))
 
 
+def _members(path: Path) -> set[int]:
+    with contextlib.suppress(OSError, ValueError):
+        return {int(word) for word in (path / "cgroup.procs").read_text().split()}
+    return set()
+
+
 def _gone(path: Path) -> bool:
     try:
         path.rmdir()
@@ -257,8 +278,12 @@ def _words(path: Path) -> set[str]:
         return set()
 
 
-def read_group(said: object) -> Group | None:
+def read_group(paths: object, weighing: object) -> Group | None:
     """Of a record: only folders of ours."""
+    found = _ours(paths)
+    return Group(found, _ours(weighing)) if found else None
+
+
+def _ours(said: object) -> tuple[Path, ...]:
     paths: Sequence[object] = said if isinstance(said, list) else []
-    found = tuple(Path(each) for each in paths if isinstance(each, str) and Path(each).parent.name == PARENT)
-    return Group(found) if found else None
+    return tuple(Path(each) for each in paths if isinstance(each, str) and Path(each).parent.name == PARENT)

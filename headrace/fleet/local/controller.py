@@ -19,6 +19,7 @@ from headrace.fleet.explaining import shipped_runtimes
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.objects import Objects
+from headrace.fleet.local.priority import give_way
 from headrace.fleet.local.questions import Questions
 from headrace.fleet.local.routes import activation_of, backends_of, component_urls, entry_of, needed
 from headrace.fleet.local.routing import Routers
@@ -236,7 +237,9 @@ class Controller:
 
     def _bring(self, key: Service, service: Document) -> None:
         self._units.tell(key)
+        give_way()
         planned = self._plan(key, service)
+        give_way()
         problems = [planned] if isinstance(planned, Problem) else planned.problems
         trouble = ""
         if not problems and isinstance(planned, Plan):
@@ -248,9 +251,11 @@ class Controller:
                 trouble = error.message
         # Also with problems: what ran before goes on as it was.
         self._units.bring(key, service)
+        give_way()
         trouble = self._route(key, service) or trouble
         self._units.tell(key)
         self.questions.look(key)
+        give_way()
         if isinstance(planned, Problem):
             told = status_of_problems(service, [planned], utc_now(), reason="InternalError")
         elif trouble:
@@ -259,6 +264,7 @@ class Controller:
             told = status_of_problems(service, [problem], utc_now(), reason="ReconcileError")
         else:
             told = self._status(key, service, planned)
+        give_way()
         scaling = self._autoscaling
         scaling.changed()
         self._tell(service, with_scaling(told, scaling.components(key), scaling.notes(key), utc_now()))

@@ -22,12 +22,13 @@ from headrace.fleet.local.cgroups import CONTROLLERS, Cgroups, Group, find_cgrou
 from headrace.fleet.local.commands import CannotRun, Line
 from headrace.fleet.local.driving import LOG, RECORD, Box, Ended
 from headrace.fleet.local.limits import Limits
-from headrace.fleet.local.priority import step_back, step_up
+from headrace.fleet.local.priority import may_return, step_back, step_up
 from headrace.fleet.local.probes import exec_look
 from headrace.fleet.local.processes import Command, Process, headrace_words, passed_on, spawn
 from headrace.fleet.local.sight import OOM_KILLED
 from headrace.fleet.local.store import read_json, write_json
 from headrace.fleet.local.watching import Watch
+from headrace.launch.identity import session_members
 from headrace.launch.logs import last_lines
 
 log = logging.getLogger("headrace.fleet")
@@ -56,7 +57,7 @@ class ProcessDriver:
     def found(self, folder: Path) -> ProcessRun | None:
         """See `Driver.found`."""
         said = read_json(folder / RECORD) or {}
-        process, group = Process.found(said), read_group(said.get("groups"))
+        process, group = Process.found(said), read_group(said.get("groups"), said.get("weighing"))
         if process is None:
             if group is not None:
                 group.remove()
@@ -74,18 +75,18 @@ class ProcessDriver:
         command = Command(_program(box.line, environment), environment, box.work)
         group, watched = self._grouped(box)
         cores = self._cores(box)
-        weight = group.step_back() if group is not None and box.modest else ""
+        weight = _set_back(group) if box.modest else ""
         late = bool(weight)
 
         def record(known: Mapping[str, Any]) -> None:
-            paths = [str(each) for each in group.paths] if group is not None else []
-            kept = {"memory": watched.memory, "tasks": watched.tasks}
             nonlocal late
-            late = late or (box.modest and step_back(known["pid"]))
-            record = {**known, "groups": paths, "cores": cores, "watched": kept, "late": late, "weight": weight}
-            write_json(box.folder / RECORD, record, lasting=False)
+            by_policy = box.modest and not weight and step_back(known["pid"])
+            late = late or by_policy
             if group is not None:
-                group.join(known["pid"])
+                group.join(known["pid"], late=by_policy)
+            kept = {"memory": watched.memory, "tasks": watched.tasks}
+            record = {**known, **_paths(group), "cores": cores, "watched": kept, "late": late, "weight": weight}
+            write_json(box.folder / RECORD, record, lasting=False)
             if cores:
                 os.sched_setaffinity(known["pid"], cores)
 
@@ -216,9 +217,10 @@ class ProcessRun:
     def is_ready(self) -> None:
         """See `Running.is_ready`."""
         if self._late and self._process.lives:
+            step_up(self._process.pid)
             if self._group is not None:
                 self._group.step_up(self._weight)
-            step_up(self._process.pid)
+                self._group.join_all(lambda: [each.pid for each in session_members(self._process.pid)])
         self._late = False
 
     def let_go(self) -> None:
@@ -229,6 +231,17 @@ class ProcessRun:
         if code != 0 and self._group is not None and self._group.out_of_memory():
             return Ended(-9 if code is None else code, OOM_KILLED, "it used more memory than its limit")
         return Ended(code)
+
+
+def _set_back(group: Group | None) -> str:
+    """Have a group come last, unless there is a better way (`priority`). Its weight, if it does."""
+    return group.step_back() if group is not None and not (group.weighing and may_return()) else ""
+
+
+def _paths(group: Group | None) -> dict[str, list[str]]:
+    if group is None:
+        return {"groups": [], "weighing": []}
+    return {"groups": [*map(str, group.paths)], "weighing": [*map(str, group.weighing)]}
 
 
 def _program(line: Line, environment: Mapping[str, str]) -> tuple[str, ...]:

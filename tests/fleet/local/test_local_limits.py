@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from local_site import LocalSite, runtime, said, service, until
 
-from headrace.fleet.local.cgroups import PARENT, Cgroups, Group, find_cgroups
+from headrace.fleet.local.cgroups import PARENT, Cgroups, Group, find_cgroups, read_group
 from headrace.fleet.local.driving import Ended
 from headrace.fleet.local.limits import THREADS, Limits, limits_of, thread_variables
 from headrace.fleet.local.process_driver import ProcessDriver
@@ -96,6 +96,43 @@ def test_version_2_as_root_has_cores_too(tmp_path: Path) -> None:
     assert set(found.places) == {"memory", "cpu", "pids"}
     (path,) = found.make("pod-main", ALL).paths
     assert (path / "cpu.max").read_text() == "150000 100000" and (path / "cpu.weight").read_text() == "20"
+
+
+def test_who_is_late_is_limited_at_once_and_weighs_later(tmp_path: Path) -> None:
+    one = files(tmp_path / PARENT / "limits", cgroup__procs="")
+    other = files(tmp_path / PARENT / "weighs", cgroup__procs="")
+    group = Group((one, other), (other,))
+    group.join(11, late=True)
+    assert [(each / "cgroup.procs").read_text() for each in (one, other)] == ["11", ""]
+    (other / "cgroup.procs").write_text("11")
+    looks = iter([[11, 12], [11, 12], [12]])
+    group.join_all(
+        lambda: next(looks, [12])
+    )  # a file keeps the last one alone: 11 is missing again, until it has ended
+    assert (other / "cgroup.procs").read_text() == "12" and (one / "cgroup.procs").read_text() == "11"
+    assert read_group([str(one), str(other)], [str(other)]) == group
+    assert read_group([], [str(other)]) is None and read_group(["/etc"], ["/etc"]) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "weighing"),
+    [
+        (Limits(None, None, 0.5, None), {"cpu"}),
+        (Limits(None, 1.5, 0.5, None), set()),
+        (Limits(64 * MEBIBYTE, None, 0.5, 30), {"cpu"}),
+        (Limits(64 * MEBIBYTE, None, None, 30), set()),
+    ],
+)
+def test_what_only_weighs_in_version_1(tmp_path: Path, limits: Limits, weighing: set[str]) -> None:
+    group = Cgroups({each: tmp_path / each / PARENT for each in ("memory", "cpu", "pids")}).make("pod-main", limits)
+    assert {each.parent.parent.name for each in group.weighing} == weighing
+
+
+def test_in_version_2_a_folder_that_limits_anything_does_not_only_weigh(tmp_path: Path) -> None:
+    every = ("memory", "cpu", "pids")
+    found = Cgroups(dict.fromkeys(every, tmp_path / PARENT), frozenset(every))
+    assert found.make("both", Limits(64 * MEBIBYTE, None, 0.5, None)).weighing == ()
+    assert found.make("weighs", Limits(None, None, 0.5, None)).weighing == (tmp_path / PARENT / "weighs",)
 
 
 def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from local_site import LocalSite, runtime, service, until
 
-from headrace.fleet.local import priority
-from headrace.fleet.local.cgroups import PARENT
+from headrace.fleet.local import priority, process_driver
+from headrace.fleet.local.cgroups import PARENT, Group
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
@@ -40,7 +40,7 @@ def policies(pid: int) -> set[int]:
 
 def later() -> int:
     """Where one that steps back is; as all are, where this user could not bring it back."""
-    return os.SCHED_IDLE if priority._may_return() else USUAL
+    return os.SCHED_IDLE if priority.may_return() else USUAL
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_all_of_a_session_steps_back_and_up(program: subprocess.Popen[str]) -> N
 def test_who_could_not_come_back_does_not_step_back(
     program: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(priority, "_may_return", lambda: False)
+    monkeypatch.setattr(priority, "may_return", lambda: False)
     assert priority.step_back(program.pid) is False
     assert policies(program.pid) == {USUAL}
 
@@ -136,12 +136,10 @@ def test_a_new_revision_comes_last_until_it_is_ready_also_for_the_next_daemon(si
     assert [policies(each) for each in site.pids("s")] == [{USUAL}] * 2
 
 
-def test_one_with_a_group_for_the_cpu_comes_last_by_it_and_has_its_weight_again(
-    site: LocalSite, tmp_path: Path
-) -> None:
+def test_one_that_its_group_limits_comes_last_by_it_and_has_its_weight_again(site: LocalSite, tmp_path: Path) -> None:
     old, new = tmp_path / "old-is-ready", tmp_path / "new-is-ready"
     old.touch()
-    asked = {"requests": {"cpu": "500m"}}
+    asked = {"requests": {"cpu": "500m"}, "limits": {"cpu": "900m"}}
     site.apply(gated("old", old, asked))
     site.ready("s")
     (first,) = site.pids("s")
@@ -159,6 +157,38 @@ def test_one_with_a_group_for_the_cpu_comes_last_by_it_and_has_its_weight_again(
     new.touch()
     until(lambda: site.pids("s") == {second})
     assert weights(second) == usual and policies(second) == {USUAL}
+
+
+def test_one_whose_group_would_only_weigh_joins_it_when_it_is_ready(site: LocalSite, tmp_path: Path) -> None:
+    old, new = tmp_path / "old-is-ready", tmp_path / "new-is-ready"
+    old.touch()
+    asked = {"requests": {"cpu": "500m"}}
+    site.apply(gated("old", old, asked))
+    site.ready("s")
+    (first,) = site.pids("s")
+    usual = weights(first)
+    site.apply(gated("new", new, asked))
+    (second,) = until(lambda: site.pids("s") - {first})
+    if later() != USUAL:
+        until(lambda: policies(second) == {later()})
+        assert weights(second) is None and weights(first) == usual
+    site.kill()
+    site.up()
+    new.touch()
+    until(lambda: site.pids("s") == {second})
+    assert weights(second) == usual and policies(second) == {USUAL}
+
+
+def test_who_could_not_come_back_comes_last_by_its_group_also_if_that_only_weighs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.shares").write_text("512")
+    group = Group((tmp_path,), (tmp_path,))
+    monkeypatch.setattr(process_driver, "may_return", lambda: True)
+    assert process_driver._set_back(group) == "" and not (tmp_path / "cpu.idle").exists()
+    monkeypatch.setattr(process_driver, "may_return", lambda: False)
+    assert process_driver._set_back(group) == "512" and (tmp_path / "cpu.idle").read_text() == "1"
+    assert process_driver._set_back(None) == ""
 
 
 def weights(pid: int) -> tuple[str, str] | None:
