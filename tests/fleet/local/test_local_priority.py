@@ -136,47 +136,50 @@ def test_a_new_revision_comes_last_until_it_is_ready_also_for_the_next_daemon(si
     assert [policies(each) for each in site.pids("s")] == [{USUAL}] * 2
 
 
+class Update:
+    """One from an old revision that serves to a new one that is not ready, of containers with these resources."""
+
+    def __init__(self, site: LocalSite, folder: Path, resources: dict[str, Any]) -> None:
+        self._site = site
+        self._gate = folder / "new-is-ready"
+        served = folder / "old-is-ready"
+        served.touch()
+        site.apply(gated("old", served, resources))
+        site.ready("s")
+        (self.first,) = site.pids("s")
+        self.usual = weights(self.first)
+        site.apply(gated("new", self._gate, resources))
+        (self.second,) = until(lambda: site.pids("s") - {self.first})
+
+    def finish(self) -> None:
+        """By the next daemon."""
+        self._site.kill()
+        self._site.up()
+        self._gate.touch()
+        until(lambda: self._site.pids("s") == {self.second})
+
+
 def test_one_that_its_group_limits_comes_last_by_it_and_has_its_weight_again(site: LocalSite, tmp_path: Path) -> None:
-    old, new = tmp_path / "old-is-ready", tmp_path / "new-is-ready"
-    old.touch()
-    asked = {"requests": {"cpu": "500m"}, "limits": {"cpu": "900m"}}
-    site.apply(gated("old", old, asked))
-    site.ready("s")
-    (first,) = site.pids("s")
-    usual = weights(first)
-    site.apply(gated("new", new, asked))
-    (second,) = until(lambda: site.pids("s") - {first})
-    if usual is None:
-        until(lambda: policies(second) == {later()})  # this machine lets it have no group, or the kernel is older
+    update = Update(site, tmp_path, {"requests": {"cpu": "500m"}, "limits": {"cpu": "900m"}})
+    if update.usual is None:
+        until(
+            lambda: policies(update.second) == {later()}
+        )  # this machine lets it have no group, or the kernel is older
     else:
-        assert usual[0] == "0"
-        until(lambda: (weights(second) or ("",))[0] == "1")
-        assert policies(second) == {USUAL} and weights(first) == usual
-    site.kill()
-    site.up()
-    new.touch()
-    until(lambda: site.pids("s") == {second})
-    assert weights(second) == usual and policies(second) == {USUAL}
+        assert update.usual[0] == "0"
+        until(lambda: (weights(update.second) or ("",))[0] == "1")
+        assert policies(update.second) == {USUAL} and weights(update.first) == update.usual
+    update.finish()
+    assert weights(update.second) == update.usual and policies(update.second) == {USUAL}
 
 
 def test_one_whose_group_would_only_weigh_joins_it_when_it_is_ready(site: LocalSite, tmp_path: Path) -> None:
-    old, new = tmp_path / "old-is-ready", tmp_path / "new-is-ready"
-    old.touch()
-    asked = {"requests": {"cpu": "500m"}}
-    site.apply(gated("old", old, asked))
-    site.ready("s")
-    (first,) = site.pids("s")
-    usual = weights(first)
-    site.apply(gated("new", new, asked))
-    (second,) = until(lambda: site.pids("s") - {first})
+    update = Update(site, tmp_path, {"requests": {"cpu": "500m"}})
     if later() != USUAL:
-        until(lambda: policies(second) == {later()})
-        assert weights(second) is None and weights(first) == usual
-    site.kill()
-    site.up()
-    new.touch()
-    until(lambda: site.pids("s") == {second})
-    assert weights(second) == usual and policies(second) == {USUAL}
+        until(lambda: policies(update.second) == {later()})
+        assert weights(update.second) is None and weights(update.first) == update.usual
+    update.finish()
+    assert weights(update.second) == update.usual and policies(update.second) == {USUAL}
 
 
 def test_who_could_not_come_back_comes_last_by_its_group_also_if_that_only_weighs(
