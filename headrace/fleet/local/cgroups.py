@@ -117,7 +117,9 @@ class Cgroups:
         """A group with these limits, as far as there are controllers for them. Raises OSError; then nothing is left."""
         wanted = _files(limits, self._unified)
         paths = {place / name: None for controller, place in self.places.items() if wanted.get(controller)}
-        limited = {place / name for controller, place in self.places.items() if _limits(controller, limits)}
+        limited = {
+            place / name for controller, place in self.places.items() if any(must for _, _, must in wanted[controller])
+        }
         group = Group(tuple(paths), tuple(each for each in paths if each not in limited))
         try:
             for each in group.paths:
@@ -168,10 +170,6 @@ def _files(limits: Limits, unified: frozenset[str]) -> dict[str, list[tuple[str,
     if limits.tasks is not None:
         made["pids"] = [("pids.max", str(limits.tasks), True)]
     return made
-
-
-def _limits(controller: str, limits: Limits) -> bool:
-    return {"memory": limits.memory, "cpu": limits.cores, "pids": limits.tasks}[controller] is not None
 
 
 def find_cgroups(mounts: Path = Path("/proc/self/mounts"), own: Path = Path("/proc/self/cgroup")) -> Cgroups:
@@ -235,9 +233,7 @@ def _enabled(folder: Path) -> frozenset[str]:
 
 
 def _members(path: Path) -> set[int]:
-    with contextlib.suppress(OSError, ValueError):
-        return {int(word) for word in (path / "cgroup.procs").read_text().split()}
-    return set()
+    return {int(word) for word in _words(path / "cgroup.procs")}
 
 
 def _gone(path: Path) -> bool:

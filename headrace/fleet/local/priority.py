@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who gets the CPU when there is not enough: those that answer, before one that starts to take their place.
 
-Called by `process_driver`. The new replica of a rolling update loads libraries and a model for seconds, which requests would
-feel on a machine with little to spare. Until it is ready it gets what the others leave. One that is in a group for the CPU
-does so by that group (`cgroups`), which is what the kernel compares then. This is for all others, and only where one can be
-their equal afterwards: most users may give priority away, and not take it back. It is the better way: a group that comes
-last among its neighbours is, to all outside, a part of the usual one around them. So who is limited by no group for the CPU,
-and would only weigh something there, joins it when it is ready.
+Called by `process_driver`, and by `controller` between its steps. The new replica of a rolling update loads libraries and a
+model for seconds, which requests would feel on a machine with little to spare. Until it is ready it gets what the others
+leave. One that is in a group for the CPU does so by that group (`cgroups`), which is what the kernel compares then. This is
+for all others, and only where one can be their equal afterwards: most users may give priority away, and not take it back. It
+is the better way: a group that comes last among its neighbours is, to all outside, a part of the usual one around them. So
+who is limited by no group for the CPU, and would only weigh something there, joins it when it is ready.
 
 A policy, not a number (`nice`): whoever has something to answer takes the core from an idle one at once, not at the end of
 its slice.

@@ -106,9 +106,8 @@ def test_who_is_late_is_limited_at_once_and_weighs_later(tmp_path: Path) -> None
     assert [(each / "cgroup.procs").read_text() for each in (one, other)] == ["11", ""]
     (other / "cgroup.procs").write_text("11")
     looks = iter([[11, 12], [11, 12], [12]])
-    group.join_all(
-        lambda: next(looks, [12])
-    )  # a file keeps the last one alone: 11 is missing again, until it has ended
+    # A file keeps the last one alone: 11 is missing again, until it has ended.
+    group.join_all(lambda: next(looks, [12]))
     assert (other / "cgroup.procs").read_text() == "12" and (one / "cgroup.procs").read_text() == "11"
     assert read_group([str(one), str(other)], [str(other)]) == group
     assert read_group([], [str(other)]) is None and read_group(["/etc"], ["/etc"]) is None

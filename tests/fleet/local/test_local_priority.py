@@ -162,9 +162,8 @@ class Update:
 def test_one_that_its_group_limits_comes_last_by_it_and_has_its_weight_again(site: LocalSite, tmp_path: Path) -> None:
     update = Update(site, tmp_path, {"requests": {"cpu": "500m"}, "limits": {"cpu": "900m"}})
     if update.usual is None:
-        until(
-            lambda: policies(update.second) == {later()}
-        )  # this machine lets it have no group, or the kernel is older
+        # This machine lets it have no group, or the kernel is older.
+        until(lambda: policies(update.second) == {later()})
     else:
         assert update.usual[0] == "0"
         until(lambda: (weights(update.second) or ("",))[0] == "1")
