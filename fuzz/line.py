@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-from engines import config_of, plane_of
+from support.engines import config_of, plane_of
 
 from fuzz.target import Broken, must
 from headrace.api.openai.settings import OpenAiSettings

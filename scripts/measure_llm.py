@@ -27,8 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from llm_models import tiny_llama
-from serving import Serving, serving
+from support.llm_models import tiny_llama
+from support.serving import Serving, serving
 
 from headrace.api.openai.http import OpenAiHttp
 from headrace.backends.llm.running.runner import Runner, Step

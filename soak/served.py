@@ -100,7 +100,7 @@ def _models(folder: Path, *, language: bool) -> Path:
         (folder / name / "1" / "model.onnx").write_bytes(_network())
     if language:
         sys.path.insert(0, str(_TESTS))
-        from llm_models import tiny_llama
+        from support.llm_models import tiny_llama
 
         tiny_llama(folder / "writer" / "1")
         (folder / "writer" / "config.pbtxt").write_text(_WRITER)

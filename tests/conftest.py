@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share."""
+"""Settings of every test run: how tests are spread over processes, what hypothesis does, and what is put back after a test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# `import serving` works from every test folder: it is a tool of the tests, not a package of the product.
+# `from support.serving import serving` works from every test folder.
 sys.path.insert(0, str(Path(__file__).parent))
 
 # How quick a machine is decides nothing: neither by the time of one example nor by that of making one.
@@ -23,24 +23,38 @@ hypothesis.settings.register_profile("explore", _PATIENT)
 hypothesis.settings.load_profile("headrace")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of a file in one worker process, so that its servers and models are made once.
+
+    `pytest.mark.worker("tensorflow")` keeps several files together, so that an expensive import happens in one worker only.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    for item in items:
+        mark = item.get_closest_marker("worker")
+        group = mark.args[0] if mark else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_collection_finish() -> None:
-    """What thousands of tests are made of lives until the end: the collector need not look at it again and again."""
+    """Spare the garbage collector the objects of thousands of tests, which live until the end."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Let go of what `torch.export` remembers of its constants: at the interpreter's end, torch could not do it quietly."""
+    """Clear the constants that `torch.export` remembers: at the interpreter's end torch could not free them quietly."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     if fakes is not None:
-        for each in gc.get_objects():
-            if type(each) is fakes.FakeTensorConverter:
-                each.constant_storage_mapping.clear()
+        for found in gc.get_objects():
+            if type(found) is fakes.FakeTensorConverter:
+                found.constant_storage_mapping.clear()
 
 
 @pytest.fixture(autouse=True)
-def _logs_as_they_were() -> Iterator[None]:
-    """A verb that a test runs in this process sets levels and handlers, as it should; the next test must not have them."""
+def _restore_logging() -> Iterator[None]:
+    """Undo what a command that a test ran in this process did to levels and handlers."""
     root = logging.getLogger()
     ours = logging.getLogger("headrace")
     level, own_level, handlers = root.level, ours.level, list(root.handlers)

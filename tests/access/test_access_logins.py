@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from access_rows import CountedMemoryRows, CountingHasher, MemoryRows, in_a_loop
+from support.access_rows import CountedMemoryRows, CountingHasher, MemoryRows, in_a_loop
 
 from headrace.access.logins import Access, LoginLimits, credential, open_access
 from headrace.access.roles import Principal, check

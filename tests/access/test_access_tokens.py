@@ -14,7 +14,7 @@ from typing import Any
 
 import jwt
 import pytest
-from access_rows import MemoryRows, in_a_loop
+from support.access_rows import MemoryRows, in_a_loop
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 

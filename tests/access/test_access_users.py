@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from access_rows import CountingHasher, MemoryRows, in_a_loop
+from support.access_rows import CountingHasher, MemoryRows, in_a_loop
 
 from headrace.access.users import KeyHasher, Users
 from headrace.core.clock import ManualClock

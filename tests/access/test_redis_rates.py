@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis_servers import RedisProcess, in_loop, redis_process
+from support.redis_servers import RedisProcess, in_loop, redis_process
 
 from headrace.access import redis_rates
 from headrace.access.rates import Rates, Verdict

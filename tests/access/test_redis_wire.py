@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import pytest
-from redis_servers import FakeRedis, in_loop
+from support.redis_servers import FakeRedis, in_loop
 
 from headrace.access import redis_rates
 from headrace.access.rates import Rates, Verdict

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from ports import free_port
+from support.ports import free_port
 from websockets.sync.client import connect
 
 MODEL = """

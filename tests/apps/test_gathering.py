@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import uvloop
-from engines import ask, builtin_plane
+from support.engines import ask, builtin_plane
 
 from headrace.apps.gathering import Gathering
 from headrace.apps.loading import LoadEverywhere

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Serving, serving
+from support.serving import Serving, serving
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.access.keys_file import create_key
 from headrace.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits

@@ -11,7 +11,7 @@ from pathlib import Path
 import h2.connection
 import h2.events
 import h2.settings
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.access.keys_file import create_key
 from headrace.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits

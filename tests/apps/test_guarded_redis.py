@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from redis_servers import FakeRedis, redis_process
-from serving import Serving, serving
+from support.redis_servers import FakeRedis, redis_process
+from support.serving import Serving, serving
 
 from headrace.access import redis_rates
 from headrace.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from serving import serving
+from support.serving import serving
 
 from headrace.access.keys_file import create_key
 from headrace.access.settings import AccessSettings

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-from poisoned import poisoned_pickle
+from support.poisoned import poisoned_pickle
 
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c489"

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from case import Arrays, Case
-from engines import Asked
+from support.engines import Asked
 from google.protobuf import json_format
 
 from headrace.backends.contract import EngineServices, Model, ModelFiles, Placement

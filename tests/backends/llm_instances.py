@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import llm_models
+from support import llm_models
 
 from headrace.backends.contract import ModelFiles, Placement
 from headrace.backends.llm.backend import LlmBackend

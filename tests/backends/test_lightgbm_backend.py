@@ -12,7 +12,7 @@ import lightgbm as lgb
 import numpy as np
 import pytest
 from cases.lightgbm import booster
-from poisoned import poisoned_pickle
+from support.poisoned import poisoned_pickle
 from tabular_models import configured, in_a_process, opened, placed, told
 
 from headrace.backends.tabular.lightgbm_numbers import check_numbers, whole_of

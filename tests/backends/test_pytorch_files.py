@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from poisoned import poisoned_pickle
+from support.poisoned import poisoned_pickle
 from pytorch_models import (
     NO_SERVICES,
     Canary,

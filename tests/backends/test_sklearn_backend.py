@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import skops.io
 from cases.sklearn import forest, pipeline
-from poisoned import poisoned_pickle
+from support.poisoned import poisoned_pickle
 from sklearn.cluster import KMeans
 from sklearn.decomposition import PCA
 from sklearn.ensemble import GradientBoostingRegressor, HistGradientBoostingClassifier, IsolationForest

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import ask
+from support.engines import ask
 from fake_tensorrt.plans import gives, plan, profile, takes
 from tensorrt_setup import (
     DRIVER,

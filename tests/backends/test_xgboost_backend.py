@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xgboost as xgb
 from cases.xgboost import booster
-from poisoned import poisoned_pickle
+from support.poisoned import poisoned_pickle
 from tabular_models import NO_SERVICES, configured, in_a_process, opened, placed, told
 
 from headrace.backends.contract import Placement

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import typer
 from batch_tools import check_products, manifest, onnx_model, records, row_of, run_command, settings_of
-from llm_models import tiny_llama
+from support.llm_models import tiny_llama
 from picture_models import LABELS, onnx_classifier, png, tiny_vit
 from typer.testing import CliRunner
 

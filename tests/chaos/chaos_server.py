@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 from chaos_clients import Ports
 from chaos_crowd import wait_for
-from ports import free_port
+from support.ports import free_port
 
 ENGINE = Path(__file__).parents[1] / "backends" / "openai_proxy" / "fake_engine.py"
 TENSORS = """

@@ -15,7 +15,7 @@ import pytest
 from chaos_clients import CLIENTS, Ports
 from chaos_crowd import Crowd, wait_for
 from chaos_server import Server, chaos_models, served
-from ports import free_port
+from support.ports import free_port
 
 pytestmark = pytest.mark.timeout(300)
 EACH = 2

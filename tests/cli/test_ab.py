@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "traffic"))
 
-from serving import Serving, serving
+from support.serving import Serving, serving
 from split_planes import World
 
 from headrace.api.admin.http import Admin

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import typer
 from cli_programs import CONFIG, LISTENING, Server, make_models, serve
-from ports import free_port
+from support.ports import free_port
 from typer.testing import CliRunner
 
 from headrace.cli.bench import bench

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_programs import CONFIG, HEADRACE, PLAIN, make_models, run, serve
-from ports import free_port
+from support.ports import free_port
 
 ENVIRON = PLAIN | {"PATH": f"{HEADRACE.parent}:{os.environ['PATH']}"}
 TRY = """

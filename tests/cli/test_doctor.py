@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from cli_programs import BROKEN, CONFIG, HEADRACE, PLAIN, make_models, run, serve
-from ports import free_port
+from support.ports import free_port
 
 from headrace.cli.doctor import server_url
 from headrace.core.errors import InvalidArgument

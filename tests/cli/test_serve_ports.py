@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from cli_programs import CONFIG, HEADRACE, PLAIN, Server, make_models, run, serve
-from ports import free_port
+from support.ports import free_port
 
 REQUEST = json.dumps(
     {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from ports import launchers_ports
+from support.ports import launchers_ports
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from ports import launchers_ports
+from support.ports import launchers_ports
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 ARCH = "tao-dataservices"

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from cli_programs import BROKEN, CONFIG, HEADRACE, PLAIN, Server, make_models, run, serve
-from ports import free_port
+from support.ports import free_port
 
 from headrace.cli.client import ServerClient
 from headrace.cli.top_polling import Look, open_poller, read_metrics

@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from client_servers import ANSWER, answers, chunks, fake_grpc, fake_http, hangs_up, says, seen_as_stale, session_of
-from ports import free_port
+from support.ports import free_port
 
 from headrace.client import NO_RETRY, Client, Retry
 from headrace.client.failures import GRPC_ERRORS, HTTP_ERRORS

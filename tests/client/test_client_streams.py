@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from client_servers import HeldSite, RealServer
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.client import AsyncClient, Client, Output
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidArgument, NotFound, Unimplemented

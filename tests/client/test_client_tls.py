@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trustme
 from client_servers import HeldSite
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.client import NO_RETRY
 from headrace.core.errors import InvalidArgument, Unavailable, Unimplemented

@@ -79,7 +79,7 @@ def write_finder(folder: Path) -> None:
 
 def write_llama(folder: Path) -> None:
     """A tiny language model."""
-    from llm_models import tiny_llama
+    from support.llm_models import tiny_llama
     from lm_served import configure
 
     tiny_llama(folder / "llama" / "1")

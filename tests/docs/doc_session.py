@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from doc_blocks import Block, Step, blocks_of, steps_of
-from ports import free_port
+from support.ports import free_port
 
 COMMAND_SECONDS = 180.0
 """To export a PyTorch model takes ten seconds, and on a machine that others use as well a minute and more."""

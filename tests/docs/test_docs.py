@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from doc_blocks import ROOT, anchors_of, blocks_of, code_spans_of, documents, links_of, steps_of
 from doc_session import Mismatch, Session, first_missing
 from limits_table import GUIDE, limits_table, table_in
-from ports import launchers_ports
+from support.ports import launchers_ports
 
 from headrace.api.metrics.collector import _own_names
 from headrace.backends.table import BACKENDS

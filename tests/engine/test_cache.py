@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Asked, Recorder, answers, array_of, config_of, counted, serving_plane, submit, tensors_of
+from support.engines import Asked, Recorder, answers, array_of, config_of, counted, serving_plane, submit, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import config_of, tensors_of
+from support.engines import config_of, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
 

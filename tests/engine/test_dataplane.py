@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Recorder, array_of, ask, builtin_plane, config_of, counted, plane_of, serving_plane, submit
+from support.engines import Recorder, array_of, ask, builtin_plane, config_of, counted, plane_of, serving_plane, submit
 
 from headrace.core.dtypes import BF16, FP32, INT64
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable

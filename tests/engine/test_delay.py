@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import pytest
-from engines import pending_of
+from support.engines import pending_of
 
 from headrace.engine.scheduling.batches import BatchRules, choose
 from headrace.engine.scheduling.delay import AutoDelay, FixedDelay

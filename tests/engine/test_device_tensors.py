@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import answers, ask, config_of, counted, ensemble, serving_plane, step, submit
+from support.engines import answers, ask, config_of, counted, ensemble, serving_plane, step, submit
 
 from headrace.core.dtypes import FP32
 from headrace.engine.cache import ResponseCache

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Asked, array_of, config_of, counted, serving_plane, tensors_of
+from support.engines import Asked, array_of, config_of, counted, serving_plane, tensors_of
 
 from headrace.core.dtypes import INT64
 from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailable

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Recorder, config_of, counted, serving_plane, submit
+from support.engines import Recorder, config_of, counted, serving_plane, submit
 
 from headrace.core.dtypes import FP32
 from headrace.core.errors import Internal, InvalidArgument, Unavailable

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Asked, Streamed, answers, array_of, config_of, counted, pending_of, serving_plane, submit
+from support.engines import Asked, Streamed, answers, array_of, config_of, counted, pending_of, serving_plane, submit
 
 from headrace.core.dtypes import FP32, INT64
 from headrace.core.errors import Cancelled, Internal

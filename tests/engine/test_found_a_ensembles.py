@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Streamed, array_of, config_of, counted, serving_plane, submit
+from support.engines import Streamed, array_of, config_of, counted, serving_plane, submit
 
 from headrace.core.dtypes import INT64
 from headrace.core.errors import InvalidArgument

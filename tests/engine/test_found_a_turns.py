@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from engines import Asked, answers, config_of, serving_plane, submit
+from support.engines import Asked, answers, config_of, serving_plane, submit
 
 from headrace.engine.scheduling.limiter import Limiter
 from headrace.modelconfig.types import DynamicBatching, InstanceGroup, ModelConfig, Resource

@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from engines import config_of
+from support.engines import config_of
 
 from headrace.core.dtypes import FP32, INT64
 from headrace.core.errors import FailedPrecondition

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Recorder, answers, array_of, config_of, counted, pending_of, serving_plane, submit
+from support.engines import Recorder, answers, array_of, config_of, counted, pending_of, serving_plane, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from engines import Asked, Gate, config_of, counted, serving_plane, tensors_of
+from support.engines import Asked, Gate, config_of, counted, serving_plane, tensors_of
 
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.core.messages import InferRequest, RequestedOutput

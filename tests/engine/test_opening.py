@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from engines import Recorder, array_of, config_of, counted, serving_plane, submit
+from support.engines import Recorder, array_of, config_of, counted, serving_plane, submit
 
 from headrace.backends.contract import ModelFiles, Placement
 from headrace.core.clock import SystemClock

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Asked, Gate, answers, config_of, counted, pending_of, serving_plane, submit, tensors_of
+from support.engines import Asked, Gate, answers, config_of, counted, pending_of, serving_plane, submit, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
 

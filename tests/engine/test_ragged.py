@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import answers, array_of, config_of, counted, pending_of, serving_plane, submit
+from support.engines import answers, array_of, config_of, counted, pending_of, serving_plane, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

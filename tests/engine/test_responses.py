@@ -9,7 +9,7 @@ from time import monotonic_ns
 from typing import Any
 
 import numpy as np
-from engines import Streamed, config_of, counted, ensemble, serving_plane, step
+from support.engines import Streamed, config_of, counted, ensemble, serving_plane, step
 
 from headrace.backends.contract import Work
 from headrace.core.errors import Unavailable

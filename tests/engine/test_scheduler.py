@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import (
+from support.engines import (
     Asked,
     Gate,
     Recorder,

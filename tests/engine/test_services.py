@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Gate, Recorder, array_of, config_of, counted, plane_of, serving_plane, tensors_of
+from support.engines import Gate, Recorder, array_of, config_of, counted, plane_of, serving_plane, tensors_of
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import Cancelled, FailedPrecondition, InvalidArgument, NotFound, Unavailable

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import answers, ask, config_of, serving_plane, submit
+from support.engines import answers, ask, config_of, serving_plane, submit
 
 from headrace.core.dtypes import FP32, INT32
 from headrace.core.errors import InvalidArgument

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Gate, Recorder, answers, array_of, config_of, counted, serving_plane, submit
+from support.engines import Gate, Recorder, answers, array_of, config_of, counted, serving_plane, submit
 
 from headrace.core.errors import (
     Cancelled,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Asked, config_of, serving_plane
+from support.engines import Asked, config_of, serving_plane
 
 from headrace.console.requests import Watching, Wish, wish_of
 from headrace.core.dtypes import FP32

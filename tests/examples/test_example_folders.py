@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from ports import free_port
+from support.ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 
@@ -124,7 +124,7 @@ def test_the_same_file_is_applied_to_a_cluster(reader: Reader, tmp_path: Path) -
     sys.path.insert(0, str(ROOT / "tests/fleet/cluster"))
     from controller_site import Site
     from fleet.cluster.test_verbs_platform import pods_marked
-    from kubernetes_server import KubernetesServer
+    from support.kubernetes_server import KubernetesServer
 
     with KubernetesServer(tmp_path / "cluster") as server, closing(Site(server)) as site, pods_marked(site):
         reader.set("KUBECONFIG", server.kubeconfig)

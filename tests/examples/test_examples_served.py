@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from ports import free_port
+from support.ports import free_port
 from sklearn.datasets import load_digits
 from tritonclient.utils import InferenceServerException
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_port
+from support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 FILES = ["Makefile", "pyproject.toml", "scripts", "examples"]

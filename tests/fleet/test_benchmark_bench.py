@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_served import chat_served
-from ports import free_port
-from serving import Serving
+from support.chat_served import chat_served
+from support.ports import free_port
+from support.serving import Serving
 
 from headrace.fleet.benchmarks.planning import plan_benchmark
 from headrace.fleet.words import ClusterFacts

@@ -28,7 +28,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=[each.name for each in KINDS]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from kubernetes_server import KubernetesServer
+    from support.kubernetes_server import KubernetesServer
 
     with KubernetesServer(tmp_path_factory.mktemp("crds") / "server") as server:
         # Client-side: the whole of each has to fit into its own annotation.

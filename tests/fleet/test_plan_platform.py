@@ -38,7 +38,7 @@ CLUSTERS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from kubernetes_server import KubernetesServer
+    from support.kubernetes_server import KubernetesServer
 
     with KubernetesServer(tmp_path_factory.mktemp("plans") / "server") as server:
         yield server

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
-from ports import free_port, service_ports
+from support.ports import free_port, service_ports
 from typer.testing import CliRunner
 
 from headrace.cli.jobs import jobs

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_kubelet import FakeKubelet
+from support.fake_kubelet import FakeKubelet
 from gateway_process import Gateway, gateway
-from kubernetes_server import KubernetesServer
+from support.kubernetes_server import KubernetesServer
 from lightkube.resources import apps_v1, core_v1
 from picture_models import data_url, onnx_classifier, png
 
@@ -35,7 +35,7 @@ from headrace.jobs.settings import JobSettings
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 
 from docker_platform import DockerEngine, docker_engine, root_tar
-from ports import free_port
+from support.ports import free_port
 
 pytestmark = pytest.mark.timeout(300)
 HOST_ADDRESS = "10.244.255.254"

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from ports import service_ports
+from support.ports import service_ports
 
 from headrace.core.clock import Clock, ManualClock
 from headrace.core.errors import AlreadyExists

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from llm_models import tiny_llama, tiny_tokenizer
+from support.llm_models import tiny_llama, tiny_tokenizer
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 LISTENING = re.compile(r"listening on 127\.0\.0\.1:(\d+)")

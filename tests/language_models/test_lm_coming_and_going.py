@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from llm_models import tiny_llama
+from support.llm_models import tiny_llama
 from lm_served import LOAD, UNLOAD, Server, configure, headrace_serve, third_parties
 
 CACHE = 192 << 20

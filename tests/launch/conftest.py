@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from docker_platform import DockerEngine
     from kubernetes_platform import Platform
-    from kubernetes_server import KubernetesServer
+    from support.kubernetes_server import KubernetesServer
     from slurm_platform import Cluster
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -45,7 +45,7 @@ def slurm() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def kubernetes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesServer]:
     """An API server with its controllers."""
-    from kubernetes_server import KubernetesServer
+    from support.kubernetes_server import KubernetesServer
 
     with KubernetesServer(tmp_path_factory.mktemp("kubernetes")) as started:
         yield started

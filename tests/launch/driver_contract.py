@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 from contract_means import HERE, NOTHING, PROGRAM, Watch, command, hostile
-from ports import free_port
+from support.ports import free_port
 
 from headrace.core.errors import AlreadyExists, HeadraceError, InvalidArgument
 from headrace.launch.contract import Driver, Handle, LaunchSpec, Mount, Observed

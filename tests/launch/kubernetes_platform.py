@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fake_kubelet import FakeKubelet
-from kubernetes_server import KubernetesServer
+from support.fake_kubelet import FakeKubelet
+from support.kubernetes_server import KubernetesServer
 
 from headrace.launch.kubernetes.driver import KubernetesDriver
 from headrace.launch.kubernetes.settings import KubernetesSettings

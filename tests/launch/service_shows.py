@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ports import launchers_ports
+from support.ports import launchers_ports
 
 ARCH = "tao-dataservices"
 HEADRACE = Path(sys.executable).parent / "headrace"

@@ -24,7 +24,7 @@ pytest.register_assert_rewrite("driver_contract")
 
 from docker_platform import IMAGE, DockerEngine  # noqa: E402
 from driver_contract import command  # noqa: E402
-from ports import free_port  # noqa: E402
+from support.ports import free_port  # noqa: E402
 
 from headrace.core.errors import FailedPrecondition, ResourceExhausted, Unavailable  # noqa: E402
 from headrace.launch.contract import Container, Handle, LaunchSpec, Mount  # noqa: E402

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from ports import service_ports
+from support.ports import service_ports
 
 from headrace.core.errors import ResourceExhausted
 from headrace.launch.contract import PORT, Handle, LaunchSpec

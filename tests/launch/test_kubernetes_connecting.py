@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ports import free_port
+from support.ports import free_port
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, Unavailable
 from headrace.launch.contract import Check, Container, Handle, LaunchSpec

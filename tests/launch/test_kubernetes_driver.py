@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from driver_contract import command, hostile
-from fake_kubelet import MISSING
+from support.fake_kubelet import MISSING
 from kubernetes_platform import Platform
 from lightkube.resources import apps_v1, batch_v1, core_v1
 from lightkube.types import PatchType
-from ports import free_port
+from support.ports import free_port
 
 from headrace.core.errors import AlreadyExists, FailedPrecondition, HeadraceError, ResourceExhausted, Unavailable
 from headrace.launch.contract import Container, Handle, LaunchSpec, Mount, Observed

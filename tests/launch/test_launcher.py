@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from ports import launchers_ports
+from support.ports import launchers_ports
 from service_programs import make_model
 
 from headrace.core.errors import (

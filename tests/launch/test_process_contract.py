@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from driver_contract import HERE, NOTHING, DriverContract
-from ports import service_ports
+from support.ports import service_ports
 
 from headrace.launch.contract import PORT, Driver, Handle, LaunchSpec
 from headrace.launch.process import ProcessDriver

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from ports import service_ports
+from support.ports import service_ports
 
 from headrace.core.errors import AlreadyExists, InvalidArgument, ResourceExhausted
 from headrace.launch import process

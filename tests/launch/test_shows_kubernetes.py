@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from kubernetes_platform import Platform, with_kubelet
-from kubernetes_server import KubernetesServer
+from support.kubernetes_server import KubernetesServer
 from service_shows import PROGRAM, SECRET, Shell, show, write_architecture
 
 pytestmark = pytest.mark.platform

@@ -27,7 +27,7 @@ from onnx import TensorProto, helper
 pytest.register_assert_rewrite("driver_contract")
 
 from driver_contract import command  # noqa: E402
-from ports import free_port  # noqa: E402
+from support.ports import free_port  # noqa: E402
 from slurm_platform import Cluster  # noqa: E402
 
 from headrace.core.errors import AlreadyExists, FailedPrecondition, Unavailable  # noqa: E402

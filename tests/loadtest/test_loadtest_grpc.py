@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 
 import uvloop
-from ports import free_port
-from serving import EchoCalls, echo_site, serving
+from support.ports import free_port
+from support.serving import EchoCalls, echo_site, serving
 
 from headrace.client import NO_RETRY
 from headrace.client.addresses import Address

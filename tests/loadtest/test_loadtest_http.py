@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import trustme
 import uvloop
-from ports import free_port
-from serving import EchoHandlers, echo_site, serving
+from support.ports import free_port
+from support.serving import EchoHandlers, echo_site, serving
 
 from headrace.client.addresses import Address
 from headrace.loadtest.alarms import Alarm

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.core.clock import SystemClock
 from headrace.microservice.app import build_site

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_models import tiny_llama, tiny_tokenizer
+from support.llm_models import tiny_llama, tiny_tokenizer
 from picture_models import data_url, png
 from service_process import Answer, Asked, LocalService, local_service, service, settings_for
 from vl_model import mp4, tiny_qwen_vl

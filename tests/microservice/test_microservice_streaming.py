@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llm_models import tiny_llama
+from support.llm_models import tiny_llama
 from picture_models import data_url, png
 from service_process import Asked, LocalService, local_service, settings_for
 from vl_model import tiny_qwen_vl

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llm_models import tiny_tokenizer
+from support.llm_models import tiny_tokenizer
 
 _MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _TEMPLATE = (

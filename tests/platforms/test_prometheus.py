@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import builtin_plane
-from ports import free_port
-from serving import serving
+from support.engines import builtin_plane
+from support.ports import free_port
+from support.serving import serving
 
 from headrace.api.metrics.http import Metrics
 from headrace.api.v2.http import V2Http

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from ports import free_port
+from support.ports import free_port
 
 from headrace.core.schemas import Schema
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.core.limits import Limits
 from headrace.router.proxy import RouterProxy

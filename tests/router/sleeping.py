@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ports import free_port
-from serving import Serving, serving
+from support.ports import free_port
+from support.serving import Serving, serving
 
 from headrace.router.h2.proxy import GrpcProxy
 from headrace.router.proxy import RouterProxy

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc
-from engines import builtin_plane
-from ports import free_port
+from support.engines import builtin_plane
+from support.ports import free_port
 from routing import ask
-from serving import Serving, serving
+from support.serving import Serving, serving
 from websockets.sync.client import connect
 
 from headrace.apps.protocols import build_site

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from routing import NO_CHECKS
-from serving import EchoCalls, Serving, echo_site, serving
+from support.serving import EchoCalls, Serving, echo_site, serving
 
 from headrace.apps.router import RouterAppSettings, build_router_site
 from headrace.router.choosing.limits import LimitedBackends

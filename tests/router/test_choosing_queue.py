@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from routing import Answer, Routing, ask, routing
-from serving import EchoHandlers, Serving, echo_site, serving
+from support.serving import EchoHandlers, Serving, echo_site, serving
 
 from headrace.router.choosing.limits import LimitedBackends
 from headrace.router.choosing.settings import QueueSettings

@@ -16,7 +16,7 @@ import orjson
 import pytest
 import yaml
 from routing import NO_CHECKS, Answer, ask, routing
-from serving import EchoHandlers, echo_site, serving
+from support.serving import EchoHandlers, echo_site, serving
 
 from headrace.core.errors import InvalidArgument
 from headrace.router.backend import Outcome

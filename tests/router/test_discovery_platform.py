@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from routing import ask, routing
-from serving import echo_site, serving
+from support.serving import echo_site, serving
 
 from headrace.router.discovery.settings import DiscoverySettings
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.platform
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from kubernetes_server import KubernetesServer
+    from support.kubernetes_server import KubernetesServer
 
     with KubernetesServer(tmp_path_factory.mktemp("pods") / "server") as made:
         yield made

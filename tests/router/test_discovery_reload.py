@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc
-from engines import builtin_plane
+from support.engines import builtin_plane
 from routing import ask
-from serving import echo_site, serving
+from support.serving import echo_site, serving
 
 from headrace.apps.protocols import build_site
 from headrace.apps.settings import ServerSettings

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from routing import Routing, ask, routing
-from serving import echo_site, serving
+from support.serving import echo_site, serving
 
 from headrace.core.errors import InvalidArgument
 from headrace.router.choosing.settings import StickySettings

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from routing import Rough, Routing, ask, rough, routing
-from serving import echo_site, serving
+from support.serving import echo_site, serving
 
 from headrace.router.choosing.hedging import Hedger
 from headrace.router.choosing.settings import HedgingSettings

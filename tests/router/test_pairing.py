@@ -17,9 +17,9 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from ports import free_port
+from support.ports import free_port
 from routing import ask, routing
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.core.errors import InvalidArgument
 from headrace.core.handing import HEADER, PREFILL_PATH, may_ask

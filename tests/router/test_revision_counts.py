@@ -8,9 +8,9 @@ import socket
 from typing import Any
 
 import pytest
-from ports import free_port
+from support.ports import free_port
 from routing import Rough, routing
-from serving import echo_site, serving
+from support.serving import echo_site, serving
 
 from headrace.core.errors import InvalidArgument
 from headrace.router.discovery.files import read_backends

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from engines import builtin_plane
+from support.engines import builtin_plane
 from routing import Answer, ask
-from serving import EchoHandlers, echo_site, serving
+from support.serving import EchoHandlers, echo_site, serving
 
 from headrace.apps.protocols import build_site
 from headrace.apps.settings import ServerSettings

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 from routing import Routing, routing
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.router.settings import HealthSettings, OutlierSettings, RetrySettings
 from headrace.wire.http.exchange import Exchange

@@ -17,7 +17,7 @@ import h2.connection
 import h2.events
 import trustme
 from routing import Rough, Routing, ask, raw, rough, routing
-from serving import EchoHandlers, echo_site, serving
+from support.serving import EchoHandlers, echo_site, serving
 
 from headrace.router.settings import HealthSettings, RouterSettings
 from headrace.wire.http.exchange import Exchange

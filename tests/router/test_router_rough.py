@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from ports import free_port
+from support.ports import free_port
 from routing import Rough, Routing, answering, raw, rough, routing
-from serving import EchoHandlers, echo_site, serving
+from support.serving import EchoHandlers, echo_site, serving
 
 from headrace.router.pools import Pool
 from headrace.router.settings import OutlierSettings, RetrySettings, TimeoutSettings

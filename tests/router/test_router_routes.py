@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 
 from routing import routing
-from serving import echo_site, serving
+from support.serving import echo_site, serving
 
 from headrace.router.flows import Flow
 from headrace.wire.http.exchange import Exchange

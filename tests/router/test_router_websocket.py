@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from routing import Rough, Routing, rough, routing
-from serving import Serving, serving
+from support.serving import Serving, serving
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 

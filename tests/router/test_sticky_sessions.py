@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from routing import Routing, ask, routing
-from serving import echo_site, serving
+from support.serving import echo_site, serving
 
 from headrace.router.choosing.settings import StickySettings
 

@@ -16,9 +16,9 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
-from ports import free_port
+from support.ports import free_port
 from routing import Answer, ask
-from serving import EchoCalls, EchoHandlers, echo_site, serving
+from support.serving import EchoCalls, EchoHandlers, echo_site, serving
 from sleeping import TARGET, Nap, ToldScaler, napping, until
 from websockets.sync.client import connect
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from routing import ask
-from serving import EchoCalls, echo_site, serving
+from support.serving import EchoCalls, echo_site, serving
 from sleeping import TARGET, ToldScaler, napping, until
 
 from headrace.router.waking.parts import PARTS, Wake

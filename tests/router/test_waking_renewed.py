@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from routing import ask, routing
-from serving import echo_site, serving
+from support.serving import echo_site, serving
 from sleeping import TARGET, ToldScaler, napping, until
 
 from headrace.router.waking.settings import ActivationSettings, Target

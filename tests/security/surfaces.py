@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 from job_api import EXPERIMENT, JOB, ORG
-from ports import free_port
+from support.ports import free_port
 from raw_asking import Answer, ask, told
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.access.keys_file import create_key
 from headrace.access.settings import AccessSettings

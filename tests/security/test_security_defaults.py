@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ports import free_port
+from support.ports import free_port
 from raw_asking import ask
 from surfaces import Program, fleet_servers, program, write_echo
 

@@ -17,7 +17,7 @@ import routes_and_rights as rights
 from bad_inputs import WRONG_TENSORS
 from raw_asking import ask
 from routing import routing
-from serving import serving
+from support.serving import serving
 from surfaces import fleet_servers, microservice_routes
 
 from headrace.fleet.cluster.webhooks.reviews import REVIEW_VERSION, Sight

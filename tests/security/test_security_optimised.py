@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from bad_inputs import nested, one
-from ports import free_port
+from support.ports import free_port
 from raw_asking import ask, exchange
 from surfaces import Program, program, write_echo
 

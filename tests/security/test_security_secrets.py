@@ -15,7 +15,7 @@ from typing import NamedTuple
 import grpc
 import pytest
 import routes_and_rights as rights
-from ports import free_port
+from support.ports import free_port
 from raw_asking import ask
 from surfaces import Program, program, write_echo
 from typer.testing import CliRunner

@@ -18,7 +18,7 @@ import routes_and_rights as rights
 from job_api import StandInJobs, job_api
 from raw_asking import Answer, ask, exchange
 from routing import routing
-from serving import serving
+from support.serving import serving
 from surfaces import fleet_servers, gateway_path, microservice_routes
 
 from headrace.core.limits import Limits

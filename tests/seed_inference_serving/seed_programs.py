@@ -16,7 +16,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from ports import free_port
+from support.ports import free_port
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 _LISTENING = re.compile(r"listening on [\d.]+:(\d+)")

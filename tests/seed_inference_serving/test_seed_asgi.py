@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ports import free_port
+from support.ports import free_port
 from seed_models import expected
 from seed_programs import PLAIN, ROW, Client
 

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from seed_models import SECRET, expected
 from seed_programs import ROW, Program, serve
-from seed_stubs import seed_stubs
+from support.seed_stubs import seed_stubs
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from redis_servers import redis_process
+from support.redis_servers import redis_process
 from seed_programs import serve
 
 BODY = {"inputs": [1.0]}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from obstore.store import AzureStore
-from ports import free_port
+from support.ports import free_port
 from storage.s3_server import INSTALLED, program, running
 
 ACCOUNT = "devstoreaccount1"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from obstore.store import S3Store
-from ports import free_port
+from support.ports import free_port
 
 INSTALLED = Path(__file__).parents[2] / "build" / "object_stores"
 """By scripts/platforms/object_stores.sh install."""

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import uvloop
-from engines import Asked, FunctionBackend, config_of, tensors_of
+from support.engines import Asked, FunctionBackend, config_of, tensors_of
 
 from headrace.backends.contract import ModelFiles
 from headrace.core.clock import Clock, SystemClock

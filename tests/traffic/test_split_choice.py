@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engines import Asked, Streamed
+from support.engines import Asked, Streamed
 from split_planes import ONE, PLAIN, World, in_a_loop, same, world_of
 
 from headrace.core.errors import NotFound

@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engines import Gate
+from support.engines import Gate
 from split_planes import World, failing, in_a_loop, same, world_of
 
 from headrace.core.clock import ManualClock

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engines import Gate, Streamed
+from support.engines import Gate, Streamed
 from split_planes import ONE, World, failing, in_a_loop, same, world_of
 
 from headrace.core.dtypes import BF16, float32_to_bf16

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import trustme
-from serving import EchoHandlers, Serving, echo_site, serving
+from support.serving import EchoHandlers, Serving, echo_site, serving
 
 from headrace.core.limits import Limits
 from headrace.wire.http1.protocol import Http1Protocol

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-from serving import Serving, echo_site, serving
+from support.serving import Serving, echo_site, serving
 
 from headrace.core.limits import Limits
 from headrace.wire.tls import TlsFiles

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "traffic"))
 
-from serving import Serving, serving
+from support.serving import Serving, serving
 from split_planes import World, same, world_of
 
 from headrace.api.admin.describing import admin_table

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.access.logins import Access, open_access
 from headrace.access.users import KeyHasher

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from job_api import EXPERIMENT, INFERENCE, JOB, ORG, V2_INFERENCE, Api, StandInJobs, job_api
-from ports import free_port
-from serving import Serving, serving
+from support.ports import free_port
+from support.serving import Serving, serving
 
 from headrace.api.jobs.settings import JobsApiSettings
 from headrace.wire.http.exchange import Exchange

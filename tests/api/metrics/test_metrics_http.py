@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import ask, builtin_plane, config_of
+from support.engines import ask, builtin_plane, config_of
 from scraped import QUIET, Scraped, metrics_of, scrape
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.api.metrics.collector import TURN_SECONDS
 from headrace.core.clock import SystemClock

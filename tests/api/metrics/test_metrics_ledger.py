@@ -7,7 +7,7 @@ import gc
 import weakref
 from typing import Any
 
-from engines import config_of
+from support.engines import config_of
 
 from headrace.api.metrics.ledger import KEPT_SECONDS, Ledger
 from headrace.core.clock import ManualClock

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engines import builtin_plane
+from support.engines import builtin_plane
 from scraped import metrics_of, scrape
 
 from headrace.api.metrics.gpus import Gpus, open_gpus

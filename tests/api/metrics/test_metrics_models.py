@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import (
+from support.engines import (
     Gate,
     Recorder,
     Streamed,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import ask, builtin_plane
+from support.engines import ask, builtin_plane
 from scraped import QUIET, Scraped, metrics_of, scrape
 
 from headrace.api.metrics.http import Metrics

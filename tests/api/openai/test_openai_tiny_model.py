@@ -10,9 +10,9 @@ from typing import Any
 
 import openai
 import pytest
-from llm_models import tiny_llama
+from support.llm_models import tiny_llama
 from openai import AsyncOpenAI, OpenAI
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.api.openai.http import OpenAiHttp
 from headrace.api.v2.http import V2Http

@@ -19,8 +19,8 @@ from http.client import HTTPConnection
 from typing import Any
 
 import numpy as np
-from engines import config_of, plane_of
-from serving import Serving, serving
+from support.engines import config_of, plane_of
+from support.serving import Serving, serving
 
 from headrace.api.openai.http import OpenAiHttp
 from headrace.api.openai.settings import OpenAiSettings

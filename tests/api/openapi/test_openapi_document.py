@@ -15,9 +15,9 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from described_server import make_models
-from engines import config_of, plane_of
+from support.engines import config_of, plane_of
 from raw_asking import ask, routes_of
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.api.admin.describing import admin_table
 from headrace.api.metrics.settings import MetricsSettings

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import builtin_plane
+from support.engines import builtin_plane
 from raw_asking import Answer, ask
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.api.openapi.service import OpenApi
 from headrace.wire.http.routes import Routes

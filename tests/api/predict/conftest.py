@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from predicting import torch_served
-from serving import Serving
+from support.serving import Serving
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc
 import torch
-from engines import plane_of
-from serving import Serving, serving
+from support.engines import plane_of
+from support.serving import Serving, serving
 
 from headrace.api.predict.grpc import PredictGrpc
 from headrace.api.predict.http import PredictHttp

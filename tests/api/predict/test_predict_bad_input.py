@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import config_of
+from support.engines import config_of
 from predicting import ask, ask_raw, predict_served
-from serving import Serving
+from support.serving import Serving
 
 from headrace.api.predict.settings import InputChecks, PredictSettings
 from headrace.core.dtypes import BOOL, BYTES, FP16, FP32, INT8, INT32

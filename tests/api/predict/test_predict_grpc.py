@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from engines import Gate, config_of
+from support.engines import Gate, config_of
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_tools import protoc
 from predicting import Calls, calls_to, predict_served
-from serving import Serving
+from support.serving import Serving
 
 from headrace.api.predict.grpc_codec import PredictCodec
 from headrace.api.predict.schema import predict_schema
@@ -173,7 +173,7 @@ def test_what_is_written_protobuf_reads(count: int) -> None:
 
 
 def test_the_schema_is_the_seeds(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from seed_stubs import SEEDS_PROTO  # the one text of it
+    from support.seed_stubs import SEEDS_PROTO  # the one text of it
 
     folder = tmp_path_factory.mktemp("seed")
     (folder / "seed.proto").write_text(SEEDS_PROTO)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Gate, Recorder, config_of
+from support.engines import Gate, Recorder, config_of
 from predicting import Repeats, ask, ask_raw, predict_served
-from serving import Serving
+from support.serving import Serving
 
 from headrace.api.predict.settings import PredictSettings
 from headrace.core.dtypes import BF16, BOOL, BYTES, FP32, FP64, INT64

@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 import pytest
 from predicting import ask, expected, predict_served, torch_served
-from seed_stubs import seed_stubs
-from serving import Serving
+from support.seed_stubs import seed_stubs
+from support.serving import Serving
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Gate, config_of
+from support.engines import Gate, config_of
 from predicting import Repeats, predict_served
-from serving import Serving
+from support.serving import Serving
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 

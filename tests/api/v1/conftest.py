@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 sys.path.insert(0, str(Path(__file__).parent))
 

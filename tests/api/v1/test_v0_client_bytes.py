@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from serving import Serving
+from support.serving import Serving
 
 VALUES = struct.pack("<8i", *range(8))
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from serving import Serving, serving
+from support.serving import Serving, serving
 from trtis import LABELS, TrtisSite, ask, make_repository
 
 from headrace.api.v1.schema import SERVICE, message_class

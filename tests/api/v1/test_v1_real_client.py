@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from serving import Serving
+from support.serving import Serving
 
 COMMAND = shlex.split(os.environ.get("TENSORRTSERVER_PYTHON", ""))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import Serving, serving
+from support.serving import Serving, serving
 from trtis import TrtisSite, ask, infer, make_repository
 
 from headrace.api.v1 import replies

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
-from serving import Serving
+from support.serving import Serving
 
 from headrace.api.shared_memory.regions import SharedMemory
 from headrace.api.v1.accounts import V1Accounts, V1Settings

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from engines import builtin_plane
-from serving import Serving, serving
+from support.engines import builtin_plane
+from support.serving import Serving, serving
 
 sys.path.insert(0, str(Path(__file__).parent))
 

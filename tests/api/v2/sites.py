@@ -14,8 +14,8 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from engines import plane_of
-from serving import Serving, serving
+from support.engines import plane_of
+from support.serving import Serving, serving
 
 from headrace.api.v2.grpc import V2Grpc
 from headrace.api.v2.http import V2Http

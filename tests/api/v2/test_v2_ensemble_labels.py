@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Serving
+from support.serving import Serving
 from sites import ask, models_served, write_model
 
 IDENTITY = """

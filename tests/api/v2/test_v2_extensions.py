@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from engines import config_of
-from serving import Serving
+from support.engines import config_of
+from support.serving import Serving
 from sites import ask, functions_served, models_served, write_model
 from tensors import SPECIAL, same
 from tritonclient.utils import InferenceServerException

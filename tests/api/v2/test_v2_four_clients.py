@@ -21,7 +21,7 @@ import tritonclient.grpc
 import tritonclient.grpc.aio
 import tritonclient.http
 import tritonclient.http.aio
-from serving import Serving
+from support.serving import Serving
 from sites import models_served, write_model
 from tensors import ARRAYS, same
 from tritonclient.utils import InferenceServerException

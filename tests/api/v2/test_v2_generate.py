@@ -15,7 +15,7 @@ import pytest
 import tritonclient.http
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import Serving
+from support.serving import Serving
 from sites import ask, models_served, write_model
 
 from headrace.api.v2.settings import V2Settings

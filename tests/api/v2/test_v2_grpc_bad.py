@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import Serving
+from support.serving import Serving
 from tritonclient.grpc import service_pb2
 
 CODE = grpc.StatusCode

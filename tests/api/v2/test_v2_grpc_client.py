@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as client
 import tritonclient.grpc.aio
-from serving import Serving
+from support.serving import Serving
 from tensors import ARRAYS, SPECIAL, Array, same
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException

@@ -15,7 +15,7 @@ import tritonclient.grpc
 import tritonclient.grpc.aio
 import tritonclient.http
 import tritonclient.http.aio
-from serving import Serving
+from support.serving import Serving
 from sites import models_served, write_model
 from tritonclient.utils import InferenceServerException
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tritonclient.http as client
 import tritonclient.http.aio
-from serving import Serving
+from support.serving import Serving
 from tensors import ARRAYS, SPECIAL, Array, same
 from tritonclient.utils import InferenceServerException
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from engines import config_of, plane_of
-from serving import Serving, serving
+from support.engines import config_of, plane_of
+from support.serving import Serving, serving
 from tritonclient.utils import InferenceServerException
 
 from headrace.apps.server import ServerSettings, build_site

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.http
-from serving import Serving, serving
+from support.serving import Serving, serving
 from tritonclient.utils import InferenceServerException
 
 from headrace.apps.server import ServerSettings, build_site

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc
-from serving import Serving
+from support.serving import Serving
 from sites import ask, models_served
 
 REPEAT = Path(__file__).parents[3] / "examples" / "models" / "repeat"

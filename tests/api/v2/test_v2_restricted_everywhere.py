@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 
 import grpc
 import pytest
-from engines import config_of
-from serving import Serving
+from support.engines import config_of
+from support.serving import Serving
 from sites import ask, functions_served
 
 from headrace.api.v2.restrictions import APIS, Restriction

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from engines import config_of
-from serving import Serving
+from support.engines import config_of
+from support.serving import Serving
 from sites import ask, functions_served
 from tritonclient.utils import InferenceServerException
 

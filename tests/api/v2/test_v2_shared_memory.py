@@ -19,8 +19,8 @@ import tritonclient.grpc.aio
 import tritonclient.http
 import tritonclient.http.aio
 import tritonclient.utils.shared_memory as shm
-from engines import config_of
-from serving import Serving
+from support.engines import config_of
+from support.serving import Serving
 from sites import ask, functions_served
 from tensors import ARRAYS
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.grpc.aio
-from engines import Gate, config_of, plane_of
-from serving import Serving, serving
+from support.engines import Gate, config_of, plane_of
+from support.serving import Serving, serving
 from sites import functions_served, models_served, write_model
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from engines import Asked, config_of, serving_plane
+from support.engines import Asked, config_of, serving_plane
 
 from headrace.api.v2.tracing import infer_traced
 from headrace.core.dtypes import FP32

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from llm_models import tiny_llama
+from support.llm_models import tiny_llama
 from safetensors.torch import load_file, save_file
 
 from headrace.backends.llm.adapters.layers import Adapters

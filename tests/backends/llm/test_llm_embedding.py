@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llm_models import tiny_llama, tiny_tokenizer
+from support.llm_models import tiny_llama, tiny_tokenizer
 from safetensors.torch import save_file
 
 from headrace.backends.contract import Placement

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import llm_models
+from support import llm_models
 import numpy as np
 import pytest
 import torch

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from llm_models import tiny_llama, tiny_mistral
+from support.llm_models import tiny_llama, tiny_mistral
 
 from headrace.backends.llm.running import cuda_attention, cuda_graphs, graphs
 from headrace.backends.llm.running.attention import PagedAttention

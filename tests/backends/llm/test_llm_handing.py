@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import llm_models
+from support import llm_models
 import pytest
 import torch
 from llm_instances import Caller, Served, runs, served
-from ports import free_port
+from support.ports import free_port
 
 from headrace.backends.llm.handing import jobs, keeping
 from headrace.backends.llm.handing.giving import (

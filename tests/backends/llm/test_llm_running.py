@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import llm_models
+from support import llm_models
 import pytest
 import torch
 import transformers

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from llm_instances import served as instance_of
-from llm_models import tiny_tokenizer
+from support.llm_models import tiny_tokenizer
 
 from headrace.backends.contract import ModelFiles, Placement
 from headrace.backends.llm.adapters.loading import read_adapters
@@ -378,7 +378,7 @@ def test_a_model_of_images_takes_no_clip(made: Any) -> None:
 
 
 def test_a_model_without_eyes(made: Any, tmp_path: Path) -> None:
-    from llm_models import tiny_llama
+    from support.llm_models import tiny_llama
 
     folder = tiny_llama(tmp_path / "llama")
     model = load_model(LlmSettings(model_path=folder), torch.device("cpu"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_models import CHAT_TEMPLATE, tiny_tokenizer
+from support.llm_models import CHAT_TEMPLATE, tiny_tokenizer
 from llm_tokenizers import TABLED, tokenizer
 
 from headrace.backends.llm.text.tokenizer import Tokenizer

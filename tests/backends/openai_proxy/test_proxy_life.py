@@ -32,7 +32,7 @@ from backends.openai_proxy.proxied import (
     write_fake,
     write_model,
 )
-from ports import free_port
+from support.ports import free_port
 
 from headrace.backends.contract import Placement
 from headrace.backends.openai_proxy import engine as engine_module

@@ -12,9 +12,9 @@ from typing import Any
 import openai
 import pytest
 from backends.openai_proxy.proxied import eventually, stats_of, write_fake, write_model
-from llm_models import tiny_llama
+from support.llm_models import tiny_llama
 from openai import OpenAI
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.apps.server import ServerSettings, build_site

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases.vision import LABELS, expected, pixels, write
-from serving import serving
+from support.serving import serving
 
 from headrace.apps.server import ServerSettings, build_site
 from headrace.engine.engine import Engine, EngineSettings, open_engine

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx2
 from controller_site import Site, until
-from ports import free_port
+from support.ports import free_port
 
 from headrace.fleet.agent.summing import ModelStatuses
 from headrace.fleet.cluster.api import connect

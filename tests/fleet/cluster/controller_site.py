@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 import yaml
-from kubernetes_server import KubernetesServer
+from support.kubernetes_server import KubernetesServer
 from lightkube import ApiError
 
 from headrace.fleet.cluster.api import Api, Refused, Unreachable, connect

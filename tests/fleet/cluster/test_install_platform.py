@@ -36,7 +36,7 @@ def headrace(*words: str) -> str:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A server of its own: what is installed here is no other test's business."""
     from controller_site import FOREIGN, Site, foreign_crd, until
-    from kubernetes_server import KubernetesServer
+    from support.kubernetes_server import KubernetesServer
 
     folder = tmp_path_factory.mktemp("installed")
     policy = {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": [{"level": "Metadata"}]}
@@ -158,7 +158,7 @@ def kubeconfig_of(site: Any, account: str, path: Path) -> Path:
 
 def test_the_operators_rights_are_enough(installed: Any, tmp_path: Path) -> None:
     from controller_site import until
-    from ports import free_port
+    from support.ports import free_port
 
     port, hooks = free_port(), free_port()
     words = ["--listen", f"127.0.0.1:{port}", "--webhook-listen", f"127.0.0.1:{hooks}"]
@@ -215,7 +215,7 @@ def _unused(site: Any, account: str, rights: set[tuple[str, str, str]]) -> list[
 
 def test_the_agents_rights_are_enough(installed: Any, tmp_path: Path) -> None:
     from controller_site import until
-    from ports import free_port
+    from support.ports import free_port
 
     installed.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "one"}})
     models = tmp_path / "models"

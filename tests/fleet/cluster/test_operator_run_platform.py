@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 
 def test_the_program_waits_for_its_kinds_leads_and_ends(tmp_path: Path) -> None:
-    from kubernetes_server import KubernetesServer
+    from support.kubernetes_server import KubernetesServer
 
     with KubernetesServer(tmp_path / "server") as server:
         server.kubectl("create", "namespace", "headrace-system")
@@ -22,7 +22,7 @@ def test_the_program_waits_for_its_kinds_leads_and_ends(tmp_path: Path) -> None:
 
 async def _run(server: Any) -> None:
     import httpx2
-    from ports import free_port
+    from support.ports import free_port
 
     from headrace.fleet.cluster.api import connect
     from headrace.fleet.cluster.leading import LeaseSettings

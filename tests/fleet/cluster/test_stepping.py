@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "router"))
 
 from plan_cases import facts, service
 from routing import routing
-from serving import echo_site, serving
+from support.serving import echo_site, serving
 
 from headrace.fleet.asking import router_status
 from headrace.fleet.cluster.api import Api

@@ -353,7 +353,7 @@ def test_who_may_look_at_services_alone_sees_those(clean: Any, verbs: Verbs) -> 
 
 
 def test_who_may_not_or_finds_nothing_is_told_what_to_do(clean: Any, verbs: Verbs, tmp_path: Path) -> None:
-    from kubernetes_server import KubernetesServer
+    from support.kubernetes_server import KubernetesServer
 
     nobody = clean.server.kubeconfig_of_nobody()
     said = verbs("get", "isvc", code=1, kubeconfig=nobody)

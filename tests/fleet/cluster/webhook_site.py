@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import httpx2
 from controller_site import CountingTransport, at_rest, until
-from ports import free_port
+from support.ports import free_port
 
 from headrace.fleet.cluster import program
 from headrace.fleet.cluster.api import Api, connect

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_served import chat_served
+from support.chat_served import chat_served
 from local_site import LocalSite, document, runtime, service, until
-from serving import Serving
+from support.serving import Serving
 
 from headrace.fleet.client.describing import describe
 from headrace.fleet.client.kinds import kind_named

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from local_site import LocalSite, document, runtime, said, service, until
-from ports import free_port
+from support.ports import free_port
 
 from headrace.core.errors import FailedPrecondition
 from headrace.fleet.client.kinds import kind_named

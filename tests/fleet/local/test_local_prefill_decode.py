@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import llm_models
+from support import llm_models
 import openai
 import pytest
 from local_site import LocalSite, document, until

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_port
+from support.ports import free_port
 
 from headrace.fleet.local import routing
 from headrace.fleet.local.processes import Command, Process, spawn

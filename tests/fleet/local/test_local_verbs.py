@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llm_models import tiny_llama
+from support.llm_models import tiny_llama
 from local_site import document, until
-from ports import free_port
+from support.ports import free_port
 
 from headrace.fleet.words import items
 

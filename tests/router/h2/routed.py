@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.core.limits import Limits
 from headrace.router.backends import Backends

@@ -12,7 +12,7 @@ import h2.connection
 import h2.events
 import pytest
 from routed import SECONDS, Routing, channel_to, raised, routing, unary, wait_until
-from serving import EchoCalls
+from support.serving import EchoCalls
 
 _FORGED = (("x-forwarded-for", "10.0.0.1"), ("x-forwarded-proto", "https"), ("x-real-ip", "10.0.0.9"))
 _BIG = bytes(range(256)) * (8 * 1024 * 4)  # 8 MiB

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from routed import SECONDS, Routing, channel_to, routing, unary, wait_until
-from serving import EchoCalls, Serving, echo_site, serving
+from support.serving import EchoCalls, Serving, echo_site, serving
 
 from headrace.wire.grpc.call import GrpcCall
 from headrace.wire.http.exchange import Buffer

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import grpc
 from routed import SECONDS, Routing, channel_to, routing, unary, wait_until
-from serving import EchoCalls, Serving, echo_site, serving
+from support.serving import EchoCalls, Serving, echo_site, serving
 
 from headrace.router.settings import OutlierSettings
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import trustme
-from engines import builtin_plane
+from support.engines import builtin_plane
 from routed import SECONDS, channel_to, raised, routing, unary
-from serving import echo_site, serving
+from support.serving import echo_site, serving
 
 from headrace.apps.server import ServerSettings, build_site
 from headrace.wire.grpc.health import HealthService

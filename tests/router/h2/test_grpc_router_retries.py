@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from ports import free_port
+from support.ports import free_port
 from rough_backend import Peer, Rough, rough_backend
 from routed import SECONDS, channel_to, raised, routing, unary, wait_until
-from serving import Serving, echo_site, serving
+from support.serving import Serving, echo_site, serving
 
 from headrace.router.h2.settings import GrpcProxySettings
 from headrace.router.settings import TimeoutSettings

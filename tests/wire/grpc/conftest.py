@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from echoing import channel_to, wait_until
-from serving import EchoCalls, Serving, echo_site, serving
+from support.serving import EchoCalls, Serving, echo_site, serving
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import h2.config
 import h2.connection
 import h2.events
 import h2.settings
-from serving import Serving
+from support.serving import Serving
 
 SECONDS = 30
 """How long anything may take before a test gives up. Nothing is decided by how much of it was used."""

@@ -22,7 +22,7 @@ from echoing import (
     unary,
     wait_until,
 )
-from serving import EchoCalls, Serving, echo_site, serving
+from support.serving import EchoCalls, Serving, echo_site, serving
 
 from headrace.core.limits import Limits
 from headrace.wire.grpc.streaming import MessageStream

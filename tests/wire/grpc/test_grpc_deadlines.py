@@ -24,7 +24,7 @@ from echoing import (
     unary,
     wait_until,
 )
-from serving import EchoCalls, Serving
+from support.serving import EchoCalls, Serving
 
 from headrace.core.errors import InvalidArgument
 from headrace.wire.grpc.metadata import parse_timeout

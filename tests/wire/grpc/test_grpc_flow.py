@@ -23,7 +23,7 @@ from echoing import (
     wait_until,
     wait_until_still,
 )
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.wire.grpc.call import GrpcCall
 from headrace.wire.grpc.services import Services

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from echoing import SECONDS, channel_to, open_streams, raised, wait_until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.wire.grpc.health import HealthService
 from headrace.wire.grpc.services import Services

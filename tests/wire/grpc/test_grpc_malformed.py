@@ -10,7 +10,7 @@ import zlib
 import grpc
 import pytest
 from echoing import SECONDS, RawCall, channel_to, messages_of, open_streams, prefixed, unary, wait_until
-from serving import EchoCalls, Serving, echo_site, serving
+from support.serving import EchoCalls, Serving, echo_site, serving
 
 from headrace.core.limits import Limits
 

@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 import pytest
 from echoing import SECONDS, channel_to, raised
-from engines import builtin_plane
+from support.engines import builtin_plane
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.api.v2.schema import inference_schema
 from headrace.apps.server import ServerSettings, build_site

@@ -13,7 +13,7 @@ import pytest
 from echoing import SECONDS, aio_channel, channel_to, chat, collect, expand, open_streams, raised, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import EchoCalls, Serving, serving
+from support.serving import EchoCalls, Serving, serving
 
 from headrace.core.errors import NotFound
 from headrace.wire.grpc.call import GrpcCall

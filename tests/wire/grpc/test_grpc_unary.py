@@ -14,7 +14,7 @@ import pytest
 from echoing import SECONDS, aio_channel, channel_to, collect, expand, raised, unary
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import Serving, echo_site, serving
+from support.serving import Serving, echo_site, serving
 
 from headrace.core.errors import INTERNAL_TEXT, InvalidArgument
 from headrace.core.limits import Limits

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from http1_site import Handlers, http1_site  # noqa: E402
 from http1_wire import Client  # noqa: E402
-from serving import Serving, serving  # noqa: E402
+from support.serving import Serving, serving  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from http1_fake import FakeWire
 from http1_site import SECRET, Handlers
 from http1_wire import Client, curl, eventually, get, post
-from serving import Serving
+from support.serving import Serving
 
 from headrace.core.errors import INTERNAL_TEXT, Code, InvalidArgument
 from headrace.wire.http.exchange import Body, Exchange

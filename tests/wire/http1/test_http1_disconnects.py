@@ -14,7 +14,7 @@ import pytest
 from http1_fake import FakeWire
 from http1_site import SECRET, Handlers, answer_plain
 from http1_wire import Client, eventually, get, post
-from serving import Serving
+from support.serving import Serving
 
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_PLAIN

@@ -10,7 +10,7 @@ import pytest
 from http1_fake import FakeWire
 from http1_site import Handlers, answer_plain, http1_site
 from http1_wire import Client, eventually, get, post
-from serving import Serving, serving
+from support.serving import Serving, serving
 
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_PLAIN

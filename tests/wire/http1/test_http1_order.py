@@ -7,7 +7,7 @@ import pytest
 from http1_fake import FakeWire
 from http1_site import Handlers, answer_plain
 from http1_wire import Client, curl, eventually, get, post, post_chunked
-from serving import Serving
+from support.serving import Serving
 
 from headrace.core.limits import Limits
 

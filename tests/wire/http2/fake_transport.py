@@ -9,7 +9,7 @@ from typing import Any
 
 from by_hand import PREFACE, settings
 from hyperframe.frame import Frame
-from serving import EchoCalls, EchoHandlers, echo_site
+from support.serving import EchoCalls, EchoHandlers, echo_site
 
 from headrace.core.limits import Limits
 from headrace.wire.http2.connection import Http2Connection

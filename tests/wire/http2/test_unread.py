@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from serving import echo_site
+from support.serving import echo_site
 
 from headrace.core.limits import Limits
 from headrace.wire.http2.connection import Http2Connection

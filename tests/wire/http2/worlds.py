@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from adversary import SECONDS, Client
-from serving import EchoCalls, EchoHandlers, Serving, echo_site, serving
+from support.serving import EchoCalls, EchoHandlers, Serving, echo_site, serving
 
 from headrace.core.limits import Limits
 from headrace.wire.http2.connection import Http2Connection

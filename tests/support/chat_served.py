@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llm_models import tiny_llama
-from serving import Serving, serving
+from support.llm_models import tiny_llama
+from support.serving import Serving, serving
 
 from headrace.api.openai.http import OpenAiHttp
 from headrace.engine.engine import EngineSettings, open_engine

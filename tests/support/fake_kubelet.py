@@ -31,7 +31,7 @@ from typing import Any
 import httpx2
 import msgspec
 import trustme
-from kubernetes_server import PATIENCE, KubernetesServer
+from support.kubernetes_server import PATIENCE, KubernetesServer
 from lightkube import ApiError, Client, KubeConfig
 from lightkube.models.core_v1 import ObjectReference
 from lightkube.models.meta_v1 import ObjectMeta

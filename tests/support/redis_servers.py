@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ports import free_port
+from support.ports import free_port
 
 from headrace.access.redis_wire import RedisAddress, RedisWire
 from headrace.core.errors import Unavailable

@@ -23,7 +23,7 @@ from lightkube.generic_resource import create_namespaced_resource
 from lightkube.resources import apps_v1, batch_v1, core_v1
 from lightkube.types import PatchType
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "platforms" / "kubernetes.sh"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "platforms" / "kubernetes.sh"
 PATIENCE = httpx2.Timeout(120)
 """For an answer of the API server: on a busy machine it may take its time."""
 HELD = (
