@@ -11,15 +11,17 @@ BIN := $(VENV)/bin
 FUZZ_SECONDS ?= 300
 SOAK_SECONDS ?= 3600
 
-.PHONY: help install serve docs test check test-platforms bench fuzz soak chaos lock audit release protos clean
+.PHONY: help install serve docs test test-all test-slow test-platforms install-platforms check check-types check-rest coverage bench fuzz soak chaos lock audit release protos clean
 
 help:
 	@echo "make install         .venv with the headrace command, ONNX Runtime and tracing"
 	@echo "make serve           serve the example models on localhost:8000 (HTTP) and :8001 (gRPC)"
 	@echo "make docs            the documents as a site: build/site/index.html"
-	@echo "make test            lint, types, import rules, and every test that needs no system package"
-	@echo "make check           lint, types, import rules, forbidden calls, generated files"
+	@echo "make test            lint, types and the quick tests: ten minutes on two cores (TESTS=tests/wire for some of them)"
+	@echo "make test-all        make test, then the slow tests: every test that needs no system package"
 	@echo "make test-platforms  tests that need Debian packages (installs them)"
+	@echo "make check           lint, types, import rules, forbidden calls, generated files"
+	@echo "make coverage        line and branch coverage of the quick tests, and of all (an hour)"
 	@echo "make bench           measure Headrace beside its peers (installs them), about forty minutes"
 	@echo "make fuzz            feed every reader of bytes what nobody would send, FUZZ_SECONDS=300 for each target"
 	@echo "make soak            an hour of mixed traffic on a real server; growth fails it (SOAK_SECONDS=3600)"
@@ -36,8 +38,10 @@ $(VENV)/.installed: pyproject.toml scripts/make_venv.sh
 	touch $@
 
 # What only the tests need, TensorFlow and PyTorch among it: a gigabyte and a half that nobody should wait for to serve.
-$(VENV)/.testing: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[all,test,check]'
+# With the versions of the lock, so that a release of somebody else's package does not change what the tests see.
+$(VENV)/.testing: $(VENV)/.installed requirements/test.lock
+	$(BIN)/python scripts/lock.py --constraints $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --editable '.[all,test,check]' --constraint $(VENV)/constraints.txt
 	touch $@
 
 install: $(VENV)/.installed
@@ -50,13 +54,35 @@ serve: $(VENV)/.installed
 docs: $(VENV)/.installed
 	$(BIN)/python scripts/build_docs.py build/site
 
-test: check
-	$(BIN)/python -m pytest -m "not platform" --durations=30 $(TESTS)
+test: $(VENV)/.testing
+	$(BIN)/python scripts/run_tests.py check quick -- $(TESTS)
 
+test-all: $(VENV)/.testing
+	$(BIN)/python scripts/run_tests.py check quick slow -- $(TESTS)
+
+test-slow: $(VENV)/.testing
+	$(BIN)/python scripts/run_tests.py slow -- $(TESTS)
+
+test-platforms: $(VENV)/.testing install-platforms
+	$(BIN)/python scripts/run_tests.py platforms -- $(TESTS)
+
+install-platforms:
+	bash scripts/install_platform_packages.sh
+	for platform in scripts/platforms/*.sh; do bash $$platform install || exit 1; done
+
+coverage: $(VENV)/.testing
+	$(BIN)/python scripts/run_tests.py --coverage quick slow -- $(TESTS)
+
+# Types take as long as all the rest, so the two run side by side.
 check: $(VENV)/.testing
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-types check-rest
+
+check-types:
+	$(BIN)/mypy
+
+check-rest:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_forbidden.py
 	$(BIN)/python scripts/compile_protos.py --check
@@ -65,11 +91,6 @@ check: $(VENV)/.testing
 	$(BIN)/python scripts/generate_reference.py --check
 	$(BIN)/python scripts/generate_code_reference.py --check
 	$(BIN)/python scripts/draw_architecture.py --check
-
-test-platforms: $(VENV)/.testing
-	bash scripts/install_platform_packages.sh
-	for platform in scripts/platforms/*.sh; do bash $$platform install || exit 1; done
-	$(BIN)/python -m pytest -m platform --durations=15
 
 bench: $(VENV)/.testing
 	$(BIN)/python -m bench

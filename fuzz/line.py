@@ -17,7 +17,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-from support.engines import config_of, plane_of
 
 from fuzz.target import Broken, must
 from headrace.api.openai.settings import OpenAiSettings
@@ -33,6 +32,7 @@ from headrace.modelconfig.types import InputSpec, OutputSpec
 from headrace.wire.negotiation import NegotiatingProtocol, feed
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
+from support.engines import config_of, plane_of
 
 MOST_TURNS = 20_000
 """Of the loop, for what one input asks for. Thousands are far more than any needs."""

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locks what we depend on: `requirements/NAME.lock` has every package with its version and the hashes of its files.
 
-    python scripts/lock.py                 write them anew, with the newest versions that fit (asks PyPI)
+    python scripts/lock.py                 write them again, with the newest versions that fit (asks PyPI)
+    python scripts/lock.py --keep          add what is missing and leave the other versions as they are (asks PyPI)
     python scripts/lock.py --check         whether they still fit pyproject.toml (asks nobody)
+    python scripts/lock.py --constraints FILE
+                                           the versions of test.lock as a constraints file for pip, without hashes, so that
+                                           a local build of a package (PyTorch for CPUs) satisfies them
 
 One file is for x86-64 and aarch64: where they differ, a line has a marker. `pip install --require-hashes -r FILE` installs
 exactly that and refuses a file of another content.
@@ -15,6 +19,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -38,9 +43,15 @@ def main() -> int:
     """Write, or check. 0: they fit; 1: they do not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
-    if not parser.parse_args().check:
+    parser.add_argument("--keep", action="store_true", help="upgrade nothing that is locked already")
+    parser.add_argument("--constraints", type=Path, metavar="FILE", help="write the versions of test.lock there")
+    arguments = parser.parse_args()
+    if arguments.constraints:
+        arguments.constraints.write_text(constraints((FOLDER / "test.lock").read_text()))
+        return 0
+    if not arguments.check:
         for name, extras in LOCKS.items():
-            _write(name, extras)
+            _write(name, extras, keep=arguments.keep)
     problems = [problem for name in LOCKS for problem in problems_of(name)]
     for each in problems:
         print(each, file=sys.stderr)
@@ -75,6 +86,14 @@ def pinned(text: str) -> dict[str, list[Version]]:
     return found
 
 
+def constraints(text: str) -> str:
+    """The lines of a lock without their hashes."""
+    lines = [
+        f"{name}=={version}{f' ; {marker}' if marker else ''}\n" for name, version, marker in _PINNED.findall(text)
+    ]
+    return "".join(lines)
+
+
 def wanted_by(extras: tuple[str, ...]) -> list[Requirement]:
     """What pyproject.toml asks for with these extras, and with the extras that those name."""
     said: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -96,7 +115,7 @@ def wanted_by(extras: tuple[str, ...]) -> list[Requirement]:
     return wanted
 
 
-def _write(name: str, extras: tuple[str, ...]) -> None:
+def _write(name: str, extras: tuple[str, ...], *, keep: bool) -> None:
     uv, file = tool(UV, "uv"), FOLDER / f"{name}.lock"
     new = file.with_suffix(".new")
     FOLDER.mkdir(exist_ok=True)
@@ -108,11 +127,13 @@ def _write(name: str, extras: tuple[str, ...]) -> None:
         "--universal",
         "--generate-hashes",
         "--no-header",
-        "--upgrade",
         "--python-version",
         _OLDEST_PYTHON,
         "--quiet",
+        *(() if keep else ("--upgrade",)),
     ]
+    if keep and file.exists():
+        new.write_text(file.read_text())  # uv prefers the versions that it finds in its output
     words = [uv, "pip", "compile", *said, *how, "--output-file", new]
     subprocess.run(words, cwd=ROOT, input=asked, check=True)
     for machine in _MACHINES if name in ("image", "build") else ():

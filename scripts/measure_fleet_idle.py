@@ -158,6 +158,7 @@ def _ready(service: dict[str, Any]) -> bool:
 def measure_idle(count: int, seconds: float, *, elect: bool) -> int:
     """Print a line for each number; 1 if an idle operator writes, or takes more than 2% of a core."""
     from controller_site import install
+
     from support.kubernetes_server import KubernetesServer
 
     with tempfile.TemporaryDirectory(prefix="headrace-idle-") as folder:

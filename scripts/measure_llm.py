@@ -27,9 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support.llm_models import tiny_llama
-from support.serving import Serving, serving
-
 from headrace.api.openai.http import OpenAiHttp
 from headrace.backends.llm.running.runner import Runner, Step
 from headrace.core.generation import Generation, GenerationRequest, Sampling
@@ -38,6 +35,8 @@ from headrace.engine.engine import EngineSettings, open_engine
 from headrace.telemetry.registry import Registry
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.llm_models import tiny_llama
+from support.serving import Serving, serving
 
 PROMPT = "the quick brown fox jumps over the lazy dog while the river runs to the sea"
 

@@ -34,6 +34,7 @@ sys.path.insert(0, str(TESTS))
 sys.path.insert(0, str(TESTS / "fleet" / "local"))
 
 from local_site import LocalSite, runtime, service  # noqa: E402
+
 from support.ports import free_port  # noqa: E402
 
 REPLICA = TESTS / "fleet" / "local" / "light_server.py"

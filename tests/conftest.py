@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of every test run: how tests are spread over processes, what hypothesis does, and what is put back after a test."""
+"""Settings of every test run: which tests share a worker, what hypothesis does, what is restored after a test."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,18 @@ import pytest
 
 # `from support.serving import serving` works from every test folder.
 sys.path.insert(0, str(Path(__file__).parent))
+
+from support.servers import session_server
+
+__all__ = ["session_server"]
+
+# Compiled files are kept, for this process and the programs that tests start: without them, each start takes half a second
+# more, and pytest rewrites every assertion of every file again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# One thread for each computation, here and in what tests start: more threads wait for each other, and tiny models take
+# twice as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How quick a machine is decides nothing: neither by the time of one example nor by that of making one.
 _PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -35,6 +49,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("worker")
         group = mark.args[0] if mark else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
+        if config.getvalue("loadgroup") and hasattr(item, "_id"):
+            # xdist 3.8 appends the group to `_nodeid`, which pytest 9.2 does not read any more, and would scatter all tests.
+            item._id = type(item._id).parse(f"{item.nodeid}@{group}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files whose tests are all slow where slow tests are not run: their frameworks take seconds."""
+    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    is_slow = re.search(r"^pytestmark = (?:\[[^\]]*?)?pytest\.mark\.slow\b", collection_path.read_text(), re.MULTILINE)
+    return True if is_slow else None
 
 
 def pytest_collection_finish() -> None:

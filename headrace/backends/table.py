@@ -7,7 +7,6 @@ whose object is a class without arguments (`contract.Backend`). They cannot take
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from threading import RLock
@@ -58,16 +57,27 @@ _ONE_AT_A_TIME = RLock()
 """Models load in several threads, and packages that import their parts late (transformers) break when two begin at once."""
 
 
-@cache
+_MADE: dict[str, Backend] = {}
+"""By name. Not `functools.cache`, which makes one for each of several threads that ask for it first."""
+
+
 def backend_named(name: str) -> Backend:
     """The backend, or what to do to have it."""
+    made = _MADE.get(name)
+    if made is None:
+        with _ONE_AT_A_TIME:
+            made = _MADE.get(name) or _make(name)
+            _MADE[name] = made
+    return made
+
+
+def _make(name: str) -> Backend:
     target = BACKENDS.get(name)
     if target is None:
         return _of_others(name)
     module, attribute = target.split(":")
     try:
-        with _ONE_AT_A_TIME:
-            backend: Backend = getattr(import_module(module), attribute)()
+        backend: Backend = getattr(import_module(module), attribute)()
     except ImportError as error:
         if (error.name or "").startswith("headrace") or not (name in EXTRAS or name in BY_HAND):
             raise
@@ -83,6 +93,5 @@ def _of_others(name: str) -> Backend:
     if name not in added:
         known = ", ".join(sorted({*BACKENDS, *added}))
         raise InvalidArgument(f"backend '{name[:64]}' is not known: use one of {known}")
-    with _ONE_AT_A_TIME:
-        backend: Backend = added[name].load()()
+    backend: Backend = added[name].load()()
     return backend

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
@@ -39,10 +40,12 @@ from headrace.engine.labels import InheritedLabels, read_labels
 from headrace.engine.repository.ensembles import ENSEMBLE_CACHE
 from headrace.engine.scheduling.batches import BatchRules
 from headrace.engine.scheduling.delay import AutoDelay, Delay, FixedDelay
+from headrace.engine.scheduling.delayed_start import START_DELAYED, DelayedBatchScheduler, read_start_delay
 from headrace.engine.scheduling.limiter import Limiter
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.queues import FifoQueue, PolicyQueue, Queue
 from headrace.engine.scheduling.scheduler import BatchScheduler
+from headrace.engine.sequences.delayed_start import DelayedSequenceScheduler, is_delayed
 from headrace.engine.sequences.scheduler import SequenceScheduler
 from headrace.engine.sequences.states import StatefulJoiner, read_initial_states
 from headrace.engine.services import ModelServices
@@ -199,9 +202,15 @@ class VersionOpener:
     ) -> Scheduler:
         match config.scheduling:
             case SequenceBatching() as sequences:
-                return SequenceScheduler(
+                start = read_start_delay(os.environ)
+                make_sequences = DelayedSequenceScheduler if is_delayed(sequences, start) else SequenceScheduler
+                sequence_scheduler = make_sequences(
                     config, sequences, runners, statistics.log, limiter=self._limiter, initial_states=initial_states
                 )
+                if isinstance(sequence_scheduler, DelayedSequenceScheduler):
+                    log.warning("model '%s': %s", config.name, START_DELAYED)
+                    sequence_scheduler.delay_start(start)
+                return sequence_scheduler
             case DynamicBatching() as batching:
                 queue: Queue = PolicyQueue(batching, config.name) if _has_policies(batching) else FifoQueue()
                 rules = BatchRules(
@@ -209,7 +218,9 @@ class VersionOpener:
                     frozenset(batching.preferred_batch_sizes),
                     RequestChecker(config).by_shape,
                 )
-                return BatchScheduler(
+                start = read_start_delay(os.environ)
+                make_batches = DelayedBatchScheduler if start.requests else BatchScheduler
+                batch_scheduler = make_batches(
                     queue,
                     rules,
                     delay,
@@ -218,6 +229,10 @@ class VersionOpener:
                     limiter=self._limiter,
                     in_order=batching.preserve_ordering and len(runners) > 1,
                 )
+                if isinstance(batch_scheduler, DelayedBatchScheduler):
+                    log.warning("model '%s': %s", config.name, START_DELAYED)
+                    batch_scheduler.delay_start(start.requests)
+                return batch_scheduler
             case _:
                 return BatchScheduler(FifoQueue(), None, delay, runners, statistics.log, limiter=self._limiter)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.access_rows import CountedMemoryRows, CountingHasher, MemoryRows, in_a_loop
 
 from headrace.access.logins import Access, LoginLimits, credential, open_access
 from headrace.access.roles import Principal, check
@@ -21,6 +20,7 @@ from headrace.access.tokens import SigningKeys
 from headrace.access.users import User
 from headrace.core.clock import ManualClock
 from headrace.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unauthenticated, Unavailable
+from support.access_rows import CountedMemoryRows, CountingHasher, MemoryRows, in_a_loop
 
 HERE = "10.0.0.1"
 NOBODY = "nvapi-" + "A" * 64

@@ -14,7 +14,6 @@ from typing import Any
 
 import jwt
 import pytest
-from support.access_rows import MemoryRows, in_a_loop
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
@@ -22,6 +21,7 @@ from headrace.access.tokens import SigningKeys, Tokens
 from headrace.access.users import User, user_id
 from headrace.core.clock import ManualClock
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unauthenticated
+from support.access_rows import MemoryRows, in_a_loop
 
 HOUR = 3600.0
 

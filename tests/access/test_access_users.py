@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.access_rows import CountingHasher, MemoryRows, in_a_loop
 
 from headrace.access.users import KeyHasher, Users
 from headrace.core.clock import ManualClock
@@ -25,6 +24,7 @@ from headrace.core.errors import (
     Unavailable,
 )
 from headrace.jobs.store.store import Store
+from support.access_rows import CountingHasher, MemoryRows, in_a_loop
 
 
 class Stand:

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.redis_servers import RedisProcess, in_loop, redis_process
 
 from headrace.access import redis_rates
 from headrace.access.rates import Rates, Verdict
 from headrace.access.redis_rates import RedisRates
 from headrace.access.settings import RateLimit
+from support.redis_servers import RedisProcess, in_loop, redis_process
+from support.waiting import eventually_async
 
 pytestmark = pytest.mark.platform
 
@@ -34,9 +35,7 @@ async def counting(redis: RedisProcess, *limits: RateLimit) -> RedisRates:
 
 
 async def connected(rates: RedisRates) -> None:
-    async with asyncio.timeout(120):
-        while rates._wire is None or not rates._wire.open:
-            await asyncio.sleep(0.01)
+    await eventually_async(lambda: rates._wire is not None and rates._wire.open)
 
 
 async def take(rates: RedisRates, *subjects: bytes) -> Verdict:

@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 import pytest
-from support.redis_servers import FakeRedis, in_loop
 
 from headrace.access import redis_rates
 from headrace.access.rates import Rates, Verdict
@@ -20,6 +19,8 @@ from headrace.access.redis_rates import RedisRates
 from headrace.access.redis_wire import RedisAddress, RedisError, RedisWire, ReplyReader
 from headrace.access.settings import RateLimit
 from headrace.core.errors import InvalidArgument, Unavailable
+from support.redis_servers import FakeRedis, in_loop
+from support.waiting import eventually_async
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +37,7 @@ async def take(rates: RedisRates, subject: bytes = b"a") -> Verdict:
 
 async def connected(rates: RedisRates) -> None:
     rates.start()
-    async with asyncio.timeout(30):
-        while rates._wire is None:
-            await asyncio.sleep(0.005)
+    await eventually_async(lambda: rates._wire)
 
 
 def limits() -> Rates:
@@ -200,8 +199,6 @@ async def test_it_is_told_once_that_redis_is_away_and_that_it_is_back(
             await connected(rates)
             assert rates._wire is not None
             rates._wire.close()
-            async with asyncio.timeout(30):
-                while len(caplog.records) < 3:
-                    await asyncio.sleep(0.01)
+            await eventually_async(lambda: len(caplog.records) >= 3)
         await rates.close()
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO"]

@@ -5,13 +5,14 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
-from support.ports import free_port
 from websockets.sync.client import connect
+
+from support.ports import free_port
+from support.programs import Program
+from support.waiting import eventually
 
 MODEL = """
 import numpy as np
@@ -25,45 +26,51 @@ options:
   model-repository: [models]
 """
 
-HOSTS = {
-    "uvicorn": ["uvicorn", "headrace.asgi:app", "--host", "127.0.0.1", "--port", "{port}"],
-    "uvicorn-workers": ["uvicorn", "headrace.asgi:app", "--host", "127.0.0.1", "--port", "{port}", "--workers", "2"],
-    "gunicorn": [
+HOSTS = [
+    ["uvicorn", "headrace.asgi:app", "--host", "127.0.0.1", "--port", "{port}"],
+    ["uvicorn", "headrace.asgi:app", "--host", "127.0.0.1", "--port", "{port}", "--workers", "2"],
+    [
         *("gunicorn", "headrace.asgi:app", "-w", "2", "-k", "uvicorn_worker.UvicornWorker"),
         *("--bind", "127.0.0.1:{port}"),
     ],
-}
+]
+"""Those with several workers are slow: what the application does is the same in each of them."""
 
 
-@pytest.fixture(params=HOSTS)
+def _name(host):
+    return f"{host[0]}-workers" if "--workers" in host else host[0]
+
+
+@pytest.fixture(params=[HOSTS[0], *(pytest.param(host, marks=pytest.mark.slow) for host in HOSTS[1:])], ids=_name)
 def hosted(request, tmp_path):
     version = tmp_path / "models/double/1"
     version.mkdir(parents=True)
     (version / "model.py").write_text(MODEL)
-    port = free_port()
-    command = [sys.executable, "-m", *(word.format(port=port) for word in HOSTS[request.param])]
     (tmp_path / "inference.yaml").write_text(CONFIG)
-    environment = {**os.environ, "INFERENCE_CONFIG": "inference.yaml"}
-    process = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
+    port = free_port()
+    program = Program(
+        command=(sys.executable, "-m", *(word.format(port=port) for word in request.param)),
+        env={"INFERENCE_CONFIG": "inference.yaml"},
+        cwd=tmp_path,
+        log=tmp_path / "log",
+        new_session=True,
+    ).start()
     try:
-        _wait_for(port, process)
-        yield port, process
+        eventually(lambda: _is_ready(port, program))
+        yield port, program
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if program.process.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+        program.process.wait()
 
 
-def _wait_for(port, process):
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if _ask(port, "GET", "/readyz")[0] == 200:
-                return
-        except OSError:
-            pass
-        time.sleep(0.1)
-    pytest.fail("the host does not answer")
+def _is_ready(port, program):
+    if program.process.poll() is not None:
+        raise RuntimeError(f"the host has ended:\n{program.log}")
+    try:
+        return _ask(port, "GET", "/readyz")[0] == 200
+    except OSError:
+        return False
 
 
 def _ask(port, method, path, body=None):
@@ -77,7 +84,7 @@ def _ask(port, method, path, body=None):
 
 
 def test_the_same_surface_under_another_server(hosted):
-    port, process = hosted
+    port, program = hosted
     status, answer = _ask(port, "POST", "/predict", b'{"inputs": [1, 2, 3]}')
     assert (status, answer["predictions"], answer["model_version"]) == (200, [2, 4, 6], "1")
     assert _ask(port, "POST", "/predict", b'{"inputs": []}') == (400, {"error": "inputs cannot be empty"})
@@ -86,5 +93,4 @@ def test_the_same_surface_under_another_server(hosted):
     with connect(f"ws://127.0.0.1:{port}/predict/stream") as socket:
         socket.send('{"inputs": [4]}')
         assert json.loads(socket.recv(timeout=60))["predictions"] == [8]
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(100) in (0, -signal.SIGTERM)
+    assert program.stop() in (0, -signal.SIGTERM)

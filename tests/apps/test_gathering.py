@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import uvloop
-from support.engines import ask, builtin_plane
 
 from headrace.apps.gathering import Gathering
 from headrace.apps.loading import LoadEverywhere
@@ -20,6 +19,7 @@ from headrace.apps.siblings import Siblings
 from headrace.apps.workers import WorkersPlane
 from headrace.core.errors import InvalidArgument
 from headrace.engine.dataplane import DataPlane
+from support.engines import ask, builtin_plane
 
 ONE = np.ones((1, 4), np.float32)
 

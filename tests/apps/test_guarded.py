@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import Serving, serving
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -26,6 +25,7 @@ from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_EMPTY, OK_JSON
 from headrace.wire.site import Site
 from headrace.wire.websocket.accept import accept
+from support.serving import Serving, serving
 
 INFER = "/v2/models/m/infer"
 HOLD = "/v2/models/hold/infer"

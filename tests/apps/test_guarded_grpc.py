@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from support.serving import Serving, serving
 
 from headrace.access.keys_file import create_key
 from headrace.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits
@@ -24,6 +23,7 @@ from headrace.wire.grpc.services import Services
 from headrace.wire.grpc.streaming import CoroutineCalls, MessageStream
 from headrace.wire.http.exchange import Buffer
 from headrace.wire.site import Site
+from support.serving import Serving, serving
 
 SERVICE = "inference.GRPCInferenceService"
 SECONDS = 60

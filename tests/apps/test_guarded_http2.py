@@ -11,7 +11,6 @@ from pathlib import Path
 import h2.connection
 import h2.events
 import h2.settings
-from support.serving import Serving, serving
 
 from headrace.access.keys_file import create_key
 from headrace.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits
@@ -22,6 +21,7 @@ from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_JSON
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.serving import Serving, serving
 
 PATH = "/v2/models/m/infer"
 

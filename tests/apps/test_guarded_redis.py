@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.redis_servers import FakeRedis, redis_process
-from support.serving import Serving, serving
 
 from headrace.access import redis_rates
 from headrace.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits
@@ -24,6 +22,9 @@ from headrace.telemetry.registry import Registry
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_JSON
 from headrace.wire.site import Site
+from support.redis_servers import FakeRedis, redis_process
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 PATH = "/v2/models/m/infer"
 
@@ -81,43 +82,60 @@ def test_two_servers_share_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (one_guard.in_flight, two_guard.in_flight) == (0, 0)
 
 
+class HangingRedis:
+    """A fake Redis, in a thread of its own, that never says what it is asked."""
+
+    def __init__(self) -> None:
+        self._started, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        assert self._started.wait(60)
+
+    async def _serve(self) -> None:
+        async with FakeRedis(lambda _words: None) as self.fake:
+            self._loop = asyncio.get_running_loop()
+            self._started.set()
+            await asyncio.to_thread(self._stop.wait)
+
+    @property
+    def url(self) -> str:
+        return self.fake.url
+
+    def hang_up(self) -> None:
+        """Close its connections, so that nobody waits any longer for an answer."""
+        for writer in self.fake._writers:
+            self._loop.call_soon_threadsafe(writer.close)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
 @pytest.fixture
-def hanging() -> Iterator[str]:
-    """The URL of a fake Redis that never says what it is asked."""
-    holder: dict[str, str] = {}
-    started, stop = threading.Event(), threading.Event()
-
-    async def main() -> None:
-        async with FakeRedis(lambda _words: None) as fake:
-            holder["url"] = fake.url
-            started.set()
-            await asyncio.to_thread(stop.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    assert started.wait(60)
-    yield holder["url"]
-    stop.set()
-    thread.join()
+def hanging() -> Iterator[HangingRedis]:
+    redis = HangingRedis()
+    yield redis
+    redis.close()
 
 
-def test_a_redis_that_hangs_holds_no_request(hanging: str) -> None:
-    with guarded(hanging, RateLimit(2, 3600.0)) as (server, guard):
+def test_a_redis_that_hangs_holds_no_request(hanging: HangingRedis) -> None:
+    with guarded(hanging.url, RateLimit(2, 3600.0)) as (server, guard):
         assert [ask(server.port)[0] for _ in range(3)] == [200, 200, 429]
         assert guard.in_flight == 0
 
 
-def test_a_client_that_goes_while_redis_is_asked(hanging: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 5.0)  # it is gone before that
+def test_a_client_that_goes_while_redis_is_asked(hanging: HangingRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 60.0)  # it is gone before that
     called: list[Exchange] = []
-    with guarded(hanging, RateLimit(100, 3600.0), called) as (server, guard):
+    with guarded(hanging.url, RateLimit(100, 3600.0), called) as (server, guard):
         client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         client.sendall(b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}" % PATH.encode())
-        while not server.call(lambda: guard.in_flight):
-            pass
+        eventually(lambda: server.call(lambda: guard.in_flight))
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # by a reset
         client.close()
-        while server.call(lambda: guard.in_flight):
-            pass
+        eventually(lambda: server.connections() == 0)
+        hanging.hang_up()
+        eventually(lambda: not server.call(lambda: guard.in_flight))
         assert called == []
+        monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 0.05)
         assert ask(server.port)[0] == 200

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from support.serving import serving
-
 from headrace.access.keys_file import create_key
 from headrace.access.settings import AccessSettings
 from headrace.apps.guarded import guarded_routes, guarded_services, open_guard
@@ -20,6 +18,7 @@ from headrace.telemetry.registry import Registry
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_EMPTY
 from headrace.wire.site import Site
+from support.serving import serving
 
 
 def ask(port: int, **fields: str) -> int:

@@ -13,6 +13,8 @@ import time
 import pytest
 
 from headrace.apps.heartbeats import Effort, Heartbeats, Watchdog, effort_of
+from support.virtual_time import run_virtual
+from support.waiting import eventually
 
 
 class FakeProcess:
@@ -90,7 +92,7 @@ def test_who_waits_for_a_disk_is_at_work() -> None:
 
 def test_who_starts_may_compute_for_as_long_as_it_takes() -> None:
     starting = Watched(serves=False)
-    assert starting.seconds(100_000, working=True) == ""
+    assert starting.seconds(10_000, working=True) == ""
     assert "done nothing" in starting.seconds(31)  # but not do nothing
 
 
@@ -139,26 +141,21 @@ def test_a_loop_beats_as_long_as_it_turns() -> None:
 
     async def turn() -> None:
         beats.keep_beating(0)
-        while beats.beats(0) < 3:
-            await asyncio.sleep(0.05)
+        await asyncio.sleep(60.5)
 
-    asyncio.run(asyncio.wait_for(turn(), 60))
+    run_virtual(turn())
+    assert beats.beats(0) == 61
 
 
 def test_what_proc_tells_of_real_processes() -> None:
     spins = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         before = effort_of(spins.pid)
-        deadline = time.monotonic() + 60
-        while not effort_of(spins.pid).since(before):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        eventually(lambda: effort_of(spins.pid).since(before))
         spins.send_signal(signal.SIGSTOP)
-        while effort_of(spins.pid).state != "T":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        eventually(lambda: effort_of(spins.pid).state == "T")
         before = effort_of(spins.pid)
-        time.sleep(0.3)
+        time.sleep(0.05)  # five ticks, if it were to run
         assert not effort_of(spins.pid).since(before)
     finally:
         spins.kill()

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -19,13 +19,18 @@ import pytest
 
 from headrace.apps import supervisor
 from headrace.apps.supervisor import run_processes
+from support.programs import Program
+from support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 
 PRELUDE = f"""
     import logging, os, signal, sys, time
     sys.path.insert(0, {str(ROOT)!r})
+    from headrace.apps import supervisor
     from headrace.apps.supervisor import run_processes
+
+    supervisor._FIRST_DELAY_SECONDS = 0.05
 
     def tell(text):
         os.write(1, (text + "\\n").encode())
@@ -45,56 +50,61 @@ PRELUDE = f"""
 """
 
 
-class Program:
-    """A script under the prelude, in a process group of its own; what it prints is collected as it comes."""
+class Supervised:
+    """A script under the prelude, in a process group of its own."""
 
-    def __init__(self, script: str) -> None:
+    def __init__(self, script: str, folder: Path) -> None:
         text = textwrap.dedent(PRELUDE) + textwrap.dedent(script)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        self.lines: list[str] = []
-        self.workers: dict[int, int] = {}
-        """The newest process of each index."""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._program = Program(command=(sys.executable, "-c", text), log=folder / "log", new_session=True).start()
 
-    def _read(self) -> None:
-        if self.process.stdout is None:
-            return
-        for line in self.process.stdout:
-            words = line.decode().split()
-            if words[:1] == ["up"]:
-                self.workers[int(words[1])] = int(words[2])
-            self.lines.append(line.decode().rstrip())
+    @property
+    def pid(self) -> int:
+        return self._program.pid
 
     @property
     def text(self) -> str:
-        return "\n".join(self.lines)
+        return self._program.log
 
-    def until(self, condition: Callable[[], Any], seconds: float = 100.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > deadline:
-                raise AssertionError("it did not happen in time:\n" + self.text)
-            time.sleep(0.02)
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
 
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+    @property
+    def workers(self) -> dict[int, int]:
+        """The newest process of each index."""
+        return {int(index): int(pid) for index, pid in re.findall(r"^up (\d+) (\d+)$", self.text, re.MULTILINE)}
+
+    @property
+    def ended(self) -> bool:
+        return self._program.process.poll() is not None
+
+    def until(self, check: Callable[[], Any]) -> None:
+        """Wait for something that the program does; fail at once if it has ended instead."""
+
+        def happened() -> Any:
+            ended = self.ended
+            result = check()
+            if ended and not result:
+                raise RuntimeError(f"it has ended:\n{self.text}")
+            return result
+
+        eventually(happened, message=f"it happens in\n{self.text}")
+
+    def signal(self, number: signal.Signals) -> None:
+        self._program.send(number)
 
     def code(self) -> int:
-        code = self.process.wait(timeout=100)
-        self._reader.join(timeout=100)
-        return code
+        return self._program.wait()
 
     def close(self) -> None:
-        for pid in [self.process.pid, *self.workers.values()]:
+        workers = self.workers.values()
+        self._program.kill()
+        for pid in workers:
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(timeout=30)
-        self._reader.join(timeout=30)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+
+
+Start = Callable[[str], Supervised]
 
 
 def alive(pid: int) -> bool:
@@ -107,16 +117,16 @@ def alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def program() -> Iterator[Callable[[str], Program]]:
-    begun: list[Program] = []
+def supervised(tmp_path: Path) -> Iterator[Start]:
+    started: list[Supervised] = []
 
-    def begin(script: str) -> Program:
-        begun.append(Program(script))
-        return begun[-1]
+    def start(script: str) -> Supervised:
+        started.append(Supervised(script, tmp_path))
+        return started[-1]
 
-    yield begin
-    for one in begun:
-        one.close()
+    yield start
+    for program in started:
+        program.close()
 
 
 def test_one_process_is_this_process() -> None:
@@ -148,26 +158,26 @@ def test_threads_are_refused() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_every_worker_and_all_drain(program: Callable[[str], Program], number: signal.Signals) -> None:
-    run = program("sys.exit(run_processes(3, wait_for_signal))")
+def test_a_signal_reaches_every_worker_and_all_drain(supervised: Start, number: signal.Signals) -> None:
+    run = supervised("sys.exit(run_processes(3, wait_for_signal))")
     run.until(lambda: len(run.workers) == 3)
-    assert run.process.pid not in run.workers.values()
+    assert run.pid not in run.workers.values()
     run.signal(number)
     assert run.code() == 0, run.text
     assert all(f"drained {index}" in run.text for index in range(3))
     assert not any(alive(pid) for pid in run.workers.values())
 
 
-def test_a_worker_that_drains_badly_is_told_in_the_exit_code(program: Callable[[str], Program]) -> None:
-    run = program("sys.exit(run_processes(2, lambda index: wait_for_signal(index, code=3 * index)))")
+def test_a_worker_that_drains_badly_is_told_in_the_exit_code(supervised: Start) -> None:
+    run = supervised("sys.exit(run_processes(2, lambda index: wait_for_signal(index, code=3 * index)))")
     run.until(lambda: len(run.workers) == 2)
     run.signal(signal.SIGTERM)
     assert run.code() == 1, run.text
     assert "exited with code 3" in run.text
 
 
-def test_a_worker_that_dies_is_replaced_and_the_others_are_left_alone(program: Callable[[str], Program]) -> None:
-    run = program("sys.exit(run_processes(2, wait_for_signal))")
+def test_a_worker_that_dies_is_replaced_and_the_others_are_left_alone(supervised: Start) -> None:
+    run = supervised("sys.exit(run_processes(2, wait_for_signal))")
     run.until(lambda: len(run.workers) == 2)
     first = dict(run.workers)
     os.kill(first[1], signal.SIGKILL)
@@ -186,8 +196,8 @@ def test_a_worker_that_dies_is_replaced_and_the_others_are_left_alone(program: C
     assert run.code() == 0, run.text
 
 
-def test_deaths_in_a_row_are_spaced_out(program: Callable[[str], Program]) -> None:
-    run = program(
+def test_deaths_in_a_row_are_spaced_out(supervised: Start) -> None:
+    run = supervised(
         """
         def main(index):
             if index:
@@ -198,12 +208,12 @@ def test_deaths_in_a_row_are_spaced_out(program: Callable[[str], Program]) -> No
         sys.exit(run_processes(2, main))
         """
     )
-    run.until(lambda: "starting it again in 4 s" in run.text)
+    run.until(lambda: "starting it again in 0.4 s" in run.text)
     starts = [float(line.split()[1]) for line in run.lines if line.startswith("crash")]
     gaps = [late - early for early, late in zip(starts, starts[1:], strict=False)]
-    assert gaps[0] >= 0.5
-    assert gaps[1] >= 1.0
-    assert gaps[2] >= 2.0
+    assert gaps[0] >= 0.05
+    assert gaps[1] >= 0.1
+    assert gaps[2] >= 0.2
     assert "no luck" in run.text
     assert "exited with code 1" in run.text
     run.signal(signal.SIGTERM)  # while one waits for its next start
@@ -224,11 +234,9 @@ def test_a_long_life_makes_the_delay_short_again() -> None:
     assert worker.delay == 1.0
 
 
-def test_bad_configuration_stops_all(program: Callable[[str], Program]) -> None:
-    run = program(
+def test_bad_configuration_stops_all(supervised: Start) -> None:
+    run = supervised(
         """
-        from headrace.apps import supervisor
-
         supervisor._EARLY_SECONDS = 60.0
 
         def main(index):
@@ -243,26 +251,28 @@ def test_bad_configuration_stops_all(program: Callable[[str], Program]) -> None:
     assert not any(alive(pid) for pid in run.workers.values())
 
 
-def test_that_code_later_in_life_is_an_accident(program: Callable[[str], Program]) -> None:
-    run = program(
+def test_that_code_later_in_life_is_an_accident(supervised: Start) -> None:
+    run = supervised(
         """
+        supervisor._EARLY_SECONDS = 0.1
+
         def main(index):
             tell(f"up {index} {os.getpid()}")
-            time.sleep(2.5)
+            time.sleep(0.2)
             return 2
 
         sys.exit(run_processes(2, main))
         """
     )
     run.until(lambda: run.text.count("started worker 0") >= 2)
-    assert run.process.poll() is None
+    assert not run.ended
 
 
-def test_a_worker_that_cannot_start_again_does_not_stop_those_that_serve(
-    program: Callable[[str], Program], tmp_path: Path
-) -> None:
-    run = program(
+def test_a_worker_that_cannot_start_again_does_not_stop_those_that_serve(supervised: Start, tmp_path: Path) -> None:
+    run = supervised(
         f"""
+        supervisor._EARLY_SECONDS = 0.1
+
         def main(index):
             if index and os.path.exists({str(tmp_path / "bad")!r}):
                 return 2
@@ -272,7 +282,7 @@ def test_a_worker_that_cannot_start_again_does_not_stop_those_that_serve(
         """
     )
     run.until(lambda: len(run.workers) == 2)
-    time.sleep(1.5)  # the other one has served for a while
+    time.sleep(0.15)  # the other one has served for longer than _EARLY_SECONDS
     (tmp_path / "bad").touch()
     os.kill(run.workers[1], signal.SIGKILL)
     run.until(lambda: run.text.count("exited with code 2") >= 2)
@@ -282,8 +292,8 @@ def test_a_worker_that_cannot_start_again_does_not_stop_those_that_serve(
     assert "drained 0" in run.text
 
 
-def test_a_second_signal_kills(program: Callable[[str], Program]) -> None:
-    run = program(
+def test_a_second_signal_kills(supervised: Start) -> None:
+    run = supervised(
         """
         def main(index):
             signal.signal(signal.SIGTERM, lambda number, frame: tell(f"deaf {index}"))
@@ -297,30 +307,34 @@ def test_a_second_signal_kills(program: Callable[[str], Program]) -> None:
     run.until(lambda: len(run.workers) == 2)
     run.signal(signal.SIGTERM)
     run.until(lambda: "deaf 0" in run.text and "deaf 1" in run.text)
-    assert run.process.poll() is None
+    assert not run.ended
     run.signal(signal.SIGTERM)
     assert run.code() == 128 + signal.SIGTERM, run.text
     assert not any(alive(pid) for pid in run.workers.values())
 
 
-def test_workers_end_with_a_supervisor_that_is_killed(program: Callable[[str], Program]) -> None:
-    run = program("sys.exit(run_processes(2, wait_for_signal))")
+def test_workers_end_with_a_supervisor_that_is_killed(supervised: Start) -> None:
+    run = supervised("sys.exit(run_processes(2, wait_for_signal))")
     run.until(lambda: len(run.workers) == 2)
     run.signal(signal.SIGKILL)
-    run.until(lambda: not any(alive(pid) for pid in run.workers.values()))
-    run.code()  # all that they said was read, too
+    run.code()
+    eventually(lambda: not any(alive(pid) for pid in run.workers.values()))
     assert "drained 0" in run.text
     assert "drained 1" in run.text
 
 
 BEATING = """
-    import threading
-    from headrace.apps import supervisor
-    from headrace.apps.heartbeats import Heartbeats, Watchdog
+    import itertools, threading
+    from headrace.apps.heartbeats import Heartbeats, Watchdog, effort_of
 
     supervisor.BEAT_SECONDS = 0.05
-
     beats = Heartbeats(2)
+    ticks = itertools.count()
+
+    def effort(pid):
+        # As if those that are not stopped computed all the time: a busy machine, too, makes nobody hang but the stopped one.
+        told = effort_of(pid)
+        return told if told.state == "T" else told._replace(ticks=next(ticks))
 
     def beating(index):
         def beat():
@@ -331,12 +345,12 @@ BEATING = """
         beats.serve(index)
         return wait_for_signal(index)
 
-    sys.exit(run_processes(2, beating, Watchdog(beats, 4.0)))
+    sys.exit(run_processes(2, beating, Watchdog(beats, LIMIT, effort_of=effort)))
 """
 
 
-def test_a_worker_that_is_stopped_is_killed_and_replaced(program: Callable[[str], Program]) -> None:
-    run = program(BEATING)
+def test_a_worker_that_is_stopped_is_killed_and_replaced(supervised: Start) -> None:
+    run = supervised(BEATING.replace("LIMIT", "0.5"))
     run.until(lambda: len(run.workers) == 2)
     first = dict(run.workers)
     os.kill(first[1], signal.SIGSTOP)
@@ -349,9 +363,10 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced(program: Callable[[str]
     assert run.code() == 0, run.text
 
 
-def test_a_worker_that_computes_is_not_taken_for_one_that_hangs(program: Callable[[str], Program]) -> None:
+@pytest.mark.slow  # quick: test_silent_and_at_work_has_ten_times_as_long, test_what_proc_tells_of_real_processes
+def test_a_worker_that_computes_is_not_taken_for_one_that_hangs(supervised: Start) -> None:
     """Three times as long as one at rest would have, in one piece, without a beat: as a library with Python's lock does."""
-    run = program(
+    run = supervised(
         """
         from headrace.apps.heartbeats import Heartbeats, Watchdog
 
@@ -375,8 +390,8 @@ def test_a_worker_that_computes_is_not_taken_for_one_that_hangs(program: Callabl
     assert killed and all("worker 0" in line for line in killed), run.text  # which only waits, and beats no more
 
 
-def test_a_stopped_worker_does_not_keep_the_program_from_ending(program: Callable[[str], Program]) -> None:
-    run = program(BEATING)
+def test_a_stopped_worker_does_not_keep_the_program_from_ending(supervised: Start) -> None:
+    run = supervised(BEATING.replace("LIMIT", "0.5"))
     run.until(lambda: len(run.workers) == 2)
     os.kill(run.workers[1], signal.SIGSTOP)
     run.signal(signal.SIGTERM)
@@ -385,58 +400,76 @@ def test_a_stopped_worker_does_not_keep_the_program_from_ending(program: Callabl
     assert "did not stop well: hung and was killed" in run.text
 
 
-def test_a_supervisor_that_was_stopped_itself_kills_nobody(program: Callable[[str], Program]) -> None:
-    run = program(BEATING)
+@pytest.mark.slow  # quick: test_time_that_the_supervisor_has_not_seen_is_no_silence
+def test_a_supervisor_that_was_stopped_itself_kills_nobody(supervised: Start) -> None:
+    run = supervised(BEATING.replace("LIMIT", "4.0").replace("effort_of=effort", "effort_of=effort_of"))
     run.until(lambda: len(run.workers) == 2)
-    os.killpg(run.process.pid, signal.SIGSTOP)  # all of them, as Ctrl-Z does, or a container that is paused
+    os.killpg(run.pid, signal.SIGSTOP)  # all of them, as Ctrl-Z does, or a container that is paused
     time.sleep(6)
-    os.killpg(run.process.pid, signal.SIGCONT)
+    os.killpg(run.pid, signal.SIGCONT)
     time.sleep(1)
     run.signal(signal.SIGTERM)
     assert run.code() == 0, run.text
     assert "killing" not in run.text
 
 
-SERVERS = f"""
-    sys.path.insert(0, {str(ROOT / "tests" / "wire")!r})
+SERVERS = """
+    import asyncio
     import uvloop
-    from test_server import Line
     from headrace.wire.server import WireServer, run_until_signal
     from headrace.wire.site import Site
     from headrace.wire.sockets import Address, reserve_port
 
     address, held = reserve_port(Address.parse("127.0.0.1:0"))
 
-    class Named(Line):
-        def answer(self, line):
-            super().answer(b"%d" % os.getpid() if line == b"who" else line)
+    class ProcessNumber(asyncio.Protocol):
+        def __init__(self, site):
+            self.site = site
+
+        def connection_made(self, transport):
+            self.transport = transport
+            self.site.connections.add(self)
+
+        def connection_lost(self, error):
+            self.site.connections.discard(self)
+
+        def data_received(self, data):
+            self.transport.write(b"%d" % os.getpid())
+
+        def drain(self):
+            self.transport.close()
+
+        def sweep(self, now):
+            pass
+
+        expire = drain
 
     async def serve(index):
         site = Site()
-        server = WireServer(site, address, lambda: Named(site), reuse_port=True)
+        server = WireServer(site, address, lambda: ProcessNumber(site), reuse_port=True)
         await server.start()
-        tell(f"up {{index}} {{os.getpid()}}")
+        tell(f"up {index} {os.getpid()}")
         return await run_until_signal([server], 20)
 
-    tell(f"port {{address.port}}")
+    tell(f"port {address.port}")
     sys.exit(run_processes(2, lambda index: uvloop.run(serve(index))))
 """
 
 
-def test_two_servers_share_one_port_and_a_terminal_stops_them_cleanly(program: Callable[[str], Program]) -> None:
-    run = program(SERVERS)
+def test_two_servers_share_one_port_and_a_terminal_stops_them_cleanly(supervised: Start) -> None:
+    run = supervised(SERVERS)
     run.until(lambda: len(run.workers) == 2)
     port = next(int(line.split()[1]) for line in run.lines if line.startswith("port"))
     answered = set()
     for _ in range(200):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
             client.sendall(b"who\n")
-            answered.add(int(client.recv(100).split()[1]))
+            answered.add(int(client.recv(100)))
     assert answered == set(run.workers.values())
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         client.sendall(b"who\n")
         client.recv(100)
-        os.killpg(run.process.pid, signal.SIGINT)  # each worker gets it from the terminal and from the supervisor
+        os.killpg(run.pid, signal.SIGINT)  # each worker gets it from the terminal and from the supervisor
         assert client.recv(100) == b""  # told to drain, not reset
     assert run.code() == 0, run.text
     assert "stopped without waiting" not in run.text

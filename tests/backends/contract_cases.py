@@ -10,7 +10,10 @@ from pathlib import Path
 
 from case import Case
 
-MODULES = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[!_]*.py"))
+from support.model_cache import copy_of
+
+_FOLDER = Path(__file__).parent / "cases"
+MODULES = sorted(path.stem for path in _FOLDER.glob("[!_]*.py"))
 """The modules of `cases/`. They are imported by the tests that need them: all frameworks together take half a minute."""
 
 
@@ -23,11 +26,18 @@ def cases_of(module: str) -> list[Case]:
     return cases
 
 
-def write_cases(repository: Path, cases: Sequence[Case]) -> None:
-    """Write a repository with a model for each case."""
-    for case in cases:
+def write_cases(repository: Path, module: str) -> None:
+    """Write a repository with a model for each case of a module; exporting and compiling them is done once per machine."""
+    copy_of(
+        repository, write_repository, module, sources=(_FOLDER / f"{module}.py", *_FOLDER.parent.glob(f"{module}_*.py"))
+    )
+
+
+def write_repository(repository: Path, module: str) -> None:
+    """Make the models of a module: `write_cases`, without the cache."""
+    for case in cases_of(module):
         folder = repository / case.name
-        folder.mkdir(parents=True)
+        folder.mkdir()
         case.write(folder)
 
 

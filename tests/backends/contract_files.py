@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+
 from support.poisoned import poisoned_pickle
 
 PNG = bytes.fromhex(

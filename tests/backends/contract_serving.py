@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 from case import Arrays, Case
-from support.engines import Asked
 from google.protobuf import json_format
 
 from headrace.backends.contract import EngineServices, Model, ModelFiles, Placement
@@ -32,6 +31,7 @@ from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.repository.states import State
 from headrace.modelconfig.types import ModelConfig
+from support.engines import Asked
 
 T = TypeVar("T")
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from support import llm_models
-
 from headrace.backends.contract import ModelFiles, Placement
 from headrace.backends.llm.backend import LlmBackend
 from headrace.backends.llm.instance import LlmInstance
@@ -26,6 +24,7 @@ from headrace.core.handing import HandingSettings
 from headrace.core.messages import InferRequest
 from headrace.modelconfig.types import ModelConfig, OutputSpec
 from headrace.telemetry.registry import Registry
+from support import llm_models
 
 ON_CUDA = os.environ.get("HEADRACE_TEST_DEVICE") == "cuda"
 """For a machine with a GPU, which none that runs all tests has."""

@@ -5,40 +5,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
-from headrace.backends.tensorflow.backend import TensorFlowBackend, TensorFlowInstance
-from headrace.backends.tensorflow.runtime import tf
 from headrace.core.dtypes import DTYPES, FP32, DType
 from headrace.modelconfig.schema import new_config
 from headrace.modelconfig.types import Dims, InputSpec, ModelConfig, OutputSpec
+from support.late_imports import late
 
-v1 = tf.compat.v1
+if TYPE_CHECKING:
+    from headrace.backends.tensorflow.backend import TensorFlowInstance
+
+TensorFlowBackend = late("headrace.backends.tensorflow.backend", "TensorFlowBackend")
+tf = late("headrace.backends.tensorflow.runtime", "tf")
+v1 = late("headrace.backends.tensorflow.runtime", "tf.compat.v1")
 
 CPU = Placement("test_0_cpu")
 NO_SERVICES = cast("EngineServices", None)
 ALL_DTYPES = list(DTYPES.values())
-TF_TYPES = {
-    "BOOL": tf.bool,
-    "UINT8": tf.uint8,
-    "UINT16": tf.uint16,
-    "UINT32": tf.uint32,
-    "UINT64": tf.uint64,
-    "INT8": tf.int8,
-    "INT16": tf.int16,
-    "INT32": tf.int32,
-    "INT64": tf.int64,
-    "FP16": tf.float16,
-    "FP32": tf.float32,
-    "FP64": tf.float64,
-    "BF16": tf.bfloat16,
-    "BYTES": tf.string,
-}
 
 Shape = Sequence[int | None] | None
+
+
+def tf_type(dtype: str) -> Any:
+    """TensorFlow's name for one of our types."""
+    others = {"FP16": "float16", "FP32": "float32", "FP64": "float64", "BF16": "bfloat16", "BYTES": "string"}
+    return getattr(tf, others.get(dtype, dtype.lower()))
 
 
 def graph(build: Callable[[], Any]) -> bytes:
@@ -50,7 +44,7 @@ def graph(build: Callable[[], Any]) -> bytes:
 
 def identity(dtype: str = "FP32", shape: Shape = (None, 4)) -> bytes:
     """X -> Y, unchanged."""
-    return graph(lambda: tf.identity(v1.placeholder(TF_TYPES[dtype], shape, name="X"), name="Y"))
+    return graph(lambda: tf.identity(v1.placeholder(tf_type(dtype), shape, name="X"), name="Y"))
 
 
 def simple() -> bytes:

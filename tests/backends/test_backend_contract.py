@@ -39,17 +39,50 @@ LEAK_BYTES = 150_000
 TWO = [{"count": 2, "kind": "KIND_CPU"}]
 
 
-@pytest.fixture(scope="module", params=MODULES)
+WORKERS = {
+    **dict.fromkeys(("lightgbm", "sklearn", "tensorflow", "xgboost"), "frameworks"),
+    **dict.fromkeys(("netdef", "pytorch", "vision"), "torch"),
+}
+"""Which modules run in one worker process, since they import the same framework."""
+QUICK_PYTHON = {
+    "test_loads_and_tells_its_tensors",
+    "test_answers_what_the_framework_would",
+    "test_takes_arrays_as_they_come_and_leaves_them",
+    "test_answers_rows_of_one_request",
+    "test_joins_requests_and_gives_each_caller_its_own",
+    "test_without_a_configuration",
+    "test_models_check_finds_it_well",
+    "test_refuses_wrong_requests_and_lives_on",
+    "test_an_instance_told_nonsense_raises_ours_and_lives_on",
+}
+"""The tests of `python_quick` that are not slow. What the others show, they show of the Python models of `python`, too."""
+
+SLOW = {(module, "test_unload_gives_everything_back") for module in ("openvino", "sklearn", "tensorflow", "vision")}
+"""Their loads take long. Of the others it is shown quickly that the engine keeps nothing."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every test with every module of `cases/`."""
+    params = []
+    for module in MODULES:
+        marks = [pytest.mark.worker(WORKERS.get(module, f"contract of {module}"))]
+        test = metafunc.function.__name__
+        if (module == "python_quick" and test not in QUICK_PYTHON) or (module, test) in SLOW:
+            marks.append(pytest.mark.slow)
+        params.append(pytest.param(module, marks=marks))
+    metafunc.parametrize("bench", params, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     cases = cases_of(request.param)
     repository = tmp_path_factory.mktemp(f"contract_{request.param}")
-    write_cases(repository, cases)
-    served = Served(repository)
+    write_cases(repository, request.param)
     # The frameworks' own objects, of which there are millions, need not be looked through at each collection.
     gc.collect()
     gc.freeze()
+    served = Served(repository)
     yield Bench(served, cases)
-    gc.unfreeze()
     served.close()
 
 

@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from headrace.backends.table import BACKENDS, BY_HAND, EXTRAS, backend_named
 from headrace.core.errors import InvalidArgument
 from headrace.modelconfig.drafts import read_draft
 from headrace.modelconfig.formats import FORMATS
+
+pytestmark = pytest.mark.worker("frameworks")
 
 WITHOUT_CASES = {
     "tensorrt": "needs a GPU: driven through a fake of TensorRT's documented interface by tests/backends/test_tensorrt_*",
@@ -149,6 +152,28 @@ output { name: "OUT" data_type: TYPE_FP32 dims: [ 2 ] }
 """
 
 
+SLOW_TO_MAKE = """
+import time
+
+
+class SlowBackend:
+    def __init__(self):
+        time.sleep(0.05)
+"""
+
+
+def test_a_backend_that_several_threads_ask_for_first_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_to_make.py").write_text(SLOW_TO_MAKE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(BACKENDS, "slow_to_make", "slow_to_make:SlowBackend")
+    monkeypatch.setattr("headrace.backends.table._MADE", {})
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(backend_named, ["slow_to_make"] * 4))
+    assert len({id(backend) for backend in made}) == 1
+
+
 @pytest.fixture
 def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Somebody's package, as pip installs it."""
@@ -220,6 +245,7 @@ sys.exit("; ".join(wrong) or 0)
 """
 
 
+@pytest.mark.slow  # quick: test_a_backend_that_several_threads_ask_for_first_is_made_once
 def test_two_backends_of_one_package_may_be_wanted_at_once() -> None:
     # transformers imports its parts late, and breaks when two threads begin with it.
     done = subprocess.run([sys.executable, "-c", TWO_AT_ONCE], capture_output=True, text=True, check=False)

@@ -8,21 +8,25 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cases import lightgbm as lightgbm_case
-from cases import xgboost as xgboost_case
 from tabular_models import configured, opened, placed, told
 
 from headrace.backends.tabular import checked_files, lightgbm_text, lightgbm_trees, remembering, ubjson, xgboost_file
-from headrace.backends.tabular import lightgbm as lightgbm_backend
-from headrace.backends.tabular import xgboost as xgboost_backend
 from headrace.backends.tabular.xgboost_trees import PackedTrees, _Passed
 from headrace.core.dtypes import FP32, FP64
 from headrace.core.errors import InvalidArgument
+from support.late_imports import late
+
+pytestmark = pytest.mark.worker("frameworks")
+
+lightgbm_case = late("cases.lightgbm")
+xgboost_case = late("cases.xgboost")
 
 ROWS = np.random.default_rng(1).standard_normal((7, 6))
 KINDS = ("ubj", "json", "txt")
@@ -189,7 +193,7 @@ def test_other_checks_and_another_library_check_again(
     tmp_path: Path, entries: Any, checks: list[str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer_of(kind, tmp_path, content_of(kind))
-    backend = lightgbm_backend if kind == "txt" else xgboost_backend
+    backend = import_module(f"headrace.backends.tabular.{'lightgbm' if kind == 'txt' else 'xgboost'}")
     library = backend.lgb if kind == "txt" else backend.xgb
     for count, (owner, name, value) in enumerate(
         [(backend, "CHECKS", 999), (library, "__version__", "0.0"), (remembering, "__version__", "9.9")], 2
@@ -224,6 +228,20 @@ def test_the_switches_keep_nothing(
     assert len(checks) > looks
 
 
+def test_threads_that_load_the_same_at_once_do_not_get_in_each_others_way(tmp_path: Path, entries: Any) -> None:
+    expected = {kind: answer_of(kind, tmp_path, content_of(kind)).tolist() for kind in ("ubj", "txt")}
+
+    def load(number: int) -> bool:
+        if number % 4 == 0:
+            for entry in entries():
+                entry.unlink(missing_ok=True)
+        folder = tmp_path / str(number)
+        return all(answer_of(kind, folder, content_of(kind)).tolist() == answer for kind, answer in expected.items())
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(load, range(16)))
+
+
 TOGETHER = """
 import os, sys
 from pathlib import Path
@@ -247,6 +265,7 @@ for number in range(24):
 """
 
 
+@pytest.mark.slow
 def test_processes_that_load_the_same_at_once_do_not_get_in_each_others_way(tmp_path: Path, entries: Any) -> None:
     here = Path(__file__).parent
     command = [sys.executable, "-c", TOGETHER, str(tmp_path), str(here), str(here.parent)]

@@ -22,6 +22,8 @@ from headrace.backends.tabular.remembering import read_whole
 
 __all__ = ["checks", "entries"]
 
+pytestmark = pytest.mark.worker("frameworks")
+
 KEY = {"digest": "of a file"}
 
 

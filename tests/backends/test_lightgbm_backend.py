@@ -8,16 +8,20 @@ import re
 from pathlib import Path
 from typing import Any
 
-import lightgbm as lgb
 import numpy as np
 import pytest
-from cases.lightgbm import booster
-from support.poisoned import poisoned_pickle
 from tabular_models import configured, in_a_process, opened, placed, told
 
 from headrace.backends.tabular.lightgbm_numbers import check_numbers, whole_of
 from headrace.core.dtypes import FP32, FP64
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from support.late_imports import late
+from support.poisoned import poisoned_pickle
+
+pytestmark = pytest.mark.worker("frameworks")
+
+lgb = late("lightgbm")
+booster = late("cases.lightgbm", "booster")
 
 TYPE_FP64, TYPE_INT64 = 12, 9
 ROWS = np.random.default_rng(1).standard_normal((7, 6))
@@ -178,6 +182,7 @@ print("served", served)
 """
 
 
+@pytest.mark.slow  # quick: test_backend_contract.py, files that are no model
 @pytest.mark.parametrize("objective", ["regression", "binary"])
 def test_damaged_files_do_not_end_the_process(tmp_path: Path, objective: str) -> None:
     # The one has categories, and is read tree by tree.

@@ -198,6 +198,7 @@ def test_instances_have_sessions_of_their_own(tmp_path: Path) -> None:
     assert second.compute({"X": np.ones((1, 4), np.float32)}, ["Y"])["Y"].shape == (1, 4)
 
 
+@pytest.mark.slow  # quick: test_backend_contract.py, test_unload_gives_everything_back
 def test_closing_gives_the_memory_back(tmp_path: Path) -> None:
     side = 3600  # 52 MB of weights
     nodes = [helper.make_node("MatMul", ["X", "W"], ["Y"])]

@@ -211,6 +211,7 @@ def test_weights_that_change_on_the_disk_do_not_reach_the_model(tmp_path: Path) 
     np.testing.assert_allclose(instance.compute(given, ["Y"])["Y"], mlp_expected(given)["Y"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow  # quick: test_backend_contract.py, test_unload_gives_everything_back
 def test_closing_gives_the_memory_back(tmp_path: Path) -> None:
     ops = import_openvino().opset13
     side = 3000  # 36 MB of weights
@@ -261,6 +262,7 @@ print("served", served)
 """
 
 
+@pytest.mark.slow  # quick: test_backend_contract.py, files that are no model
 def test_damaged_files_do_not_end_the_process(tmp_path: Path) -> None:
     files = mlp(tmp_path / "whole")
     ended = in_a_process(DAMAGED, str(files.version_folder))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from pytorch_models import CPU, NO_SERVICES, configured, opened, placed
 from headrace.backends.pytorch.backend import PyTorchBackend
 from headrace.core.dtypes import FP32
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from support.model_cache import made_once
 
-pytestmark = pytest.mark.timeout(600)  # the compiler takes as long as it takes
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the compiler takes as long as it takes
 
 ALLOWED = {"ALLOW_NATIVE_CODE": "true"}
 INPUTS = {"first": (FP32, (-1, 4)), "second": (FP32, (4, 4))}
@@ -33,21 +35,27 @@ class Keyed(torch.nn.Module):
         return {"product": x @ y, "square": y @ y}
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def compile_package(folder: Path) -> None:
     """Compiling takes ten seconds, most of them the compiler's."""
-    if shutil.which("g++") is None:
-        pytest.skip("AOTInductor needs g++ to compile")
-    folder = tmp_path_factory.mktemp("aoti")
     given = (torch.ones(2, 4), torch.ones(4, 4))
     quick: dict[str, Any] = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    with (
+        TemporaryDirectory() as scratch,
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(action="ignore"),
+    ):
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", scratch)
         program = torch.export.export(Keyed(), given, dynamic_shapes={"x": {0: torch.export.Dim("rows")}, "y": None})
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(folder / "model.pt2"), inductor_configs={**quick, "compile_threads": 1}
         )
-    return (folder / "model.pt2").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def package() -> bytes:
+    if shutil.which("g++") is None:
+        pytest.skip("AOTInductor needs g++ to compile")
+    return (made_once(compile_package) / "model.pt2").read_bytes()
 
 
 def test_a_package_computes_when_it_is_allowed_to(tmp_path: Path, package: bytes) -> None:

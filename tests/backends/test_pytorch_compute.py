@@ -549,6 +549,7 @@ def test_a_tensor_on_the_device_is_taken_as_it_is_and_not_written_to(tmp_path: P
     assert np.asarray(left).tolist() == (ROWS + 1).tolist()
 
 
+@pytest.mark.slow  # quick: test_backend_contract.py, test_unload_gives_everything_back
 @pytest.mark.parametrize("sharing", ["true", "false"])
 @pytest.mark.parametrize("kind", ["script", "program"])
 def test_closing_gives_the_memory_back(tmp_path: Path, kind: str, sharing: str) -> None:

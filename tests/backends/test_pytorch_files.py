@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.poisoned import poisoned_pickle
 from pytorch_models import (
     NO_SERVICES,
     Canary,
@@ -37,6 +36,7 @@ from headrace.backends.pytorch.archive import open_archive
 from headrace.backends.pytorch.backend import PyTorchBackend
 from headrace.backends.pytorch.program_check import NotPlain, check_expression, checked_program, keys_of_tree
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
+from support.poisoned import poisoned_pickle
 
 
 @cache

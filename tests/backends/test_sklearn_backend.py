@@ -12,23 +12,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-import skops.io
-from cases.sklearn import forest, pipeline
-from support.poisoned import poisoned_pickle
-from sklearn.cluster import KMeans
-from sklearn.decomposition import PCA
-from sklearn.ensemble import GradientBoostingRegressor, HistGradientBoostingClassifier, IsolationForest
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.isotonic import IsotonicRegression
-from sklearn.linear_model import LogisticRegression
-from sklearn.neighbors import KNeighborsClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer
-from sklearn.tree import DecisionTreeClassifier
 from tabular_models import configured, in_a_process, opened, placed, told
 
 from headrace.core.dtypes import BYTES, FP32, FP64, INT64
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from support.late_imports import late
+from support.poisoned import poisoned_pickle
+
+pytestmark = pytest.mark.worker("frameworks")
+
+skops_io = late("skops.io")
+forest = late("cases.sklearn", "forest")
+pipeline = late("cases.sklearn", "pipeline")
+KMeans = late("sklearn.cluster", "KMeans")
+PCA = late("sklearn.decomposition", "PCA")
+GradientBoostingRegressor = late("sklearn.ensemble", "GradientBoostingRegressor")
+HistGradientBoostingClassifier = late("sklearn.ensemble", "HistGradientBoostingClassifier")
+IsolationForest = late("sklearn.ensemble", "IsolationForest")
+TfidfVectorizer = late("sklearn.feature_extraction.text", "TfidfVectorizer")
+IsotonicRegression = late("sklearn.isotonic", "IsotonicRegression")
+LogisticRegression = late("sklearn.linear_model", "LogisticRegression")
+KNeighborsClassifier = late("sklearn.neighbors", "KNeighborsClassifier")
+make_pipeline = late("sklearn.pipeline", "make_pipeline")
+FunctionTransformer = late("sklearn.preprocessing", "FunctionTransformer")
+DecisionTreeClassifier = late("sklearn.tree", "DecisionTreeClassifier")
+RandomForestClassifier = late("sklearn.ensemble", "RandomForestClassifier")
+GradientBoostingClassifier = late("sklearn.ensemble", "GradientBoostingClassifier")
 
 TYPE_FP64, TYPE_INT64, TYPE_INT32, TYPE_STRING = 12, 9, 8, 13
 ROWS = np.random.default_rng(1).standard_normal((120, 4))
@@ -37,7 +46,7 @@ INPUT = {"input": (FP64, (4,))}
 
 
 def saved(model: Any) -> bytes:
-    return bytes(skops.io.dumps(model))
+    return bytes(skops_io.dumps(model))
 
 
 def test_the_file_tells_the_configuration(tmp_path: Path) -> None:
@@ -218,7 +227,7 @@ def test_classes_of_scikit_learn_can_be_trusted_by_the_configuration(tmp_path: P
         files = placed(tmp_path, saved(made), "model.skops")
         inputs = {"input": (FP64, (made.n_features_in_ if hasattr(made, "n_features_in_") else 1,))}
         parameters: dict[str, str] = {}
-        unknown = skops.io.get_untrusted_types(file=files.version_folder / "model.skops")
+        unknown = skops_io.get_untrusted_types(file=files.version_folder / "model.skops")
         if unknown:
             with pytest.raises(
                 InvalidArgument, match=r"not trusted.*If you made the file yourself, write .*trusted_types"
@@ -254,13 +263,21 @@ def test_an_archive_that_unpacks_to_far_more_is_refused(tmp_path: Path, monkeypa
         opened(configured("sklearn", INPUT), placed(tmp_path, made.getvalue(), "model.skops"))
 
 
+@pytest.mark.parametrize(("field", "number"), [("left_child", 10**6), ("right_child", 0), ("feature", 4)])
+def test_a_tree_whose_index_leaves_it_is_refused(tmp_path: Path, field: str, number: int) -> None:
+    tree = DecisionTreeClassifier().fit(ROWS, LABELS)
+    state = tree.tree_.__getstate__()
+    state["nodes"][field][0] = number
+    tree.tree_.__setstate__(state)
+    with pytest.raises(InvalidArgument):
+        opened(configured("sklearn", INPUT), placed(tmp_path, saved(tree), "model.skops"))
+
+
 BROKEN_TREES = """
 import sys
 import logging; logging.disable()
 import numpy as np, skops.io
 from pathlib import Path
-from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier, GradientBoostingClassifier
-from sklearn.tree import DecisionTreeClassifier
 from tabular_models import *
 from headrace.core.errors import InvalidArgument
 from headrace.core.dtypes import FP64
@@ -283,7 +300,7 @@ for model in (DecisionTreeClassifier(), RandomForestClassifier(3), *boosted):
         nodes[names[where]][0] = number
         if not hasattr(model, "_predictors"):
             first.tree_.__setstate__(state)
-        files = placed(Path(sys.argv[1]), skops.io.dumps(model), "model.skops")
+        files = placed(Path(sys.argv[1]), skops_io.dumps(model), "model.skops")
         try:
             opened(configured("sklearn", {"input": (FP64, (4,))}), files)
         except InvalidArgument:
@@ -291,11 +308,12 @@ for model in (DecisionTreeClassifier(), RandomForestClassifier(3), *boosted):
         nodes[0] = kept
         if not hasattr(model, "_predictors"):
             first.tree_.__setstate__(state)
-    opened(configured("sklearn", {"input": (FP64, (4,))}), placed(Path(sys.argv[1]), skops.io.dumps(model), "model.skops"))
+    opened(configured("sklearn", {"input": (FP64, (4,))}), placed(Path(sys.argv[1]), skops_io.dumps(model), "model.skops"))
 print("refused", refused)
 """
 
 
+@pytest.mark.slow  # quick: the one above
 def test_trees_whose_indices_leave_them_are_refused(tmp_path: Path) -> None:
     ended = in_a_process(BROKEN_TREES, str(tmp_path))
     assert (ended.returncode, ended.stdout.split()[-1:]) == (0, ["16"]), ended.stderr[-2000:]

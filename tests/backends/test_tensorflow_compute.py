@@ -12,7 +12,7 @@ import pytest
 from tensorflow_models import (
     ALL_DTYPES,
     NO_SERVICES,
-    TF_TYPES,
+    TensorFlowBackend,
     configured,
     graph,
     identity,
@@ -21,15 +21,18 @@ from tensorflow_models import (
     sample,
     saved,
     simple,
+    tf,
+    tf_type,
     v1,
 )
 
 from headrace.backends.contract import Placement
-from headrace.backends.tensorflow import settings
-from headrace.backends.tensorflow.backend import TensorFlowBackend
-from headrace.backends.tensorflow.runtime import tf
 from headrace.core.dtypes import BF16, BYTES, FP32, INT32, INT64, DType
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument
+from support.late_imports import late
+
+pytestmark = pytest.mark.worker("frameworks")
+settings = late("headrace.backends.tensorflow.settings")
 
 
 def same_bits(ours: Any, theirs: Any) -> bool:
@@ -55,7 +58,7 @@ def test_every_data_type_passes_through_a_graph_unchanged(tmp_path: Path, dtype:
 
 def test_every_data_type_passes_through_a_saved_model_unchanged(tmp_path: Path) -> None:
     specs = {f"x_{dtype.name.lower()}": (dtype, (4,)) for dtype in ALL_DTYPES}
-    shown = {name: tf.TensorSpec([None, 4], TF_TYPES[dtype.name], name=name) for name, (dtype, _) in specs.items()}
+    shown = {name: tf.TensorSpec([None, 4], tf_type(dtype.name), name=name) for name, (dtype, _) in specs.items()}
     files = saved(
         tmp_path, lambda given: {"same_" + name: tf.identity(tensor) for name, tensor in given.items()}, shown
     )
@@ -202,7 +205,7 @@ def test_the_placement_decides_on_the_device_and_not_the_file(tmp_path: Path, mo
         with tf.device("/job:trainer/task:7/device:GPU:3"):
             tf.identity(v1.placeholder(tf.float32, [None, 4], name="X"), name="Y")
 
-    monkeypatch.setattr(settings, "gpus", lambda: 2)
+    monkeypatch.setattr("headrace.backends.tensorflow.settings.gpus", lambda: 2)
     model = TensorFlowBackend().load(configured(), placed(tmp_path, graph(build)), NO_SERVICES)
     for kind, device, expected in (("cpu", 0, "/device:CPU:0"), ("gpu", 1, "/device:GPU:1")):
         instance = model.open(Placement("a", kind, device))
@@ -232,6 +235,7 @@ def test_instances_have_sessions_of_their_own_unless_they_share(tmp_path: Path) 
         model.close()
 
 
+@pytest.mark.slow  # quick: test_backend_contract.py, test_unload_gives_everything_back
 def test_closing_gives_the_memory_back(tmp_path: Path) -> None:
     side = 2600  # 27 MB of weights
     weights = np.ones((side, side), np.float32)

@@ -9,15 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_models import configured, graph, identity, opened, placed, saved, saved_v1, v1
+from tensorflow_models import configured, graph, identity, opened, placed, saved, saved_v1, tf, v1
 
-from headrace.backends.tensorflow.runtime import SavedModel, tf
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument
+from support.late_imports import late
 
-X = tf.TensorSpec([None, 4], tf.float32, name="X")
+pytestmark = pytest.mark.worker("frameworks")
+
+SavedModel = late("headrace.backends.tensorflow.runtime", "SavedModel")
 ROWS = {"X": np.ones((1, 4), np.float32)}
 TRUSTED = configured(parameters={"allow_file_operators": "1"})
+
+
+def rows_of_four() -> Any:
+    """The input of these models."""
+    return tf.TensorSpec([None, 4], tf.float32, name="X")
 
 
 def written(path: Path, x: Any) -> Any:
@@ -41,7 +48,7 @@ def test_files_are_not_written_unless_the_model_is_trusted(tmp_path: Path, work:
             tf.identity(answer, name="Y")
 
     graphdef = placed(tmp_path / "graphdef", graph(build))
-    savedmodel = saved(tmp_path / "savedmodel", lambda x: {"Y": work(canary, x)}, X)
+    savedmodel = saved(tmp_path / "savedmodel", lambda x: {"Y": work(canary, x)}, rows_of_four())
     for files in (graphdef, savedmodel):
         with pytest.raises(
             InvalidArgument, match=r"of type WriteFile, which reads or writes files .*allow_file_operators"
@@ -61,7 +68,7 @@ def test_python_is_never_run(tmp_path: Path) -> None:
         files = saved(
             tmp_path / str(index),
             lambda x, call=function: {"Y": tf.ensure_shape(call(own, [x], tf.float32), [None, 4])},
-            X,
+            rows_of_four(),
         )
         for config in (configured(), TRUSTED):
             with pytest.raises(InvalidArgument, match=r"of type (EagerPyFunc|PyFunc), which runs Python code"):
@@ -127,7 +134,7 @@ def test_checkpoints_are_read_to_restore_a_model_and_for_nothing_else(tmp_path: 
 def test_a_model_may_not_save_when_it_is_restored(tmp_path: Path) -> None:
     module = tf.Module()
     module.bias = tf.Variable(tf.ones(4))
-    files = saved(tmp_path, lambda x: {"Y": x + module.bias}, X, module=module)
+    files = saved(tmp_path, lambda x: {"Y": x + module.bias}, rows_of_four(), module=module)
     file = files.version_folder / "model.savedmodel" / "saved_model.pb"
     assert opened(configured(), files).compute(ROWS, ["Y"])["Y"].tolist() == [[2] * 4]
     changed = SavedModel.FromString(file.read_bytes())
@@ -174,7 +181,7 @@ def test_tables_are_not_read_from_the_servers_files(tmp_path: Path, how: str) ->
 
 
 def test_an_asset_stays_in_its_folder(tmp_path: Path) -> None:
-    files = saved(tmp_path, lambda x: {"Y": x + 1}, X)
+    files = saved(tmp_path, lambda x: {"Y": x + 1}, rows_of_four())
     file = files.version_folder / "model.savedmodel" / "saved_model.pb"
     (tmp_path / "secret.txt").write_text("a\n")
     for filename in ("../../../../secret.txt", str(tmp_path / "secret.txt")):

@@ -14,8 +14,8 @@ from headrace.backends.tensorflow.runtime import tf
 
 v1 = tf.compat.v1
 
-pytestmark = pytest.mark.timeout(300)
-"""TensorFlow takes a while to make, save and freeze it."""
+pytestmark = [pytest.mark.slow, pytest.mark.worker("frameworks"), pytest.mark.timeout(300)]
+"""TensorFlow takes a while to make, save and freeze it. Small models of both formats: `test_backend_contract`."""
 
 # As the seed has it, with labels, on CPUs, and without a name, which is its folder's.
 CONFIG = """platform: "tensorflow_{format}"

@@ -10,19 +10,36 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_models import NO_SERVICES, configured, opened, placed, saved, saved_v1, v1, version_folder
+from tensorflow_models import (
+    NO_SERVICES,
+    TensorFlowBackend,
+    configured,
+    opened,
+    placed,
+    saved,
+    saved_v1,
+    tf,
+    v1,
+    version_folder,
+)
 
 from headrace.backends.contract import ModelFiles
 from headrace.backends.signature import DEFAULT_MAX_BATCH_SIZE
-from headrace.backends.tensorflow.backend import TensorFlowBackend
-from headrace.backends.tensorflow.runtime import SavedModel, tf
-from headrace.backends.tensorflow.savedmodel import read_savedmodel
 from headrace.core.dtypes import BYTES, FP32, INT64
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from support.late_imports import late
 
+pytestmark = pytest.mark.worker("frameworks")
+
+SavedModel = late("headrace.backends.tensorflow.runtime", "SavedModel")
+read_savedmodel = late("headrace.backends.tensorflow.savedmodel", "read_savedmodel")
 ROWS = {"x": np.array([[1, 2, 3, 4]], np.float32)}
-X = tf.TensorSpec([None, 4], tf.float32, name="x")
 CONFIG = configured({"x": (FP32, (4,))}, {"y": (FP32, (4,))})
+
+
+def rows_of_four() -> Any:
+    """The input of these models."""
+    return tf.TensorSpec([None, 4], tf.float32, name="x")
 
 
 def parameterised(**parameters: str) -> Any:
@@ -37,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return saved(
         tmp_path_factory.mktemp("savedmodel"),
         lambda x: {"y": x * 2 + module.bias},
-        X,
+        rows_of_four(),
         module=module,
         negative=lambda x: {"y": -x},
     )
@@ -113,7 +130,7 @@ def test_a_model_of_keras(tmp_path: Path, way: str, capsys: pytest.CaptureFixtur
             network.export(folder, verbose=False)
         else:
             # What Keras saves like this restores variables that its signature does not read.
-            serve = tf.function(lambda x: {"y": network(x)}).get_concrete_function(X)
+            serve = tf.function(lambda x: {"y": network(x)}).get_concrete_function(rows_of_four())
             tf.saved_model.save(network, folder, signatures=serve)
     message = TensorFlowBackend().complete(configured({}, {}, max_batch_size=0), files)
     assert message is not None

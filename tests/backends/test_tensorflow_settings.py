@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorflow_models import CPU, NO_SERVICES, configured, identity, placed
+from tensorflow_models import CPU, NO_SERVICES, TensorFlowBackend, configured, identity, placed
 
 from headrace.backends.contract import Placement
-from headrace.backends.tensorflow import settings
-from headrace.backends.tensorflow.backend import TensorFlowBackend
 from headrace.core.errors import InvalidArgument, Unimplemented
 from headrace.modelconfig.schema import new_config
+from support.late_imports import late
 
+pytestmark = pytest.mark.worker("frameworks")
+
+settings = late("headrace.backends.tensorflow.settings")
 GPU = Placement("test_0_gpu1", "gpu", 1)
 
 
@@ -115,9 +117,11 @@ for threads in ("1", "1", "3"):
 """
 
 
+@pytest.mark.slow  # quick: what the session is told, above
 def test_each_instance_has_the_threads_it_was_told_and_tensorflow_is_silent(tmp_path: Path) -> None:
     """In a process of its own: whether sessions have their own threads is decided by TensorFlow's first."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TF_")}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(tmp_path)],
         capture_output=True,

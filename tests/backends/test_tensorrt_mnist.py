@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import ask
 from fake_tensorrt.plans import gives, plan, profile, takes
 from tensorrt_setup import (
     DRIVER,
@@ -22,6 +21,7 @@ from tensorrt_setup import (
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.repository.states import State
+from support.engines import ask
 
 # Word for word: the user guide of TensorRT Inference Server, chapter 6.2.
 CONFIG = """name: "trt_mnist"

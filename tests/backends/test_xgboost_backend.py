@@ -10,18 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xgboost as xgb
-from cases.xgboost import booster
-from support.poisoned import poisoned_pickle
 from tabular_models import NO_SERVICES, configured, in_a_process, opened, placed, told
 
 from headrace.backends.contract import Placement
 from headrace.backends.tabular import xgboost_file
 from headrace.backends.tabular.ubjson import decode, encode
-from headrace.backends.tabular.xgboost import XGBoostBackend
 from headrace.backends.tabular.xgboost_trees import PackedTrees, packed_trees
 from headrace.core.dtypes import FP32, FP64, INT32, INT64
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument
+from support.late_imports import late
+from support.poisoned import poisoned_pickle
+
+pytestmark = pytest.mark.worker("frameworks")
+
+xgb = late("xgboost")
+booster = late("cases.xgboost", "booster")
+XGBoostBackend = late("headrace.backends.tabular.xgboost", "XGBoostBackend")
 
 TYPE_FP32, TYPE_INT64 = 11, 9
 ROWS = np.random.default_rng(1).standard_normal((5, 6)).astype(np.float32)
@@ -286,6 +290,7 @@ print("served", served)
 """
 
 
+@pytest.mark.slow  # quick: test_backend_contract.py, files that are no model
 @pytest.mark.parametrize("kind", ["ubj", "json"])
 def test_damaged_files_do_not_end_the_process(tmp_path: Path, kind: str) -> None:
     (tmp_path / f"whole.{kind}").write_bytes(saved(booster("reg:squarederror"), kind))

@@ -15,6 +15,7 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
 from headrace.batch.settings import BatchSettings
+from support.programs import run
 
 WEIGHTS = np.arange(12, dtype=np.float32).reshape(4, 3) / 10
 _PROGRAM = "import typer\nfrom headrace.cli.batch import batch\ntyper.run(batch)"
@@ -74,7 +75,6 @@ def start_batch(*words: str | Path, env: dict[str, str] | None = None) -> subpro
 
 
 def run_command(*words: str | Path, env: dict[str, str] | None = None) -> tuple[int, str, str]:
-    """The exit code and what it printed, once it has ended."""
-    process = start_batch(*words, env=env)
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out.decode(), err.decode()
+    """The exit code and what `headrace batch WORDS` printed, inside this process."""
+    done = run("batch", *words, env=env)
+    return done.returncode, done.stdout, done.stderr

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from batch_tools import check_products, manifest, onnx_model, records, row_of, run_command, settings_of
-from support.llm_models import tiny_llama
 from picture_models import LABELS, onnx_classifier, png, tiny_vit
-from typer.testing import CliRunner
 
 from headrace.batch.app import run_job
 from headrace.batch.settings import Shard
-from headrace.cli.batch import batch
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound
+from support.llm_models import tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +153,17 @@ def test_another_job_does_not_write_to_the_same_results(tmp_path: Path, model: P
     assert (summary.state, summary.succeeded, summary.resumed) == ("finished", 6, 0)
 
 
-def test_an_image_folder_through_a_classifier(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make_classifier", "labels"),
+    [
+        (onnx_classifier, {"red", "green", "blue"}),
+        pytest.param(tiny_vit, set(LABELS.values()), marks=[pytest.mark.slow, pytest.mark.worker("language models")]),
+    ],
+    ids=["onnx", "vit"],
+)
+def test_an_image_folder_through_a_classifier(
+    tmp_path: Path, make_classifier: Callable[[Path], Path], labels: set[str]
+) -> None:
     photos = tmp_path / "photos"
     (photos / "more").mkdir(parents=True)
     for index in range(40):
@@ -165,13 +173,13 @@ def test_an_image_folder_through_a_classifier(tmp_path: Path) -> None:
     (photos / "notes.txt").write_text("not for this model")
     (photos / ".hidden.png").write_bytes(png())
     output = tmp_path / "results.jsonl"
-    settings = settings_of(tiny_vit(tmp_path / "vit"), photos, output, parameters={"top_k": 2})
+    settings = settings_of(make_classifier(tmp_path / "classifier"), photos, output, parameters={"top_k": 2})
     summary = asyncio.run(run_job(settings))
     found = {record["id"]: record for record in records(output)}
     assert (summary.succeeded, summary.failed, summary.skipped_files, len(found)) == (40, 2, 1, 42)
     for name in ("p 00#.png", "more/p 01#.png"):
         (prediction,) = found[name]["output"]["predictions"]
-        assert prediction["image"] == name and prediction["label"] in LABELS.values()
+        assert prediction["image"] == name and prediction["label"] in labels
         assert len(prediction["top_k"]) == 2
     assert len({record["output"]["confidence"] for record in found.values() if "output" in record}) > 10
     for name in ("broken.png", "text.jpg"):
@@ -201,6 +209,7 @@ def test_a_manifest_names_pictures_beside_it_and_none_elsewhere(tmp_path: Path) 
     assert asyncio.run(run_job(opened)).failed == 0
 
 
+@pytest.mark.worker("language models")
 def test_prompts_through_a_language_model(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "llama", eos_token_id=None)
     given, output = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
@@ -292,7 +301,5 @@ def test_the_command_and_its_exit_codes(tmp_path: Path, model: Path) -> None:
     ],
 )
 def test_a_command_line_that_is_wrong(words: list[str], text: str) -> None:
-    app = typer.Typer()
-    app.command()(batch)
-    result = CliRunner().invoke(app, ["model", "input", "output.jsonl", *words])
-    assert result.exit_code == 2 and text in result.output
+    code, _, err = run_command("model", "input", "output.jsonl", *words)
+    assert code == 2 and text in err

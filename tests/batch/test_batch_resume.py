@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from headrace.batch import ledger as ledger_module
 from headrace.batch.app import Stopping, run_job
 from headrace.batch.job_file import job_path
 from headrace.core.errors import Cancelled
+from support.waiting import eventually
 
 COUNT = 2500
 SLOW = ("--batch-size", "1", "--in-flight", "2")
@@ -32,11 +32,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def until_longer(path: Path, size: int, process: Any) -> None:
     """Wait until so much is written, or the process has ended."""
-    while process.poll() is None and (not path.exists() or path.stat().st_size < size):
-        time.sleep(0.002)
+    eventually(lambda: process.poll() is not None or (path.exists() and path.stat().st_size >= size))
 
 
-@pytest.mark.parametrize(("ordered", "kills"), [(False, 3), (True, 1)])
+@pytest.mark.parametrize(("ordered", "kills"), [pytest.param(False, 3, marks=pytest.mark.slow), (True, 1)])
 def test_killed_at_random_points(tmp_path: Path, model: Path, ordered: bool, kills: int) -> None:
     given, output = manifest(tmp_path / "items.jsonl", COUNT), tmp_path / "results.jsonl"
     words = (model, given, output, *SLOW, *(["--ordered"] if ordered else []))
@@ -62,7 +61,7 @@ def test_killed_at_random_points(tmp_path: Path, model: Path, ordered: bool, kil
     assert not ordered or [record["index"] for record in found_records] == list(range(COUNT))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_leaves_what_can_go_on(tmp_path: Path, model: Path, number: signal.Signals) -> None:
     given, output = manifest(tmp_path / "items.jsonl", COUNT), tmp_path / "results.jsonl"
     process = start_batch(model, given, output, *SLOW)
@@ -112,8 +111,8 @@ def test_stopped_before_it_began(tmp_path: Path, model: Path) -> None:
 
 def test_a_full_disk_ends_a_job_that_then_goes_on(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Results are written some hundreds at a time: there is room for several such pieces, and not for all.
-    given, output = manifest(tmp_path / "items.jsonl", 20_000), tmp_path / "results.jsonl"
-    write, room = os.write, 600_000
+    given, output = manifest(tmp_path / "items.jsonl", 6_000), tmp_path / "results.jsonl"
+    write, room = os.write, 200_000
 
     def limited(descriptor: int, data: Any) -> int:
         nonlocal room
@@ -127,7 +126,7 @@ def test_a_full_disk_ends_a_job_that_then_goes_on(tmp_path: Path, model: Path, m
         patch.setattr(ledger_module.os, "write", limited)
         summary = asyncio.run(run_job(settings_of(model, given, output)))
     assert summary.state == "failed" and "no room left" in summary.reason
-    assert 0 < summary.succeeded < 20_000 and summary.succeeded == len(records(output))
+    assert 0 < summary.succeeded < 6_000 and summary.succeeded == len(records(output))
     again = asyncio.run(run_job(settings_of(model, given, output)))
     assert (again.state, again.resumed) == ("finished", summary.succeeded)
-    check_products(records(output), 20_000)
+    check_products(records(output), 6_000)

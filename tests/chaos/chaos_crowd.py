@@ -15,13 +15,14 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from chaos_clients import CLIENTS, Cut, Ports, Told
 
+from support.waiting import eventually
+
 MODELS = dict.fromkeys(CLIENTS, "echo") | {"openai events": "parrot"}
-WAIT_SECONDS = 90.0
 
 
 class Account:
@@ -102,11 +103,11 @@ class Crowd:
         left = sum(thread.is_alive() for thread in self._threads)
         assert not left, f"{left} clients still wait for an answer: {self}"
 
-    def wait_for(self, answers: int, protocols: Iterable[str] | None = None, seconds: float = WAIT_SECONDS) -> None:
+    def wait_for(self, answers: int, protocols: Iterable[str] | None = None) -> None:
         """Until each of these protocols has had so many more right answers than now."""
         wanted = {name: self.accounts[name].answered + answers for name in protocols or self.accounts}
-        wait_for(
-            lambda: all(self.accounts[name].answered >= count for name, count in wanted.items()), seconds, self.__str__
+        eventually(
+            lambda: all(self.accounts[name].answered >= count for name, count in wanted.items()), message=self.__str__
         )
 
     def total(self, kind: str) -> int:
@@ -158,12 +159,3 @@ class Crowd:
                 self._stop.wait(0.05)  # while the server is away: not as fast as the loop can
         if client is not None:
             client.close()
-
-
-def wait_for(
-    condition: Callable[[], Any], seconds: float = WAIT_SECONDS, told: Callable[[], object] = lambda: ""
-) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not happen in time: {told()}"
-        time.sleep(0.05)

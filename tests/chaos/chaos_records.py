@@ -12,8 +12,9 @@ from __future__ import annotations
 import http.client
 import threading
 
-from chaos_crowd import wait_for
 from gateway_process import Gateway
+
+from support.waiting import eventually
 
 EXPERIMENTS = "/api/v1/orgs/acme/experiments"
 
@@ -62,7 +63,7 @@ class Writers:
     def wait_for(self, count: int) -> None:
         """Until so many more are made."""
         wanted = len(self.made) + count
-        wait_for(lambda: len(self.made) >= wanted, told=lambda: (self.told[-3:], self._running.log[-900:]))
+        eventually(lambda: len(self.made) >= wanted, message=lambda: (self.told[-3:], self._running.log[-900:]))
 
     def check_kept(self) -> None:
         """Everything that somebody was told there is, is there, and is what it was."""

@@ -9,7 +9,6 @@ with served(chaos_models(tmp_path), tmp_path / "log", "--workers", "2") as serve
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -22,8 +21,10 @@ from pathlib import Path
 
 import psutil
 from chaos_clients import Ports
-from chaos_crowd import wait_for
+
 from support.ports import free_port
+from support.programs import Program
+from support.waiting import eventually
 
 ENGINE = Path(__file__).parents[1] / "backends" / "openai_proxy" / "fake_engine.py"
 TENSORS = """
@@ -40,6 +41,7 @@ parameters {{ key: "sleep_milliseconds" value {{ string_value: "2" }} }}
 PYTHON = f'backend: "python"\n{TENSORS}'
 PYTHON_MODEL = """
 import triton_python_backend_utils as pb_utils
+from support.waiting import eventually
 
 
 class TritonPythonModel:
@@ -74,14 +76,17 @@ def add_model(models: Path, name: str, config: str, code: str = "") -> None:
 class Server:
     """A running server."""
 
-    def __init__(self, process: subprocess.Popen[bytes], ports: Ports, log: Path) -> None:
-        self.process = process
+    def __init__(self, program: Program, ports: Ports) -> None:
+        self.program = program
         self.ports = ports
-        self._log = log
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        return self.program.process
 
     @property
     def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self.program.log
 
     def worker(self, index: int) -> int:
         """The process that is worker `index` now."""
@@ -120,29 +125,26 @@ class Server:
 
 
 @contextmanager
-def served(models: Path, log: Path, *options: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
-    ports = Ports(free_port(), free_port())
-    program = Path(sys.executable).with_name("headrace")
-    words = ["--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--allow-metrics", "false", *options]
-    quick = {"INFERENCE_STREAM_MESSAGES_PER_SECOND": "0"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [program, "serve", models, *words],
-            stdout=output,
-            stderr=output,
-            env=os.environ | quick | (environment or {}),
-        )
-    server = Server(process, ports, log)
+def running(log: Path, ports: Ports, *words: str | Path, environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """Start `headrace WORDS` and wait until it is ready; it may end in any way."""
+    program = Program(*words, log=log, env=environment)
+    server = Server(program.start(), ports)
     try:
-        wait_for(lambda: process.poll() is not None or server.is_ready(), 200, told=lambda: server.log)
-        assert process.poll() is None, server.log
+        eventually(lambda: program.process.poll() is not None or server.is_ready(), message=lambda: server.log)
+        assert program.process.poll() is None, server.log
         yield server
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGCONT)
-            process.terminate()
-        try:
-            process.wait(60)
-        finally:
-            process.kill()
-            process.wait()
+        if program.process.poll() is None:
+            program.send(signal.SIGCONT)
+            program.process.terminate()
+        program.wait()
+
+
+@contextmanager
+def served(models: Path, log: Path, *options: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """`headrace serve` over a folder of models."""
+    ports = Ports(free_port(), free_port())
+    words = ("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--allow-metrics", "false", *options)
+    quick = {"INFERENCE_STREAM_MESSAGES_PER_SECOND": "0"}
+    with running(log, ports, "serve", models, *words, environment=quick | (environment or {})) as server:
+        yield server

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from chaos_bytes import begin, leave, recorded
 from chaos_clients import CLIENTS
-from chaos_crowd import MODELS, Crowd, wait_for
+from chaos_crowd import MODELS, Crowd
 from chaos_server import TENSORS, Server, add_model, chaos_models, served
 
-pytestmark = pytest.mark.timeout(300)
+from support.waiting import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 POINTS = 24
 AT_ONCE = 20
 SLOW = 'backend: "identity"\n' + TENSORS.replace("max_batch_size: 8", "max_batch_size: 0").replace(
@@ -44,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def bystanders(server: Server) -> Iterator[Crowd]:
     """Others, every one of whom is answered; and of those who have gone nothing is left."""
-    wait_for(lambda: server.post("/v2/models/echo/infer", b"{}") == 400)
+    eventually(lambda: server.post("/v2/models/echo/infer", b"{}") == 400)
     before = server.descriptors()
     with Crowd(server.ports) as crowd:
         crowd.wait_for(5)
@@ -53,8 +55,9 @@ def bystanders(server: Server) -> Iterator[Crowd]:
     crowd.check()
     assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
     # Connections to the engine are kept for the next chat, as many as there were chats at once; no test has fewer who go.
-    wait_for(
-        lambda: server.descriptors() <= before + AT_ONCE + 2, told=lambda: f"{before} then, {server.descriptors()} now"
+    eventually(
+        lambda: server.descriptors() <= before + AT_ONCE + 2,
+        message=lambda: f"{before} then, {server.descriptors()} now",
     )
 
 
@@ -79,7 +82,7 @@ def test_those_who_go_while_they_wait_are_not_computed(server: Server, bystander
     sent = recorded("v2 http", server.ports, "slow")
     before = computed(server, "slow")
     queued = [begin(server.ports.http, sent) for _ in range(200)]
-    wait_for(lambda: computed(server, "slow") > before)
+    eventually(lambda: computed(server, "slow") > before)
     for client in queued:
         leave(client, abruptly=False)
     # One more goes through the same queue: it is answered when those before it are gone.

@@ -16,16 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chaos_crowd import Crowd, wait_for
+from chaos_crowd import Crowd
 from chaos_server import STARTED, Server, chaos_models, served
 
+from support.waiting import eventually
+
+pytestmark = pytest.mark.slow
 REQUESTS = int(os.environ.get("HEADRACE_CHAOS_REQUESTS", "4000"))
 TURNS = max(12, REQUESTS // 2500)
 
 
 def kill_a_worker(server: Server, turn: int) -> None:
     # One at a time: with the last one dead there would be nothing to learn but that nobody answers.
-    wait_for(lambda: server.log.count("ready: ") == len(STARTED.findall(server.log)), told=lambda: server.log)
+    eventually(lambda: server.log.count("ready: ") == len(STARTED.findall(server.log)), message=lambda: server.log)
     os.kill(server.worker(turn % 2), signal.SIGKILL)
 
 
@@ -63,12 +66,14 @@ def test_each_is_answered_once_with_its_own_number_or_its_sender_knows(tmp_path:
     options = ("--workers", "2", "--model-control-mode", "explicit", "--load-model", "*")
     injected = 0
     with served(models, tmp_path / "log", *options) as server:
-        wait_for(lambda: server.log.count("ready: ") == 2, told=lambda: server.log)
+        eventually(lambda: server.log.count("ready: ") == 2, message=lambda: server.log)
         with Crowd(server.ports, each=2, most=REQUESTS) as crowd:
             # A fault each time that a part of the requests is over: as many with a slow machine as with a quick one.
             for turn in range(TURNS):
                 due = (turn + 1) * REQUESTS // (TURNS + 2)
-                wait_for(lambda due=due: crowd.total("over") >= due, 300 + REQUESTS / 50, crowd.__str__)
+                eventually(
+                    lambda due=due: crowd.total("over") >= due, within=300 + REQUESTS / 50, message=crowd.__str__
+                )
                 try:
                     FAULTS[turn % len(FAULTS)](server, turn // len(FAULTS))
                 except OSError:

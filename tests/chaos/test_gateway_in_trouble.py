@@ -13,11 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_crowd import wait_for
 from chaos_records import Writers
 from gateway_process import Gateway, gateway
 
-pytestmark = pytest.mark.timeout(300)
+from support.waiting import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_killed_again_and_again_it_keeps_what_it_said_it_has(running: Gateway) -
             running.end(number)
             running.start()
         count = len(writers.made)
-        wait_for(lambda: len(writers.made) > count + 5, told=lambda: (writers.told[:3], running.log[-900:]))
+        eventually(lambda: len(writers.made) > count + 5, message=lambda: (writers.told[:3], running.log[-900:]))
     writers.check_kept()
     assert all(status == 503 for status, _ in writers.told), writers.told[:3]
 
@@ -44,7 +45,7 @@ def test_stopped_for_a_moment_it_answers_everything(running: Gateway) -> None:
             writers.wait_for(6)
             pid = running.process.pid  # type: ignore[union-attr]
             os.kill(pid, signal.SIGSTOP)
-            wait_for(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+            eventually(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
             os.kill(pid, signal.SIGCONT)
     assert (writers.told, writers.cut) == ([], 0)
     writers.check_kept()
@@ -54,13 +55,13 @@ def test_while_the_database_is_locked_reading_goes_on_and_writing_waits(running:
     database = running.data_dir / "headrace.sqlite3"
     with contextlib.closing(sqlite3.connect(database, isolation_level=None, timeout=60)) as other:
         with Writers(running) as writers:
-            wait_for(lambda: len(writers.made) > 5, told=lambda: writers.told[:3])
+            eventually(lambda: len(writers.made) > 5, message=lambda: writers.told[:3])
             for _ in range(3):
                 other.execute("BEGIN IMMEDIATE")
                 writers.check_kept()
                 other.execute("ROLLBACK")
                 count = len(writers.made)
-                wait_for(lambda count=count: len(writers.made) > count + 5, told=lambda: writers.told[-3:])
+                eventually(lambda count=count: len(writers.made) > count + 5, message=lambda: writers.told[-3:])
     # Who waited for more than half a minute was told to come again.
     assert all(status == 503 and b"database" in body for status, body in writers.told), writers.told[:3]
     assert writers.cut == 0
@@ -72,14 +73,14 @@ def test_a_full_disk_is_told_and_nothing_is_half_written(running: Gateway) -> No
     process = running.process
     assert process is not None
     with Writers(running) as writers:
-        wait_for(lambda: len(writers.made) > 5, told=lambda: writers.told[:3])
+        eventually(lambda: len(writers.made) > 5, message=lambda: writers.told[:3])
         largest = max(path.stat().st_size for path in running.data_dir.rglob("*") if path.is_file())
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
-        wait_for(lambda: len(writers.told) >= 4, told=lambda: len(writers.made))
+        eventually(lambda: len(writers.told) >= 4, message=lambda: len(writers.made))
         writers.check_kept()
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         count = len(writers.made)
-        wait_for(lambda: len(writers.made) > count + 5, told=lambda: writers.told[-3:])
+        eventually(lambda: len(writers.made) > count + 5, message=lambda: writers.told[-3:])
     assert all(status >= 500 for status, _ in writers.told), writers.told[:3]
     assert process.poll() is None
     writers.check_kept()

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
 
 import pytest
 from chaos_clients import CLIENTS, Client, Cut, Told
 from chaos_crowd import Crowd
 from chaos_server import PYTHON, add_model, chaos_models, served
+
+from support.waiting import eventually
+
+pytestmark = pytest.mark.slow
 
 # Four gigabytes of addresses: enough to start, less than a hungry request wants. The number sent says what to do.
 GREEDY = """
@@ -59,8 +62,10 @@ def test_who_asked_is_told_and_the_others_go_on(tmp_path: Path) -> None:
 
 def answered(client: Client, value: int) -> int:
     """The answer, once the model's process is back: until then its clients are told to try again."""
-    for _ in range(600):
+
+    def ask() -> int | None:
         with contextlib.suppress(Told, Cut):  # gRPC's word for it, UNAVAILABLE, counts as cut
             return client.ask(value)
-        time.sleep(0.1)
-    raise AssertionError("the model did not come back")
+        return None
+
+    return int(eventually(ask))

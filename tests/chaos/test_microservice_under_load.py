@@ -14,10 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 from chaos_clients import PATIENCE_SECONDS, Cut, Lost, Told
-from chaos_crowd import Account, wait_for
+from chaos_crowd import Account
 from service_process import Service, service
 
-pytestmark = pytest.mark.timeout(300)
+from support.waiting import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CLIENTS = 4
 
 
@@ -46,7 +48,9 @@ class Asking:
 
     def wait_for(self, answers: int) -> None:
         wanted = self.account.answered + answers
-        wait_for(lambda: self.account.answered >= wanted, told=lambda: (self.account.told[-3:], self.account.cut[-3:]))
+        eventually(
+            lambda: self.account.answered >= wanted, message=lambda: (self.account.told[-3:], self.account.cut[-3:])
+        )
 
     def _run(self, number: int) -> None:
         value = number * 100_000
@@ -113,7 +117,7 @@ def test_sigstop_of_the_service_or_its_model_is_only_a_pause(running: Service) -
         for pid in (running.process.pid, *(each.pid for each in model)):
             asking.wait_for(10)
             os.kill(pid, signal.SIGSTOP)
-            wait_for(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+            eventually(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
             os.kill(pid, signal.SIGCONT)
         asking.wait_for(10)
     assert (asking.account.told, asking.account.cut) == ([], [])

@@ -20,11 +20,14 @@ import onnx
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from chaos_crowd import Crowd, wait_for
+from chaos_crowd import Crowd
 from chaos_server import ECHO, Server, add_model, served
 from onnx import TensorProto, helper, numpy_helper
 from tritonclient.utils import InferenceServerException
 
+from support.waiting import eventually
+
+pytestmark = pytest.mark.slow
 CLIENTS = 16
 
 
@@ -107,15 +110,15 @@ def test_versions_come_and_go_under_load_and_nothing_is_lost(tmp_path: Path, grp
         with Askers(ask_adder, f"127.0.0.1:{port}", grpc=grpc) as crowd:
             for number in range(2, 6):
                 write_version(model, number)
-                wait_for(lambda number=number: server.is_ready(f"/v2/models/adder/versions/{number}/ready"), 60)
-                wait_for(lambda number=number: crowd.answers[str(number)] > 0, 60)
+                eventually(lambda number=number: server.is_ready(f"/v2/models/adder/versions/{number}/ready"))
+                eventually(lambda number=number: crowd.answers[str(number)] > 0)
                 shutil.rmtree(model / str(number - 1))
             # Back to a lower number: the higher one goes, and the answers follow.
             write_version(model, 1)
             shutil.rmtree(model / "5")
-            wait_for(lambda: server.is_ready("/v2/models/adder/versions/1/ready"), 60)
+            eventually(lambda: server.is_ready("/v2/models/adder/versions/1/ready"))
             seen = crowd.answers["1"]
-            wait_for(lambda: crowd.answers["1"] > seen + 100, 60)
+            eventually(lambda: crowd.answers["1"] > seen + 100)
     assert crowd.errors == []
     assert set(crowd.answers) == {"1", "2", "3", "4", "5"}
 
@@ -149,7 +152,7 @@ def test_a_storm_of_loads_reloads_and_unloads(tmp_path: Path) -> None:
         known = ("unknown model", "Servable not found", "unable to find platform", "Server not ready")
         told = crowd.texts("told") + crowd.texts("cut")  # gRPC's UNAVAILABLE counts as cut
         assert [text for text in told if not any(word in text for word in known)] == []
-        wait_for(lambda: server.descriptors() <= before + 8, told=lambda: f"{before}, {server.descriptors()}")
+        eventually(lambda: server.descriptors() <= before + 8, message=lambda: f"{before}, {server.descriptors()}")
 
 
 def storm(server: Server, folder: Path, names: tuple[str, ...], seed: int) -> None:

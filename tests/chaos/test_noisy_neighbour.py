@@ -14,6 +14,7 @@ from chaos_server import add_model, served
 
 from headrace.access.keys_file import create_key
 
+pytestmark = pytest.mark.slow
 QUIET_REQUESTS, NOISY_CLIENTS, IN_FLIGHT = 200, 24, 12
 BODY = b'{"inputs":[{"name":"INPUT0","datatype":"FP32","shape":[1],"data":[7]}]}'
 SLOW = """backend: "identity"

@@ -6,10 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chaos_crowd import wait_for
 from chaos_records import Writers
 from gateway_process import Gateway, gateway
 from jobs.postgresql_servers import PostgresqlServer
+
+from support.waiting import eventually
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
 
@@ -21,7 +22,7 @@ def test_what_was_said_to_be_kept_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
             for _ in range(2):
                 writers.wait_for(10)
                 server.stop()
-                wait_for(lambda: len(writers.told) >= 4, told=lambda: len(writers.made))
+                eventually(lambda: len(writers.told) >= 4, message=lambda: len(writers.made))
                 server.start()
             writers.wait_for(10)
             writers.check_kept()

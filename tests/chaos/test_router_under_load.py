@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from chaos_clients import CLIENTS, Ports
-from chaos_crowd import Crowd, wait_for
-from chaos_server import Server, chaos_models, served
-from support.ports import free_port
+from chaos_crowd import Crowd
+from chaos_server import Server, chaos_models, running, served
 
-pytestmark = pytest.mark.timeout(300)
+from support.ports import free_port
+from support.waiting import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EACH = 2
 ONE_BY_ONE = ("v2 http", "v1 http", "predict", "openai events", "v2 grpc", "v1 grpc")
 """Protocols whose requests end; the others are streams, which only their two ends know the end of."""
@@ -29,18 +29,11 @@ def routed(folder: Path, *options: str) -> Iterator[tuple[Server, Server, Server
     models = chaos_models(folder, ("echo", "parrot"))
     with ExitStack() as stack:
         one, two = (stack.enter_context(served(models, folder / f"log{number}")) for number in range(2))
-        port, log = free_port(), folder / "router.log"
-        program = Path(sys.executable).with_name("headrace")
-        backends = [f"http://127.0.0.1:{server.ports.http}" for server in (one, two)]
-        words = [program, "router", "--port", str(port), *options]
-        for backend in backends:
-            words += ["--backend", backend]
-        with log.open("wb") as output:
-            process = subprocess.Popen(words, stdout=output, stderr=output)
-        stack.callback(process.wait, 60)
-        stack.callback(process.kill)
-        router = Server(process, Ports(port, port), log)
-        wait_for(lambda: process.poll() is not None or router.is_ready(), 200, told=lambda: router.log)
+        port = free_port()
+        words: list[str | Path] = ["router", "--port", str(port), *options]
+        for server in (one, two):
+            words += ["--backend", f"http://127.0.0.1:{server.ports.http}"]
+        router = stack.enter_context(running(folder / "router.log", Ports(port, port), *words))
         yield router, one, two
 
 
@@ -51,7 +44,7 @@ def test_a_backend_that_is_killed_costs_what_it_had_and_one_that_hangs_nothing_t
             # Stopped: those that it holds wait for it, new ones go to the other when its checks have failed.
             os.kill(two.process.pid, signal.SIGSTOP)
             answered = crowd.total("answered")
-            wait_for(lambda: crowd.total("answered") > answered + 20, told=crowd.__str__)
+            eventually(lambda: crowd.total("answered") > answered + 20, message=crowd.__str__)
             os.kill(two.process.pid, signal.SIGCONT)
             crowd.wait_for(10)
             os.kill(one.process.pid, signal.SIGKILL)

@@ -15,27 +15,31 @@ from pathlib import Path
 import psutil
 import pytest
 from chaos_clients import CLIENTS
-from chaos_crowd import Crowd, wait_for
+from chaos_crowd import Crowd
 from chaos_server import Server, chaos_models, served
 
-pytestmark = pytest.mark.timeout(300)
+from support.waiting import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EACH = 2
 SNAKES = {name: "snake" for name in CLIENTS if name != "openai events"}
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One process, and those of its models."""
-    with served(chaos_models(tmp_path), tmp_path / "log") as server:
+    folder = tmp_path_factory.mktemp("alone")
+    with served(chaos_models(folder), folder / "log") as server:
         yield server
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two workers that are ready, and may be stopped for as long as it takes."""
+    folder = tmp_path_factory.mktemp("pair")
     patient = ("--workers", "2", "--worker-timeout-seconds", "0")
-    with served(chaos_models(tmp_path), tmp_path / "log", *patient) as server:
-        wait_for(lambda: ready(server) == 2, told=lambda: server.log)
+    with served(chaos_models(folder), folder / "log", *patient) as server:
+        eventually(lambda: ready(server) == 2, message=lambda: server.log)
         yield server
 
 
@@ -50,14 +54,15 @@ def family(server: Server) -> list[psutil.Process]:
 
 
 def test_a_killed_worker_costs_its_own_clients_one_request_each(pair: Server) -> None:
+    before = ready(pair)
     with Crowd(pair.ports, each=EACH) as crowd:
         for turn in range(2):
             crowd.wait_for(20)
             killed = pair.worker(turn)
             os.kill(killed, signal.SIGKILL)
-            wait_for(lambda turn=turn, killed=killed: pair.worker(turn) != killed, told=lambda: pair.log)
+            eventually(lambda turn=turn, killed=killed: pair.worker(turn) != killed, message=lambda: pair.log)
             crowd.wait_for(20)
-            wait_for(lambda turn=turn: ready(pair) == 3 + turn, told=lambda: pair.log)
+            eventually(lambda turn=turn: ready(pair) == before + 1 + turn, message=lambda: pair.log)
     crowd.check()
     assert crowd.total("told") == 0, crowd.texts("told")
     assert all(len(account.cut) <= 2 * EACH for account in crowd.accounts.values()), crowd.texts("cut")
@@ -69,7 +74,7 @@ def test_a_stopped_worker_answers_everything_when_it_goes_on(pair: Server) -> No
         crowd.wait_for(10)
         os.kill(pair.worker(1), signal.SIGSTOP)
         answered = crowd.total("answered")
-        wait_for(lambda: crowd.total("answered") > answered + 300, told=crowd.__str__)
+        eventually(lambda: crowd.total("answered") > answered + 300, message=crowd.__str__)
         os.kill(pair.worker(1), signal.SIGCONT)
         crowd.wait_for(10)
     crowd.check()
@@ -79,14 +84,14 @@ def test_a_stopped_worker_answers_everything_when_it_goes_on(pair: Server) -> No
 def test_a_worker_that_hangs_is_replaced_and_costs_its_own_clients_one_request_each(tmp_path: Path) -> None:
     """Stopped for good. Nobody waits for ever, and who was with the other worker notices nothing."""
     with served(chaos_models(tmp_path), tmp_path / "log", "--workers", "2", "--worker-timeout-seconds", "8") as server:
-        wait_for(lambda: ready(server) == 2, told=lambda: server.log)
+        eventually(lambda: ready(server) == 2, message=lambda: server.log)
         each = 3  # 27 connections: that all are with one worker happens once in 70 million times
         with Crowd(server.ports, each=each) as crowd:
             crowd.wait_for(10)
             hung = server.worker(1)
             os.kill(hung, signal.SIGSTOP)
-            wait_for(lambda: server.worker(1) != hung, told=lambda: server.log)
-            wait_for(lambda: ready(server) == 3, told=lambda: server.log)
+            eventually(lambda: server.worker(1) != hung, message=lambda: server.log)
+            eventually(lambda: ready(server) == 3, message=lambda: server.log)
             crowd.wait_for(10)
         assert f"worker 1 (pid {hung}) has been stopped for" in server.log
         assert "hung and was killed" in server.log
@@ -107,17 +112,18 @@ def test_a_stopped_parent_stops_nobody(pair: Server) -> None:
     assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
 
 
-def test_a_killed_server_leaves_nobody_waiting_and_nothing_behind(alone: Server) -> None:
-    processes = family(alone)
-    assert len(processes) >= 3
-    with Crowd(alone.ports, each=EACH, until_gone=True) as crowd:
-        crowd.wait_for(10)
-        alone.process.kill()
-        crowd.join()
-    crowd.check()
-    assert all(len(account.cut) == EACH for account in crowd.accounts.values()), str(crowd)
-    gone, left = psutil.wait_procs(processes[1:], timeout=60)
-    assert not left, left
+def test_a_killed_server_leaves_nobody_waiting_and_nothing_behind(tmp_path: Path) -> None:
+    with served(chaos_models(tmp_path), tmp_path / "log") as server:
+        processes = family(server)
+        assert len(processes) >= 3
+        with Crowd(server.ports, each=EACH, until_gone=True) as crowd:
+            crowd.wait_for(10)
+            server.process.kill()
+            crowd.join()
+        crowd.check()
+        assert all(len(account.cut) == EACH for account in crowd.accounts.values()), str(crowd)
+        gone, left = psutil.wait_procs(processes[1:], timeout=60)
+        assert not left, left
 
 
 def test_a_stopped_server_answers_everything_when_it_goes_on(alone: Server) -> None:
@@ -125,7 +131,7 @@ def test_a_stopped_server_answers_everything_when_it_goes_on(alone: Server) -> N
         for _ in range(3):
             crowd.wait_for(5)
             os.kill(alone.process.pid, signal.SIGSTOP)
-            wait_for(lambda: psutil.Process(alone.process.pid).status() == psutil.STATUS_STOPPED)
+            eventually(lambda: psutil.Process(alone.process.pid).status() == psutil.STATUS_STOPPED)
             os.kill(alone.process.pid, signal.SIGCONT)
         crowd.wait_for(5)
     crowd.check()

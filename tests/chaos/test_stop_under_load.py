@@ -11,9 +11,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from chaos_crowd import Crowd, wait_for
+from chaos_crowd import Crowd
 from chaos_server import chaos_models, served
 
+from support.waiting import eventually
+
+pytestmark = pytest.mark.slow
 EACH = 3
 
 
@@ -24,7 +27,7 @@ def test_nothing_that_was_accepted_is_lost(tmp_path: Path, workers: int) -> None
         with Crowd(server.ports, each=EACH, until_gone=True) as crowd:
             crowd.wait_for(20)
             server.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: not server.is_ready(), told=lambda: "it is still ready")
+            eventually(lambda: not server.is_ready(), message=lambda: "it is still ready")
             # 0 only if everything that it had read was answered before it closed a connection.
             assert server.ended() == 0, server.log
             crowd.join()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`import cli_programs` works from the tests beside it."""
+"""`import fleet_in_memory` works from the tests beside it."""
 
 from __future__ import annotations
 

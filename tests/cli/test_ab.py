@@ -15,13 +15,15 @@ from typer.testing import CliRunner, Result
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "traffic"))
 
-from support.serving import Serving, serving
 from split_planes import World
 
 from headrace.api.admin.http import Admin
 from headrace.cli.ab import ab
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.serving import Serving, serving
+
+pytestmark = pytest.mark.worker("matplotlib")
 
 
 class Here:

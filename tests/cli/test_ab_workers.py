@@ -7,13 +7,15 @@ import http.client
 import json
 import re
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cli_programs import Server, run, serve
+import pytest
+
+from support.programs import Program, run
+from support.servers import serve_process
+from support.waiting import eventually
 
 CONFIG = """backend: "python"
 max_batch_size: 8
@@ -35,7 +37,7 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def ask(server: Server, path: str, document: Any = None, connection: http.client.HTTPConnection | None = None) -> Any:
+def ask(server: Program, path: str, document: Any = None, connection: http.client.HTTPConnection | None = None) -> Any:
     """On a connection of its own, which the kernel gives to any of the workers, unless there is one."""
     used = connection or http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
     try:
@@ -47,16 +49,10 @@ def ask(server: Server, path: str, document: Any = None, connection: http.client
             used.close()
 
 
-def until(condition: Callable[[], Any], server: Server) -> None:
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline, server.log
-        time.sleep(0.02)
-
-
+@pytest.mark.slow
 def test_a_failing_candidate_is_rolled_back_in_all_workers(tmp_path: Path) -> None:
-    with serve(tmp_path / "log", make_model(tmp_path / "models"), "--workers", "2") as server:
-        until(lambda: len(set(re.findall(r'"worker":(\d)', server.log))) == 2, server)
+    with serve_process(tmp_path / "log", make_model(tmp_path / "models"), "--workers", "2") as server:
+        eventually(lambda: len(set(re.findall(r'"worker":(\d)', server.log))) == 2)
         options = ("--rollback-error-rate", "0.2", "--rollback-least", "10", "--sticky-field", "user")
         done = run("ab", "set", "m", "v1.0.0=0.5", "v1.1.0=0.5", *options, "--url", server.url)
         assert done.returncode == 0, done.stderr

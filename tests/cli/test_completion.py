@@ -9,47 +9,55 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_programs import CONFIG, HEADRACE, PLAIN, make_models, run, serve
-from support.ports import free_port
 
-ENVIRON = PLAIN | {"PATH": f"{HEADRACE.parent}:{os.environ['PATH']}"}
+from support.ports import free_port
+from support.programs import HEADRACE, PLAIN, run
+from support.servers import serve_in_thread
+from support.tiny_models import CONFIG, make_models
+
+ENVIRON = {**os.environ, **PLAIN, "PATH": f"{HEADRACE.parent}:{os.environ['PATH']}"}
 TRY = """
 source <(headrace completion bash)
 try() { COMP_LINE="$1" COMP_POINT=${#1} COMPREPLY=(); _headrace_completion headrace; echo "${COMPREPLY[*]}"; }
 """
+LINES = {
+    "headrace do": ["doctor"],
+    "headrace top --i": ["--interval"],
+    "headrace router --policy=ro": ["round-robin"],
+    "headrace service start --platform k": ["kubernetes"],
+    "headrace serve --model-control-mode ": ["none", "poll", "explicit"],
+    "headrace serve mod": [],
+}
 
 
-def completed(*lines: str) -> list[list[str]]:
-    """What bash is offered at the end of each line."""
-    script = TRY + "".join(f"try '{line}'\n" for line in lines)
+def completed(line: str) -> list[str]:
+    """What the program offers at the end of a line, as the script asks it."""
+    words = line.split()
+    index = len(words) - (not line.endswith(" "))
+    asked = {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(index)}
+    return run(env=asked).stdout.split()
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_verbs_options_and_values(line: str) -> None:
+    assert completed(line) == LINES[line]
+
+
+@pytest.mark.slow
+def test_the_script_in_a_real_bash() -> None:
+    script = TRY + "".join(f"try '{line}'\n" for line in LINES)
     words = ["bash", "--norc", "-c", script]
-    done = subprocess.run(words, env=ENVIRON, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, env=ENVIRON, capture_output=True, text=True, timeout=240, check=True)
     assert not done.stderr
-    return [line.split() for line in done.stdout.splitlines()]
-
-
-def test_verbs_options_and_values() -> None:
-    verbs, options, policies, platforms, modes, nothing = completed(
-        "headrace do",
-        "headrace top --i",
-        "headrace router --policy=ro",
-        "headrace service start --platform k",
-        "headrace serve --model-control-mode ",
-        "headrace serve mod",
-    )
-    assert verbs == ["doctor"] and options == ["--interval"] and policies == ["round-robin"]
-    assert platforms == ["kubernetes"] and modes == ["none", "poll", "explicit"] and nothing == []
+    assert [line.split() for line in done.stdout.splitlines()] == list(LINES.values())
 
 
 def test_names_of_models(tmp_path: Path) -> None:
     models = make_models(tmp_path / "models", resnet50=CONFIG, resnet18=CONFIG, other=CONFIG)
-    with serve(tmp_path / "log", models) as server:
-        found, chosen = completed(
-            f"headrace models show --url {server.url} re", f"headrace infer --url {server.url} other"
-        )
-    assert found == ["resnet18", "resnet50"] and chosen == ["other"]
-    (none,) = completed(f"headrace models show --url http://127.0.0.1:{free_port()} ")
-    assert none == []
+    with serve_in_thread(models) as server:
+        assert completed(f"headrace models show --url {server.url} re") == ["resnet18", "resnet50"]
+        assert completed(f"headrace infer --url {server.url} other") == ["other"]
+    assert completed(f"headrace models show --url http://127.0.0.1:{free_port()} ") == []
 
 
 def test_the_tab_key(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import http.server
 import json
 import os
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_programs import BROKEN, CONFIG, HEADRACE, PLAIN, make_models, run, serve
-from support.ports import free_port
 
 from headrace.cli.doctor import server_url
 from headrace.core.errors import InvalidArgument
 from headrace.doctor.servers import check_gateway
+from support.ports import free_port
+from support.programs import Finished, Program, run
+from support.servers import serve_in_thread
+from support.tiny_models import BROKEN, CONFIG, make_models
 
 
-def findings_of(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+def findings_of(done: Finished) -> dict[str, dict[str, str]]:
     """By name; that the exit code fits them is looked at as well."""
     document = json.loads(done.stdout)
     states = [each["state"] for each in document["findings"]]
@@ -54,20 +55,19 @@ def test_ports_that_another_program_has() -> None:
     assert found[f"port {metrics}"]["state"] == "warning"
 
 
-def test_a_server_that_runs(tmp_path: Path) -> None:
-    with serve(tmp_path / "log", make_models(tmp_path / "models", one=CONFIG)) as server:
-        port = server.url.rpartition(":")[2]
-        found = findings_of(run("doctor", *free_ports()[2:], "--http-port", port, "--json"))
-        named = findings_of(run("doctor", *free_ports(), "--url", server.url.removeprefix("http://"), "--json"))
-    told = found[f"port {port}"]
-    assert told["state"] == "ok" and f"process {server.process.pid}," in told["message"]
+def test_a_server_that_runs(session_server: Program) -> None:
+    server = session_server
+    found = findings_of(run("doctor", *free_ports()[2:], "--http-port", str(server.port), "--json"))
+    named = findings_of(run("doctor", *free_ports(), "--url", server.url.removeprefix("http://"), "--json"))
+    told = found[f"port {server.port}"]
+    assert told["state"] == "ok" and f"process {server.pid}," in told["message"]
     for each in (found, named):
         assert each[f"server {server.url}"]["state"] == "ok"
         assert each[f"clock of {server.url}"]["state"] == "ok"
 
 
 def test_a_server_that_is_not_ready(tmp_path: Path) -> None:
-    with serve(tmp_path / "log", make_models(tmp_path / "models", fine=CONFIG, broken=BROKEN)) as server:
+    with serve_in_thread(make_models(tmp_path / "models", fine=CONFIG, broken=BROKEN)) as server:
         found = findings_of(run("doctor", *free_ports(), "--url", server.url, "--json"))
     told = found[f"server {server.url}"]
     assert told["state"] == "problem" and "broken is" in told["message"] and "dimms" in told["message"]
@@ -98,7 +98,7 @@ def answering(ahead: float) -> Iterator[str]:
         def log_message(self, *_: Any) -> None: ...
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
@@ -122,18 +122,16 @@ def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
     here.mkdir()
-    environ = PLAIN | {"HOME": str(home), "XDG_CACHE_HOME": "", "XDG_STATE_HOME": "", "HEADRACE_STATE_DIR": ""}
-    words = [HEADRACE, "doctor", *free_ports(), "--repository", "nowhere"]
-    done = subprocess.run(words, env=environ, cwd=here, capture_output=True, text=True, timeout=120, check=False)
+    environ = {"HOME": str(home), "XDG_CACHE_HOME": "", "XDG_STATE_HOME": "", "HEADRACE_STATE_DIR": ""}
+    words = ["doctor", *free_ports(), "--repository", "nowhere"]
+    done = run(*words, env=environ, cwd=here)
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and not done.stderr
     place = next(n for n, line in enumerate(lines) if line.split()[:2] == ["problem", "repository"])
     assert lines[place + 1] == "         try: mkdir -p nowhere"
     assert any(line.startswith("ok ") and f"{home}/.cache/headrace is made when it is needed" in line for line in lines)
     assert lines[-1].split()[1] == "problem(s)," and lines[-1].endswith(" fine")
-    quiet = subprocess.run(
-        [*words, "--quiet"], env=environ, cwd=here, capture_output=True, text=True, timeout=120, check=False
-    )
+    quiet = run(*words, "--quiet", env=environ, cwd=here)
     assert not any(line.startswith("ok ") for line in quiet.stdout.splitlines())
     assert not list(home.iterdir()) and not list(here.iterdir())
 
@@ -149,10 +147,9 @@ def test_what_cannot_be_asked() -> None:
 
 def test_platforms_that_are_asked_for(tmp_path: Path) -> None:
     config = tmp_path / "config"
-    environ = PLAIN | {"KUBECONFIG": str(config), "HOME": str(tmp_path), "XDG_STATE_HOME": "", "LEPTON_AUTH_TOKEN": ""}
-    words = [HEADRACE, "doctor", *free_ports(), "--kube", "--platform", "process", "--platform", "lepton", "--json"]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=False)
-    found = findings_of(done)
+    environ = {"KUBECONFIG": str(config), "HOME": str(tmp_path), "XDG_STATE_HOME": "", "LEPTON_AUTH_TOKEN": ""}
+    words = ["doctor", *free_ports(), "--kube", "--platform", "process", "--platform", "lepton", "--json"]
+    found = findings_of(run(*words, env=environ))
     assert found["process"]["state"] == "ok" and not (tmp_path / ".local").exists()
     assert found["lepton: LEPTON_AUTH_TOKEN"]["fix"] == "export LEPTON_AUTH_TOKEN=VALUE"
     wrong = [each for name, each in found.items() if name.startswith("kubernetes")]

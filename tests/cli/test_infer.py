@@ -4,76 +4,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cli_programs import CONFIG, LISTENING, Server, make_models, serve
-from cli_programs import run as run_program
-from typer.testing import CliRunner
 
-from headrace.cli.main import app
-
-LABELLED = CONFIG.replace("dims: [ 4 ] }\ndynamic", 'dims: [ 4 ] label_filename: "labels.txt" }\ndynamic')
-TWO = """backend: "identity"
-input { name: "ids" data_type: TYPE_INT32 dims: [ -1, 2 ] }
-input { name: "text" data_type: TYPE_STRING dims: [ 1 ] optional: true }
-output { name: "same_ids" data_type: TYPE_INT32 dims: [ -1, 2 ] }
-output { name: "same_text" data_type: TYPE_STRING dims: [ 1 ] }
-"""
-TYPED = """backend: "identity"
-input {{ name: "x" data_type: TYPE_{0} dims: [ 2, 2 ] }}
-output {{ name: "y" data_type: TYPE_{0} dims: [ 2, 2 ] }}
-"""
-STORY = """backend: "python"
-input { name: "text" data_type: TYPE_STRING dims: [ 1 ] }
-output { name: "word" data_type: TYPE_STRING dims: [ 1 ] }
-model_transaction_policy { decoupled: true }
-"""
-STORY_PY = """
-import numpy as np
-import triton_python_backend_utils as pb
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        for request in requests:
-            sender = request.get_response_sender()
-            for word in pb.get_input_tensor_by_name(request, "text").as_numpy()[0].split():
-                sender.send(pb.InferenceResponse([pb.Tensor("word", np.array([word], dtype=object))]))
-            sender.send(flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("infer")
-    types = {name.lower(): TYPED.format(name) for name in ("UINT8", "FP16", "BF16", "BOOL", "INT64")}
-    models = make_models(folder / "models", echo=LABELLED, two=TWO, story=STORY, **types)
-    (models / "echo" / "labels.txt").write_text("cat\ndog\nbird\nfish\n")
-    (models / "story" / "1" / "model.py").write_text(STORY_PY)
-    with serve(folder / "log", models) as running:
-        yield running
+from support.programs import Finished, Program, run, run_process
 
 
 @pytest.fixture(params=["http", "grpc"])
-def url(request: pytest.FixtureRequest, server: Server) -> str:
-    return server.url if request.param == "http" else grpc_url(server)
-
-
-def grpc_url(server: Server) -> str:
-    return f"grpc://127.0.0.1:{LISTENING.findall(server.log)[1]}"
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command in this process, which spares each test half a second; some run the real program."""
-    done = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb"}).invoke(app, [str(each) for each in arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+def url(request: pytest.FixtureRequest, session_server: Program) -> str:
+    return session_server.url if request.param == "http" else session_server.grpc_url
 
 
 def refused(*arguments: str | Path) -> str:
@@ -90,18 +32,18 @@ def failed(code: int, *arguments: str | Path) -> str:
     return lines[0]
 
 
-def shown(done: subprocess.CompletedProcess[str]) -> Any:
+def shown(done: Finished) -> Any:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def data_of(done: subprocess.CompletedProcess[str]) -> Any:
+def data_of(done: Finished) -> Any:
     (output,) = shown(done)["outputs"]
     return output["data"]
 
 
 def test_a_table_of_outputs(url: str) -> None:
-    done = run_program("infer", "echo", "--url", url, "--input", "INPUT0=[[1, 2.5, 3, 4], [5, 6, 7, 1e10]]")
+    done = run("infer", "echo", "--url", url, "--input", "INPUT0=[[1, 2.5, 3, 4], [5, 6, 7, 1e10]]")
     assert done.returncode == 0, done.stderr
     first, head, row = done.stdout.splitlines()
     assert first.startswith("echo version 1, ")
@@ -171,8 +113,8 @@ def test_an_optional_input_may_be_left_out(url: str) -> None:
         ("int64", "[[9007199254740993, 1], [2, 3]]", [9007199254740993, 1, 2, 3]),
     ],
 )
-def test_numbers_take_the_models_type(server: Server, model: str, value: str, data: list[Any]) -> None:
-    assert data_of(run("infer", model, "--url", server.url, "-i", f"x={value}", "--json")) == data
+def test_numbers_take_the_models_type(session_server: Program, model: str, value: str, data: list[Any]) -> None:
+    assert data_of(run("infer", model, "--url", session_server.url, "-i", f"x={value}", "--json")) == data
 
 
 @pytest.mark.parametrize(
@@ -191,10 +133,10 @@ def test_numbers_take_the_models_type(server: Server, model: str, value: str, da
     ],
 )
 def test_arrays_are_converted_where_nothing_is_lost(
-    server: Server, tmp_path: Path, model: str, array: Any, fits: bool
+    session_server: Program, tmp_path: Path, model: str, array: Any, fits: bool
 ) -> None:
     np.save(tmp_path / "x.npy", array)
-    arguments = (model, "--url", server.url, "-i", f"x=@{tmp_path}/x.npy")
+    arguments = (model, "--url", session_server.url, "-i", f"x=@{tmp_path}/x.npy")
     if fits:
         done = run("infer", *arguments, "--json")
         np.testing.assert_allclose(data_of(done), array.ravel(), rtol=1e-3)
@@ -221,10 +163,10 @@ def test_a_stream_of_results(url: str) -> None:
     assert "add --stream" in failed(1, "story", "--url", url, "-i", "text=Once")
 
 
-def test_headers_are_sent_and_checked(server: Server) -> None:
-    done = run("infer", "echo", "--url", server.url, "--random", "--header", "X-Tenant: blue")
+def test_headers_are_sent_and_checked(session_server: Program) -> None:
+    done = run("infer", "echo", "--url", session_server.url, "--random", "--header", "X-Tenant: blue")
     assert done.returncode == 0, done.stderr
-    assert "NAME:VALUE" in refused("echo", "--url", server.url, "--random", "--header", "nothing")
+    assert "NAME:VALUE" in refused("echo", "--url", session_server.url, "--random", "--header", "nothing")
 
 
 @pytest.mark.parametrize(
@@ -249,11 +191,11 @@ def test_headers_are_sent_and_checked(server: Server) -> None:
         (("--random", "--key", "k.pem"), "--key needs --cert"),
     ],
 )
-def test_mistakes_in_one_line(server: Server, arguments: tuple[str, ...], text: str) -> None:
-    assert text in refused("echo", "--url", server.url, *arguments)
+def test_mistakes_in_one_line(session_server: Program, arguments: tuple[str, ...], text: str) -> None:
+    assert text in refused("echo", "--url", session_server.url, *arguments)
 
 
-def test_files_that_are_no_arrays(server: Server, tmp_path: Path) -> None:
+def test_files_that_are_no_arrays(session_server: Program, tmp_path: Path) -> None:
     (tmp_path / "empty.npy").write_bytes(b"")
     (tmp_path / "text.npy").write_text("just text")
     (tmp_path / "x.json").write_text("{")
@@ -264,7 +206,7 @@ def test_files_that_are_no_arrays(server: Server, tmp_path: Path) -> None:
         ("pickled.npy", "objects"),
         ("x.json", "JSON"),
     ):
-        assert text in refused("echo", "--url", server.url, "-i", f"INPUT0=@{tmp_path / name}")
+        assert text in refused("echo", "--url", session_server.url, "-i", f"INPUT0=@{tmp_path / name}")
 
 
 def test_what_a_server_refuses_and_where_nobody_is(url: str) -> None:
@@ -275,14 +217,13 @@ def test_what_a_server_refuses_and_where_nobody_is(url: str) -> None:
     assert "'ftp' is not spoken" in refused("echo", "--url", "ftp://127.0.0.1")
 
 
-def test_the_program_says_so_too(server: Server) -> None:
-    done = run_program("infer", "ecko", "--url", server.url)
+def test_the_program_says_so_too(session_server: Program) -> None:
+    done = run_process("infer", "ecko", "--url", session_server.url)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "headrace: Request for unknown model: 'ecko' is not found; did you mean 'echo'?\n"
-    assert run_program("infer", "echo", "--url", "http://127.0.0.1:1").returncode == 2
 
 
 def test_help_has_examples() -> None:
-    done = run_program("infer", "--help")
+    done = run("infer", "--help")
     assert done.returncode == 0
     assert "headrace infer resnet50" in done.stdout

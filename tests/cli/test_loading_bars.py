@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_programs import CONFIG, HEADRACE, make_models
 from rich.console import Console
 
 from headrace.cli.progress import BesideBars, LoadingBars, LoadingLines, logging_beside_bars
 from headrace.core.clock import SystemClock
 from headrace.telemetry.progress import ProgressEvent
+from support.programs import HEADRACE
+from support.tiny_models import CONFIG, make_models
 
 SLOW = (
     CONFIG

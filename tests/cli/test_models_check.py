@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cli_programs import BROKEN, CONFIG, make_models, run
+from support.programs import run
+from support.tiny_models import BROKEN, CONFIG, make_models
 
 
 def test_every_mistake_on_a_line_of_its_own(tmp_path: Path) -> None:

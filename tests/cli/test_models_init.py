@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_programs import run
 
 from headrace.backends import table
 from headrace.cli import init
@@ -17,6 +16,7 @@ from headrace.cli.init import init_model
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.engine.repository.check import check_repository
 from headrace.modelconfig.drafts import read_draft
+from support.programs import run
 
 PREDICT = """
 import numpy as np

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_programs import PLAIN, run
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
 from headrace.cli.root import opened
 from headrace.cli.verbs import SECTIONS, Verb
+from support.programs import PLAIN, run
 
 VERBS = [verb for verbs in SECTIONS.values() for verb in verbs]
 OWN = {"headrace.cli.main", "headrace.cli.root", "headrace.cli.verbs", "headrace.cli.checks"}
@@ -45,7 +46,12 @@ FOR_OTHERS = {("completion",), ("operator", "manifests")}
 def imported(*words: str) -> tuple[str, set[str]]:
     """What is printed, and the modules that are imported for it."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words], env=PLAIN, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", PROGRAM, *words],
+        env={**os.environ, **PLAIN},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     code, modules = json.loads(done.stderr)
     assert not code, done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace serve MODELS`, `headrace models ...`: the real programs over a real folder."""
+"""`headrace serve MODELS`, `headrace models ...` over a real folder."""
 
 from __future__ import annotations
 
@@ -9,27 +9,36 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_programs import BROKEN, CONFIG, Server, make_models, run, serve
+
+from support.programs import run, run_process
+from support.servers import ThreadServer, serve_in_thread
+from support.tiny_models import BROKEN, CONFIG, make_models
+from support.waiting import eventually
 
 REQUEST = {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
 
 
-def infer(server: Server, model: str) -> None:
+def infer(server: ThreadServer, model: str) -> None:
     body = json.dumps(REQUEST).encode()
     with urllib.request.urlopen(f"{server.url}/v2/models/{model}/infer", body, timeout=30) as answer:
         assert json.load(answer)["outputs"][0]["data"] == [1, 2, 3, 4]
 
 
+def version_of(server: ThreadServer, model: str) -> str:
+    rows = json.loads(run("models", "list", "--url", server.url, "--json").stdout)
+    return max(str(row["version"]) for row in rows if row["name"] == model)
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadServer]:
     folder = tmp_path_factory.mktemp("served")
     make_models(folder / "models", echo=CONFIG, broken=BROKEN, spare=CONFIG, never=CONFIG)
     options = ("--model-control-mode=explicit", "--load-model=echo", "--load-model=broken")
-    with serve(folder / "log", folder / "models", *options) as running:
+    with serve_in_thread(folder / "models", *options) as running:
         yield running
 
 
-def test_list(server: Server) -> None:
+def test_list(server: ThreadServer) -> None:
     infer(server, "echo")
     done = run("models", "list", "--url", server.url)
     assert done.returncode == 0, done.stderr
@@ -40,14 +49,14 @@ def test_list(server: Server) -> None:
     assert "not loaded" in lines["never"]
 
 
-def test_list_as_json(server: Server) -> None:
+def test_list_as_json(server: ThreadServer) -> None:
     infer(server, "echo")
     rows = {row["name"]: row for row in json.loads(run("models", "list", "--url", server.url, "--json").stdout)}
     assert rows["echo"]["executions"] >= 1 and rows["echo"]["average_batch"] == 1
     assert rows["broken"]["requests"] is None and "dimms" in rows["broken"]["reason"]
 
 
-def test_show_explains_the_batches(server: Server) -> None:
+def test_show_explains_the_batches(server: ThreadServer) -> None:
     infer(server, "echo")
     done = run("models", "show", "echo", "--url", server.url)
     assert done.returncode == 0, done.stderr
@@ -58,14 +67,14 @@ def test_show_explains_the_batches(server: Server) -> None:
     assert seen["stats"][0]["batching"]["recent"][-1]["rows"] == 1
 
 
-def test_show_a_model_that_does_not_serve(server: Server) -> None:
+def test_show_a_model_that_does_not_serve(server: ThreadServer) -> None:
     done = run("models", "show", "broken", "--url", server.url)
     assert done.returncode == 1 and "did you mean 'dims'" in done.stdout
     done = run("models", "show", "nowhere", "--url", server.url)
     assert done.returncode == 1 and "'nowhere' is not found" in done.stderr
 
 
-def test_load_and_unload(server: Server) -> None:
+def test_load_and_unload(server: ThreadServer) -> None:
     done = run("models", "load", "spare", "--url", server.url)
     assert (done.returncode, done.stdout) == (0, "spare: loaded\n"), done.stderr
     infer(server, "spare")
@@ -92,9 +101,9 @@ def test_no_server(url: str, told: str) -> None:
 
 def test_a_version_is_added_while_the_server_runs(tmp_path: Path) -> None:
     models = make_models(tmp_path / "models", echo=CONFIG)
-    with serve(tmp_path / "log", models, "--repository-poll-secs", "0.05") as server:
+    with serve_in_thread(models, "--repository-poll-secs", "0.05") as server:
         (models / "echo" / "2").mkdir()
-        server.wait_for("model 'echo' version 2 is ready")
+        eventually(lambda: version_of(server, "echo") == "2")
         infer(server, "echo")
         done = run("models", "load", "echo", "--url", server.url)
         assert done.returncode == 1 and "not allowed if polling is enabled" in done.stderr
@@ -107,5 +116,5 @@ def test_exit_on_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    done = run("serve", tmp_path / "none", "--http-port", "0", "--grpc-port", "0")
+    done = run_process("serve", tmp_path / "none", "--http-port", "0", "--grpc-port", "0")
     assert done.returncode == 2 and "does not exist" in done.stderr

@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import re
+import logging
 import signal
 import socket
-import subprocess
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
-from cli_programs import CONFIG, HEADRACE, PLAIN, Server, make_models, run, serve
+
 from support.ports import free_port
+from support.programs import run
+from support.servers import serve_in_thread, serve_process
+from support.tiny_models import CONFIG, make_models
+from support.waiting import eventually
 
 REQUEST = json.dumps(
     {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
@@ -33,16 +34,12 @@ def get(port: int, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def port_of(server: Server) -> int:
-    return int(server.url.rpartition(":")[2])
-
-
 def test_all_protocols_on_their_ports(tmp_path: Path) -> None:
     metrics = free_port()
-    with serve(tmp_path / "log", "--metrics-port", str(metrics), "--id=here", "--http-thread-count=4") as server:
-        ports = [int(port) for port in re.findall(r"listening on 127\.0\.0\.1:(\d+)", server.log)]
-        assert len(ports) == 3 and ports[0] == metrics
-        http_port = ports[1]
+    options = ("--metrics-port", str(metrics), "--id=here", "--http-thread-count=4")
+    with serve_process(tmp_path / "log", *options) as server:
+        assert len(server.ports) == 3 and server.ports[0] == metrics
+        http_port = server.ports[1]
         assert get(http_port, "/v2/health/ready")[0] == get(http_port, "/api/health/ready")[0] == 200
         assert json.loads(get(http_port, "/v2")[1])["name"] == "here"
         assert 'id: "here"' in get(http_port, "/api/status")[1]
@@ -53,17 +50,17 @@ def test_all_protocols_on_their_ports(tmp_path: Path) -> None:
         assert server.log.count("--http-thread-count does nothing here") == 1
 
 
-def test_ports_that_are_not_allowed(tmp_path: Path) -> None:
-    with serve(tmp_path / "log", "--allow-grpc=false", "--allow-metrics", "false") as server:
-        assert server.log.count("listening on") == 1
-        assert get(port_of(server), "/v2/health/live")[0] == 200
-        assert get(port_of(server), "/metrics")[0] == 404
-    with serve(tmp_path / "log2", "--allow-http=0") as server:
-        assert server.log.count("listening on") == 1
-        assert get(port_of(server), "/v2/health/live")[0] == 404
+def test_ports_that_are_not_allowed() -> None:
+    with serve_in_thread("--allow-grpc=false", "--allow-metrics", "false") as server:
+        (port,) = server.ports
+        assert get(port, "/v2/health/live")[0] == 200
+        assert get(port, "/metrics")[0] == 404
+    with serve_in_thread("--allow-http=0") as server:
+        (port,) = server.ports
+        assert get(port, "/v2/health/live")[0] == 404
 
 
-def test_a_metrics_port_that_nobody_chose_may_be_taken(tmp_path: Path) -> None:
+def test_a_metrics_port_that_nobody_chose_may_be_taken(caplog: pytest.LogCaptureFixture) -> None:
     # Whether or not another program has it by chance, this one has it for sure.
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -73,43 +70,24 @@ def test_a_metrics_port_that_nobody_chose_may_be_taken(tmp_path: Path) -> None:
         except OSError:
             pass
         http_port, grpc_port = free_port(), free_port()
-        log = tmp_path / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [HEADRACE, "serve", f"--http-port={http_port}", f"--grpc-port={grpc_port}"],
-                env=PLAIN,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            started = Server(process, log)
-            started.wait_for("model(s)")
-            assert "port 8002 is taken" in started.log and "--metrics-port" in started.log
+        with (
+            caplog.at_level(logging.WARNING),
+            serve_in_thread(f"--http-port={http_port}", f"--grpc-port={grpc_port}") as server,
+        ):
+            assert server.ports == [http_port, grpc_port]
+            assert "port 8002 is taken" in caplog.text and "--metrics-port" in caplog.text
             assert get(http_port, "/metrics")[0] == 200
-        finally:
-            process.terminate()
-            assert process.wait(100) == 0
         done = run("serve", f"--http-port={http_port}", "--metrics-port=8002")
         assert done.returncode == 2 and "cannot listen on 127.0.0.1:8002" in done.stderr
 
 
-def test_a_port_for_several_servers(tmp_path: Path) -> None:
-    http_port, grpc_port = str(free_port()), str(free_port())
+def test_a_port_for_several_servers() -> None:
+    http_port, grpc_port = free_port(), free_port()
+    ports = ("--http-port", str(http_port), "--grpc-port", str(grpc_port))
     options = ("--reuse-http-port", "true", "--reuse-grpc-port=true", "--allow-metrics=false")
-    processes = []
-    try:
-        for index in range(2):
-            log = tmp_path / f"log{index}"
-            with log.open("wb") as output:
-                command = [HEADRACE, "serve", "--http-port", http_port, "--grpc-port", grpc_port, *options]
-                process = subprocess.Popen(command, env=PLAIN, stdout=output, stderr=subprocess.STDOUT)
-            processes.append(process)
-            Server(process, log).wait_for("model(s)")
-        assert get(int(http_port), "/v2/health/ready")[0] == 200
-    finally:
-        for process in processes:
-            process.terminate()
-        assert [process.wait(100) for process in processes] == [0, 0]
+    with serve_in_thread(*ports, *options) as first, serve_in_thread(*ports, *options) as second:
+        assert first.ports == second.ports == [http_port, grpc_port]
+        assert {get(http_port, "/v2/health/ready")[0] for _ in range(8)} == {200}
 
 
 @pytest.mark.parametrize(
@@ -164,14 +142,14 @@ class Client(threading.Thread):
                 return
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_sigterm_under_load(tmp_path: Path, workers: str) -> None:
     models = make_models(tmp_path / "models", echo=CONFIG)
-    with serve(tmp_path / "log", models, "--workers", workers) as server:
-        clients = [Client(port_of(server)) for _ in range(6)]
+    with serve_process(tmp_path / "log", models, "--workers", workers) as server:
+        clients = [Client(server.port) for _ in range(6)]
         for client in clients:
             client.start()
-        watcher = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=30)
+        watcher = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         ready = []
 
         def look() -> int:
@@ -182,10 +160,9 @@ def test_sigterm_under_load(tmp_path: Path, workers: str) -> None:
             return answer.status
 
         assert look() == 200
-        while min(client.answered for client in clients) < 20:
-            time.sleep(0.01)
+        eventually(lambda: min(client.answered for client in clients) >= 20)
         before = sum(client.answered for client in clients)
-        os.kill(server.process.pid, signal.SIGTERM)
+        server.send(signal.SIGTERM)
         # The connection is still there while it drains, and tells that the server is not ready any more.
         while look() == 200:
             pass
@@ -193,6 +170,6 @@ def test_sigterm_under_load(tmp_path: Path, workers: str) -> None:
         assert ready[-1] == 400
         for client in clients:
             client.join(100)
-        assert server.process.wait(100) == 0
+        assert server.wait() == 0
         assert [client.lost for client in clients] == [[]] * 6
         assert sum(client.answered for client in clients) > before

@@ -10,13 +10,17 @@ import re
 import signal
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_programs import CONFIG, LISTENING, PLAIN, Server, make_models, serve
+
+from support.programs import Program, run
+from support.servers import serve_process
+from support.tiny_models import CONFIG, make_models
+from support.waiting import eventually
 
 REQUEST = json.dumps(
     {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
@@ -24,14 +28,28 @@ REQUEST = json.dumps(
 STARTED = re.compile(r"started worker (\d) \(pid (\d+)\)")
 
 
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    """A place for the workers' folder, with a name that is short enough for sockets in it."""
-    with tempfile.TemporaryDirectory(prefix="hr") as folder:
-        yield Path(folder)
+@contextmanager
+def serve_workers(folder: Path, *words: str | Path, count: int = 2) -> Iterator[Program]:
+    """Start a server of several workers in `folder`, and wait until each of them serves."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hr") as temporary,  # a name that is short enough for sockets in it
+        serve_process(folder / "log", *words, "--workers", str(count), env={"TMPDIR": temporary}) as server,
+    ):
+        eventually(lambda: len(set(re.findall(r'"worker":(\d)', server.log))) == count)
+        yield server
 
 
-def ask(server: Server, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """Two workers for all tests that leave the model `echo` loaded, and two workers."""
+    folder = tmp_path_factory.mktemp("workers")
+    models = make_models(folder / "models", echo=CONFIG, spare=CONFIG, changing=CONFIG, leaving=CONFIG)
+    options = ("--model-control-mode=explicit", "--load-model=echo", "--load-model=leaving", "--allow-client-shm")
+    with serve_workers(folder, models, *options) as running:
+        yield running
+
+
+def ask(server: Program, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
     """One request on a connection of its own, which the kernel gives to any of the workers."""
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
     try:
@@ -42,21 +60,21 @@ def ask(server: Server, method: str, path: str, body: bytes = b"") -> tuple[int,
         connection.close()
 
 
-def infer(server: Server, model: str = "echo") -> int:
+def infer(server: Program, model: str = "echo") -> int:
     return ask(server, "POST", f"/v2/models/{model}/infer", REQUEST)[0]
 
 
-def told_by_statistics(server: Server) -> int:
+def told_by_statistics(server: Program) -> int:
     document: Any = json.loads(ask(server, "GET", "/v2/models/echo/stats")[1])
     return int(document["model_stats"][0]["inference_stats"]["success"]["count"])
 
 
-def told_by_metrics(server: Server) -> int:
+def told_by_metrics(server: Program) -> int:
     text = ask(server, "GET", "/metrics")[1].decode()
     return int(re.findall(r'^nv_inference_request_success\{model="echo".*\} (\d+)$', text, re.MULTILINE)[0])
 
 
-def told_by_status(server: Server) -> int:
+def told_by_status(server: Program) -> int:
     text = ask(server, "GET", "/api/status/echo")[1].decode()
     return int(re.findall(r"model_inference_count: (\d+)", text)[0])
 
@@ -64,38 +82,39 @@ def told_by_status(server: Server) -> int:
 TELLERS = (told_by_statistics, told_by_metrics, told_by_status)
 
 
-def pid_of(server: Server, index: int) -> int:
+def pid_of(server: Program, index: int) -> int:
     """The process that is worker `index` now."""
     return int([pid for worker, pid in STARTED.findall(server.log) if int(worker) == index][-1])
 
 
-def until(condition: Callable[[], Any], server: Server, seconds: float = 100.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, server.log
-        time.sleep(0.02)
+def kill_worker(server: Program, index: int) -> None:
+    """Kill a worker, and wait until another one serves in its place."""
+    serving = server.log.count(f'"worker":{index}')
+    os.kill(pid_of(server, index), signal.SIGKILL)
+    eventually(lambda: server.log.count(f'"worker":{index}') == serving + 1)
 
 
-def all_ready(server: Server, workers: int) -> Callable[[], bool]:
-    return lambda: len(set(re.findall(r'"worker":(\d)', server.log))) == workers
+def test_any_worker_answers_for_all(server: Program) -> None:
+    def status_count() -> int:
+        text = ask(server, "GET", "/api/status")[1].decode()
+        return int(re.findall(r"status_stats \{\s+success \{\s+count: (\d+)", text)[0])
 
-
-def test_any_worker_answers_for_all(tmp_path: Path) -> None:
-    models = make_models(tmp_path / "models", echo=CONFIG)
-    with serve(tmp_path / "log", models, "--workers", "3") as server:
-        until(all_ready(server, 3), server)
-        assert [infer(server) for _ in range(30)] == [200] * 30
-        for _ in range(8):
-            assert [tell(server) for tell in TELLERS] == [30, 30, 30]
-        status = ask(server, "GET", "/api/status")[1].decode()
-        # The requests for a status that came before this one, whoever answered them.
-        assert re.findall(r"status_stats \{\s+success \{\s+count: (\d+)", status) == ["8"]
+    for _ in range(2):  # so that there is something to tell
+        infer(server)
+        ask(server, "GET", "/api/status")
+    before = [tell(server) for tell in TELLERS]
+    asked = status_count()
+    assert [infer(server) for _ in range(30)] == [200] * 30
+    for _ in range(8):
+        assert [tell(server) for tell in TELLERS] == [count + 30 for count in before]
+    # Ours before this one, and those of `told_by_status`, whoever answered them.
+    assert status_count() == asked + 9
 
 
 class Load:
     """Clients that ask, each time on a new connection, until they are told to stop."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Program) -> None:
         self._server = server
         self._stop = threading.Event()
         self.good = 0
@@ -121,30 +140,31 @@ class Load:
             thread.join(100)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_comes_back_and_no_counter_falls(tmp_path: Path) -> None:
-    models = make_models(tmp_path / "models", echo=CONFIG)
-    with serve(tmp_path / "log", models, "--workers", "2") as server:
-        until(all_ready(server, 2), server)
+    with serve_workers(tmp_path, make_models(tmp_path / "models", echo=CONFIG)) as server:
         load = Load(server)
         last = dict.fromkeys(TELLERS, 0)
 
-        def look() -> None:
+        def look() -> int:
             for tell in TELLERS:
                 try:
                     told = tell(server)
                 except (OSError, http.client.HTTPException):
                     continue
-                assert told >= last[tell], tell
+                if told < last[tell]:
+                    raise RuntimeError(f"{tell.__name__}: {told} after {last[tell]}")
                 last[tell] = told
+            return min(last.values())
 
         try:
-            until(lambda: look() or min(last.values()) > 50, server)
+            eventually(lambda: look() > 50)
             killed = pid_of(server, 1)
             os.kill(killed, signal.SIGKILL)
-            until(lambda: look() or pid_of(server, 1) != killed, server)
-            until(lambda: look() or server.log.count('"worker":1') == 2, server)
+            eventually(lambda: look() and pid_of(server, 1) != killed)
+            eventually(lambda: look() and server.log.count('"worker":1') == 2)
             before = min(last.values())
-            until(lambda: look() or min(last.values()) > before + 50, server)
+            eventually(lambda: look() > before + 50)
         finally:
             load.stop()
         look()
@@ -159,118 +179,134 @@ def test_a_killed_worker_comes_back_and_no_counter_falls(tmp_path: Path) -> None
             assert {tell(server) for _ in range(6)} == {last[tell]}
 
 
-def test_a_killed_supervisor_leaves_nothing_behind(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(PLAIN, "TMPDIR", str(temporary))
-    with pytest.raises(AssertionError), serve(tmp_path / "log", "--workers=2") as server:  # its end is not a good one
-        until(all_ready(server, 2), server)
+@pytest.mark.slow
+def test_a_killed_supervisor_leaves_nothing_behind(tmp_path: Path) -> None:
+    with serve_workers(tmp_path) as server:
+        temporary = folder_of(server).parent
         pids = [pid_of(server, index) for index in range(2)]
-        server.process.kill()
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), server)
-        left = list(temporary.iterdir())
-    assert server.process.returncode == -signal.SIGKILL
-    assert not left
+        server.kill()
+        eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        assert not list(temporary.iterdir())
 
 
-def test_models_are_loaded_and_unloaded_in_all_workers(tmp_path: Path) -> None:
-    models = make_models(tmp_path / "models", echo=CONFIG, spare=CONFIG)
-    options = ("--workers=2", "--model-control-mode=explicit", "--load-model=echo")
-    with serve(tmp_path / "log", models, *options) as server:
-        until(all_ready(server, 2), server)
-        assert {infer(server, "spare") for _ in range(12)} == {404}
-        assert ask(server, "POST", "/v2/repository/models/spare/load")[0] == 200
-        assert {infer(server, "spare") for _ in range(12)} == {200}
-        assert ask(server, "POST", "/v2/repository/models/echo/unload")[0] == 200
-        assert {infer(server) for _ in range(12)} == {404}
-        status, told = ask(server, "POST", "/v2/repository/models/nowhere/load")
-        assert status != 200 and b"failed to load 'nowhere'" in told
-        # A worker that starts later has what the others have.
-        os.kill(pid_of(server, 0), signal.SIGKILL)
-        until(lambda: server.log.count('"worker":0') == 2, server)
-        assert {infer(server, "spare") for _ in range(12)} == {200}
-        assert {infer(server) for _ in range(12)} == {404}
+def folder_of(server: Program) -> Path:
+    """The folder that the workers share, by its place in the environment of the server."""
+    variables = Path(f"/proc/{server.pid}/environ").read_bytes().decode().split("\0")
+    (temporary,) = (each.removeprefix("TMPDIR=") for each in variables if each.startswith("TMPDIR="))
+    (folder,) = Path(temporary).glob("headrace-*")
+    return folder
 
 
-def test_several_change_models_at_the_same_time(tmp_path: Path) -> None:
-    models = make_models(tmp_path / "models", echo=CONFIG)
-    with serve(tmp_path / "log", models, "--workers=2", "--model-control-mode=explicit") as server:
-        until(all_ready(server, 2), server)
-        statuses: list[int] = []
-
-        def change(index: int) -> None:
-            deed = "unload" if index % 2 else "load"
-            statuses.append(ask(server, "POST", f"/v2/repository/models/echo/{deed}")[0])
-
-        threads = [threading.Thread(target=change, args=(index,)) for index in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(100)
-        assert statuses == [200] * 8
-        # Whatever came last, it is the same in both.
-        assert len({infer(server) for _ in range(12)}) == 1
+def test_models_are_loaded_and_unloaded_in_all_workers(server: Program) -> None:
+    assert {infer(server, "spare") for _ in range(12)} == {404}
+    assert ask(server, "POST", "/v2/repository/models/spare/load")[0] == 200
+    assert {infer(server, "spare") for _ in range(12)} == {200}
+    assert ask(server, "POST", "/v2/repository/models/leaving/unload")[0] == 200
+    assert {infer(server, "leaving") for _ in range(12)} == {404}
+    status, told = ask(server, "POST", "/v2/repository/models/nowhere/load")
+    assert status != 200 and b"failed to load 'nowhere'" in told
+    # A worker that starts later has what the others have.
+    kill_worker(server, 0)
+    assert {infer(server, "spare") for _ in range(12)} == {200}
+    assert {infer(server, "leaving") for _ in range(12)} == {404}
 
 
-def test_the_workers_folder_is_private_and_gone_afterwards(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(PLAIN, "TMPDIR", str(temporary))
-    with serve(tmp_path / "log", "--workers=2") as server:
-        until(all_ready(server, 2), server)
-        (folder,) = temporary.glob("headrace-*")
-        assert folder.stat().st_mode & 0o777 == 0o700
+def test_several_change_models_at_the_same_time(server: Program) -> None:
+    statuses: list[int] = []
+
+    def change(index: int) -> None:
+        deed = "unload" if index % 2 else "load"
+        statuses.append(ask(server, "POST", f"/v2/repository/models/changing/{deed}")[0])
+
+    threads = [threading.Thread(target=change, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert statuses == [200] * 8
+    # Whatever came last, it is the same in both.
+    assert len({infer(server, "changing") for _ in range(12)}) == 1
+
+
+def test_a_split_is_known_to_all_workers_and_its_report_is_of_all(server: Program) -> None:
+    done = run("ab", "set", "echo", "1=1", "--url", server.url)
+    assert done.returncode == 0, done.stderr
+    assert [infer(server) for _ in range(20)] == [200] * 20
+    for _ in range(8):
+        status, text = ask(server, "GET", "/admin/traffic/echo/report")
+        assert status == 200 and [each["answered"] for each in json.loads(text)["versions"]] == [20]
+    assert run("ab", "clear", "echo", "--url", server.url).returncode == 0
+    assert {ask(server, "GET", "/admin/traffic/echo")[0] for _ in range(8)} == {404}
+
+
+def test_the_console_tells_of_all_workers(server: Program) -> None:
+    before = json.loads(ask(server, "GET", "/console/api/live")[1])["models"]
+    watch = json.dumps({"model": "echo", "requests": 24}).encode()
+    assert ask(server, "POST", "/console/api/requests", watch)[0] == 200
+    assert [infer(server) for _ in range(24)] == [200] * 24
+    after = json.loads(ask(server, "GET", "/console/api/live")[1])["models"]
+    counts = [next(row["numbers"]["done"] for row in rows if row["name"] == "echo") for rows in (before, after)]
+    assert counts[1] == counts[0] + 24
+    timelines = json.loads(ask(server, "GET", "/console/api/requests")[1])["requests"]
+    assert len({timeline["key"] for timeline in timelines}) == 24
+
+
+def test_the_workers_folder_is_private(server: Program) -> None:
+    assert folder_of(server).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.slow
+def test_the_workers_folder_is_gone_afterwards(tmp_path: Path) -> None:
+    with serve_workers(tmp_path, "--allow-grpc=false") as server:
+        folder = folder_of(server)
         assert ask(server, "GET", "/metrics")[0] == 200
-    assert not list(temporary.iterdir())
+        assert server.stop() == 0
+        assert not list(folder.parent.iterdir())
 
 
-def test_settings_and_shared_memory_are_known_to_all_workers(tmp_path: Path) -> None:
+def test_settings_and_shared_memory_are_known_to_all_workers(server: Program) -> None:
     region = Path(f"/dev/shm/headrace-workers-{os.getpid()}")
     region.write_bytes(bytes(64))
+
+    def seen() -> set[tuple[object, ...]]:
+        """What is told on a dozen connections."""
+        return {
+            (
+                json.loads(ask(server, "GET", "/v2/logging")[1])["log_verbose_level"],
+                json.loads(ask(server, "GET", "/v2/models/echo/trace/setting")[1])["trace_rate"],
+                *(each["name"] for each in json.loads(ask(server, "GET", "/v2/systemsharedmemory/status")[1])),
+            )
+            for _ in range(12)
+        }
+
     try:
-        with serve(tmp_path / "log", "--workers=2", "--allow-client-shm") as server:
-            until(all_ready(server, 2), server)
-
-            def seen() -> set[tuple[object, ...]]:
-                """What is told on a dozen connections."""
-                return {
-                    (
-                        json.loads(ask(server, "GET", "/v2/logging")[1])["log_verbose_level"],
-                        json.loads(ask(server, "GET", "/v2/models/identity/trace/setting")[1])["trace_rate"],
-                        *(each["name"] for each in json.loads(ask(server, "GET", "/v2/systemsharedmemory/status")[1])),
-                    )
-                    for _ in range(12)
-                }
-
-            assert seen() == {(0, "1000")}
-            assert ask(server, "POST", "/v2/logging", b'{"log_verbose_level": 1}')[0] == 200
-            assert ask(server, "POST", "/v2/models/identity/trace/setting", b'{"trace_rate": "7"}')[0] == 200
-            register = json.dumps({"key": f"/{region.name}", "offset": 0, "byte_size": 64}).encode()
-            assert ask(server, "POST", "/v2/systemsharedmemory/region/r/register", register)[0] == 200
-            assert ask(server, "POST", "/v2/systemsharedmemory/region/s/register", register)[0] == 200
-            assert ask(server, "POST", "/v2/systemsharedmemory/region/s/unregister")[0] == 200
-            assert seen() == {(1, "7", "r")}
-            status, text = ask(server, "POST", "/v2/logging", b'{"log_verbose_level": -1}')
-            assert status == 400 and b"log_verbose_level" in text
-            os.kill(pid_of(server, 1), signal.SIGKILL)
-            until(lambda: server.log.count('"worker":1') == 2, server)
-            assert seen() == {(1, "7", "r")}
+        assert ask(server, "POST", "/v2/logging", b'{"log_verbose_level": 0}')[0] == 200
+        assert seen() == {(0, "1000")}
+        assert ask(server, "POST", "/v2/logging", b'{"log_verbose_level": 1}')[0] == 200
+        assert ask(server, "POST", "/v2/models/echo/trace/setting", b'{"trace_rate": "7"}')[0] == 200
+        register = json.dumps({"key": f"/{region.name}", "offset": 0, "byte_size": 64}).encode()
+        assert ask(server, "POST", "/v2/systemsharedmemory/region/r/register", register)[0] == 200
+        assert ask(server, "POST", "/v2/systemsharedmemory/region/s/register", register)[0] == 200
+        assert ask(server, "POST", "/v2/systemsharedmemory/region/s/unregister")[0] == 200
+        assert seen() == {(1, "7", "r")}
+        status, text = ask(server, "POST", "/v2/logging", b'{"log_verbose_level": -1}')
+        assert status == 400 and b"log_verbose_level" in text
+        kill_worker(server, 1)
+        assert seen() == {(1, "7", "r")}
     finally:
         region.unlink()
 
 
-def test_the_same_over_grpc(tmp_path: Path) -> None:
+def test_the_same_over_grpc(server: Program) -> None:
     triton = pytest.importorskip("tritonclient.grpc")
-    with serve(tmp_path / "log", "--workers=2") as server:
-        until(all_ready(server, 2), server)
-        assert [infer(server, "identity") for _ in range(20)] == [200] * 20
-        port = LISTENING.findall(server.log)[1]
-        for level in range(1, 7):
-            # A channel of its own each time, so that it reaches any of the workers.
-            options = [("grpc.use_local_subchannel_pool", 1)]
-            with triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options) as client:
-                told = client.get_inference_statistics("identity").model_stats[0]
-                assert told.inference_stats.success.count == 20
-                client.update_log_settings({"log_verbose_level": level})
-            for _ in range(4):
-                assert json.loads(ask(server, "GET", "/v2/logging")[1])["log_verbose_level"] == level
+    before = told_by_statistics(server)
+    assert [infer(server) for _ in range(20)] == [200] * 20
+    for level in range(1, 7):
+        # A channel of its own each time, so that it reaches any of the workers.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with triton.InferenceServerClient(server.grpc_url.removeprefix("grpc://"), channel_args=options) as client:
+            told = client.get_inference_statistics("echo").model_stats[0]
+            assert told.inference_stats.success.count == before + 20
+            client.update_log_settings({"log_verbose_level": level})
+        for _ in range(4):
+            assert json.loads(ask(server, "GET", "/v2/logging")[1])["log_verbose_level"] == level

@@ -17,8 +17,9 @@ from typing import Any
 
 import psutil
 import pytest
-from support.ports import launchers_ports
 from typer.testing import CliRunner
+
+from support.ports import launchers_ports
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
 

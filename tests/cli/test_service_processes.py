@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace service` as people run it: its own process, and real services behind it."""
+"""`headrace service` with real services behind it, each in its own process."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from support.ports import launchers_ports
 
-HEADRACE = Path(sys.executable).parent / "headrace"
+from support.ports import launchers_ports
+from support.programs import HEADRACE
+from support.programs import run as run_command
+from support.waiting import eventually
+
 ARCH = "tao-dataservices"
 
 
@@ -50,15 +51,7 @@ def model(folder: Path) -> Path:
 
 
 def run(folder: Path, *words: object, code: int = 0, **environ: str) -> Any:
-    done = subprocess.run(
-        [HEADRACE, "service", *map(str, words), "--registry", "services.json", "--json"],
-        cwd=folder,
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_command("service", *map(str, words), "--registry", "services.json", "--json", env=environ, cwd=folder)
     assert done.returncode == code, done.stdout + done.stderr
     return json.loads(done.stdout) if done.stdout else done.stderr
 
@@ -100,9 +93,8 @@ def test_a_model_that_cannot_be_loaded_is_told_with_its_log(folder: Path) -> Non
 def test_a_launcher_that_is_killed_leaves_what_is_found_again(folder: Path, model: Path) -> None:
     words = [HEADRACE, "service", "start", "--arch", ARCH, "--model-path", model, "--registry", "services.json"]
     launcher = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not list(folder.glob("services.json.services/jobs/*/launch.json")):
-        assert launcher.poll() is None
-        time.sleep(0.005)
+    eventually(lambda: launcher.poll() is not None or list(folder.glob("services.json.services/jobs/*/launch.json")))
+    assert launcher.poll() is None
     launcher.kill()
     launcher.wait()
     [row] = run(folder, "list")

@@ -4,61 +4,56 @@
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import typer
-from cli_programs import make_models, serve
-from typer.testing import CliRunner
 
-from headrace.cli.tune import tune
+from headrace.cli import tune_run
 from headrace.client import Client
 from headrace.modelconfig.drafts import read_draft
+from support.programs import Finished, run
+from support.servers import serve_in_thread
+from support.tiny_models import make_models
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.worker("matplotlib")
 
 SLOW = """# the handler waits as a database would
-backend: "python"
+backend: "identity"
 max_batch_size: 8  # what it was written for
 input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }
 output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }
+parameters { key: "sleep_milliseconds" value { string_value: "5" } }
 """
-SLOW_PY = """
-import time
-import triton_python_backend_utils as pb
+QUICK = ("--duration", "0.2", "--warm-up", "0.01", "--max-instances", "1", "--max-concurrency", "8")
+EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "*")
 
 
-class TritonPythonModel:
-    def execute(self, requests):
-        time.sleep(0.02)
-        return [
-            pb.InferenceResponse([pb.Tensor("y", pb.get_input_tensor_by_name(each, "x").as_numpy())])
-            for each in requests
-        ]
-"""
-QUICK = ("--duration", "0.4", "--warm-up", "0.05", "--max-instances", "1", "--max-concurrency", "8")
+def run_tune(*arguments: str | Path) -> Finished:
+    return run("tune", *arguments)
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    app = typer.Typer()
-    app.command()(tune)
-    done = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb"}).invoke(app, [str(each) for each in arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+@pytest.fixture
+def server_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The private server of `--repository` is one of this process."""
+
+    @asynccontextmanager
+    async def private_server(folder: Path) -> AsyncIterator[str]:
+        with serve_in_thread(folder, *EXPLICIT) as server:
+            yield server.url
+
+    monkeypatch.setattr(tune_run, "private_server", private_server)
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    models = make_models(tmp_path / "models", slow=SLOW)
-    (models / "slow" / "1" / "model.py").write_text(SLOW_PY)
-    return models
+    return make_models(tmp_path / "models", slow=SLOW)
 
 
 def test_it_finds_a_setting_writes_it_and_the_model_loads_with_it(models: Path, tmp_path: Path) -> None:
     numbers, picture = tmp_path / "trials.json", tmp_path / "trials.png"
-    done = run(
+    done = run_tune(
         "slow", "--repository", models, "--latency-target-ms", "60000", *QUICK, "--write", "--json", numbers,
         "--plot", picture,
     )  # fmt: skip
@@ -78,36 +73,38 @@ def test_it_finds_a_setting_writes_it_and_the_model_loads_with_it(models: Path, 
     assert text.startswith(SLOW[: SLOW.index("max_batch_size")])
     assert "# what it was written for" in text
     assert read_draft(models / "slow").message.HasField("dynamic_batching") == (delay is not None)
-    with serve(tmp_path / "log", models) as server, Client(server.url) as client:
+    with serve_in_thread(models) as server, Client(server.url) as client:
         assert client.ready("slow")
         assert client.config("slow").get("dynamic_batching", {}).get("max_queue_delay_microseconds") == delay
 
 
-def test_a_running_server_has_its_own_configuration_afterwards(models: Path, tmp_path: Path) -> None:
-    with serve(tmp_path / "log", models, "--model-control-mode", "explicit", "--load-model", "slow") as server:
+def test_a_running_server_has_its_own_configuration_afterwards(models: Path) -> None:
+    with serve_in_thread(models, *EXPLICIT) as server:
         with Client(server.url) as client:
             before = client.config("slow")
-            done = run("slow", "--url", server.url, "--latency-target-ms", "60000", *QUICK)
+            done = run_tune("slow", "--url", server.url, "--latency-target-ms", "60000", *QUICK)
             assert done.returncode == 0, done.stderr
             assert "for the model's config.pbtxt:" in done.stdout or "nothing to change" in done.stdout
             assert client.config("slow") == before
     assert (models / "slow" / "config.pbtxt").read_text() == SLOW
 
 
+@pytest.mark.usefixtures("server_in_thread")
 def test_a_target_that_cannot_be_kept_is_told(models: Path) -> None:
-    done = run("slow", "--repository", models, "--latency-target-ms", "1", *QUICK, "--write")
+    done = run_tune("slow", "--repository", models, "--latency-target-ms", "1", *QUICK, "--write")
     assert done.returncode == 1
     assert "no setting keeps p99 within 1 ms: the lowest p99 was" in done.stdout
     assert (models / "slow" / "config.pbtxt").read_text() == SLOW
 
 
-def test_a_server_without_explicit_control_is_left_alone(models: Path, tmp_path: Path) -> None:
-    with serve(tmp_path / "log", models, "--model-control-mode", "none") as server:
-        done = run("slow", "--url", server.url, "--latency-target-ms", "60000", *QUICK)
+def test_a_server_without_explicit_control_is_left_alone(models: Path) -> None:
+    with serve_in_thread(models, "--model-control-mode", "none") as server:
+        done = run_tune("slow", "--url", server.url, "--latency-target-ms", "60000", *QUICK)
     assert done.returncode == 1
     assert "explicit" in done.stderr
 
 
+@pytest.mark.usefixtures("server_in_thread")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -123,10 +120,10 @@ def test_what_makes_no_sense_is_refused(
     models: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.chdir(models.parent)
-    done = run(*arguments, "--latency-target-ms", "20")
+    done = run_tune(*arguments, "--latency-target-ms", "20")
     assert done.returncode == 2
     assert said in done.stderr
 
 
 def test_help_has_examples() -> None:
-    assert "headrace tune resnet50 --repository models --latency-target-ms 20" in run("--help").stdout
+    assert "headrace tune resnet50 --repository models --latency-target-ms 20" in run_tune("--help").stdout

@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,37 +27,21 @@ from headrace.wire.http.heads import OK_JSON
 from headrace.wire.http.routes import Routes
 from headrace.wire.http.sse import EventStream
 from headrace.wire.site import Site
-
-HEADRACE = Path(sys.executable).parent / "headrace"
-_LISTENING = re.compile(r"listening on 127\.0\.0\.1:(\d+)")
+from support.servers import serve_in_thread
 
 
 class RealServer:
     """A running `headrace serve`."""
 
-    def __init__(self, http: int, grpc_port: int) -> None:
-        self.http = f"http://127.0.0.1:{http}"
-        self.grpc = f"grpc://127.0.0.1:{grpc_port}"
+    def __init__(self, http: str, grpc_url: str) -> None:
+        self.http = http
+        self.grpc = grpc_url
 
 
 @contextmanager
 def real_server(folder: Path, *arguments: str) -> Iterator[RealServer]:
-    log = folder / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [HEADRACE, "serve", make_repository(folder / "models"), *arguments, "--http-port", "0", "--grpc-port", "0"],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        while "ready: " not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.02)  # the test's own time-out is the limit
-        ports = _LISTENING.findall(log.read_text())
-        yield RealServer(int(ports[-2]), int(ports[-1]))
-    finally:
-        process.terminate()
-        assert process.wait(180) == 0, log.read_text()
+    with serve_in_thread(make_repository(folder / "models"), *arguments) as server:
+        yield RealServer(f"http://127.0.0.1:{server.ports[-2]}", server.grpc_url)
 
 
 Turn = Callable[[socket.socket, bytes], bool]
@@ -264,14 +245,13 @@ def session_of(client: Any) -> Any:
 
 
 def seen_as_stale(client: Any, line: Any) -> bool:
-    """Whether a client would leave a kept connection alone, a moment later; asked in its loop if it has one."""
+    """Whether a client would leave a kept connection alone; asked in its loop, after a turn of it, if it has one."""
     runner = vars(client).get("_runner")
     if runner is None:
-        time.sleep(0.005)
         return bool(line.is_stale())
 
     async def look() -> bool:
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.001)
         return bool(line.is_stale())
 
     return bool(runner.run(look()))

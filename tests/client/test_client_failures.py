@@ -11,7 +11,6 @@ import grpc
 import numpy as np
 import pytest
 from client_servers import ANSWER, answers, chunks, fake_grpc, fake_http, hangs_up, says, seen_as_stale, session_of
-from support.ports import free_port
 
 from headrace.client import NO_RETRY, Client, Retry
 from headrace.client.failures import GRPC_ERRORS, HTTP_ERRORS
@@ -26,6 +25,8 @@ from headrace.core.errors import (
     Unauthenticated,
     Unavailable,
 )
+from support.ports import free_port
+from support.waiting import eventually
 
 QUICK = Retry(attempts=4, first_seconds=0.001, most_seconds=0.002)
 INPUT = {"x": np.zeros(3, np.float32)}
@@ -161,8 +162,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_noticed(make: Any) -> No
     with fake_http(answers(200, ANSWER, keeps=False), answers(200, ANSWER)) as server, make(server.url) as client:
         client.infer("m", INPUT)
         ((idle, _),) = session_of(client)._transport._connections._idle
-        while not seen_as_stale(client, idle):
-            pass  # the test's own time-out is the limit
+        eventually(lambda: seen_as_stale(client, idle))
         assert client.infer("m", INPUT)["y"].tolist() == [7, 8]
         assert server.connections == 2
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from client_servers import HeldSite, RealServer
-from support.serving import Serving, serving
 
 from headrace.client import AsyncClient, Client, Output
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidArgument, NotFound, Unimplemented
+from support.serving import Serving, serving
 
 
 def story(count: int, text: Any = "so it goes") -> dict[str, Any]:
@@ -159,8 +159,8 @@ def test_a_timeout_takes_its_request_with_it(held: tuple[HeldSite, Serving], mak
     site, server = held
     with make(f"{scheme}://127.0.0.1:{server.port}") as client:
         assert client.live()  # the time is not for the connection, but for the request to arrive in
-        with pytest.raises(DeadlineExceeded, match=r"model 'm': no answer within the timeout of 2 s") as caught:
-            client.infer("m", {}, timeout=2)
+        with pytest.raises(DeadlineExceeded, match=r"model 'm': no answer within the timeout of 1 s") as caught:
+            client.infer("m", {}, timeout=1)
         assert caught.value.request_id
         site.wait(site.arrived)
         site.wait(site.gone)

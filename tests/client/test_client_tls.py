@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import trustme
 from client_servers import HeldSite
-from support.serving import Serving, serving
 
 from headrace.client import NO_RETRY
 from headrace.core.errors import InvalidArgument, Unavailable, Unimplemented
 from headrace.wire.tls import TlsFiles
+from support.serving import Serving, serving
 
 
 class Files:

@@ -79,8 +79,9 @@ def write_finder(folder: Path) -> None:
 
 def write_llama(folder: Path) -> None:
     """A tiny language model."""
-    from support.llm_models import tiny_llama
     from lm_served import configure
+
+    from support.llm_models import tiny_llama
 
     tiny_llama(folder / "llama" / "1")
     configure(folder / "llama", max_model_len="512")

@@ -8,11 +8,6 @@ with console_server(tmp_path / "log", models, "--workers", "2") as url:
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_HEADRACE = Path(sys.executable).parent / "headrace"
-_LISTENING = re.compile(r"listening on 127\.0\.0\.1:(\d+)")
+from support.servers import serve_process
+from support.waiting import eventually
+
 INFER = {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
 
 
@@ -59,25 +55,7 @@ _OPENER = urllib.request.build_opener(_Staying)
 @contextmanager
 def console_server(log: Path, *arguments: str | Path, workers: int = 1) -> Iterator[str]:
     """Start it on free ports and wait until each worker has tried its models; gives its address."""
-    environment = os.environ | {"NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [_HEADRACE, "serve", *arguments, "--http-port", "0", "--grpc-port", "0"],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        while log.read_text().count("model(s)") < workers:
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{_LISTENING.findall(log.read_text())[0]}"
-    finally:
-        process.terminate()
-        try:
-            code = process.wait(100)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-    assert code == 0, log.read_text()
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with serve_process(log, *arguments, env=environment) as server:
+        eventually(lambda: server.log.count("model(s)") >= workers)
+        yield server.url

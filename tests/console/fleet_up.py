@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`headrace up` with its console, in a process of its own, and stub services on it.
 
-with fleet_up(folder, 13_700) as site:
+with fleet_up(folder, free_port()) as site:
     site.apply(site.model, runtime(), service("birds"))
     requests to site.url, with site.key
 """
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from console_tab import aside
-from local_site import LocalSite, until
+from local_site import LocalSite
 
 from headrace.fleet.local.client import LocalFleet
+from support.programs import HEADRACE
+from support.waiting import eventually
 
-HEADRACE = Path(sys.executable).parent / "headrace"
 PAGE = re.compile(r"(http://127\.0\.0\.1:\d+)/console#key=(\S+)")
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class FleetUp(LocalSite):
         words = [HEADRACE, "up", "--state-dir", self.root, "--port", str(self._port), "--console", "127.0.0.1:0"]
         with told.open("wb") as output:
             self.process = subprocess.Popen(words, stdout=output, stderr=self._log)
-        found = until(lambda: PAGE.search(told.read_text()))
+        found = eventually(lambda: PAGE.search(told.read_text()))
         self.url, self.key = found.groups()
 
     def ask(self, work: Callable[[LocalFleet], Awaitable[T]]) -> T:

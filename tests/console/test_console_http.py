@@ -24,6 +24,7 @@ from headrace.console.pages import FLEET, GATEWAY, SERVER, Page, Pages
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.telemetry.tracing import NO_TRACING
 from headrace.wire.sockets import Address
+from support.servers import serve_in_thread
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "headrace/console/assets"
@@ -33,8 +34,8 @@ ASSETS = ROOT / "headrace/console/assets"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("console_models")
     explicit = ("--model-control-mode", "explicit", "--load-model", "*")
-    with console_server(tmp_path_factory.mktemp("console_log") / "log", write_plain(folder), *explicit) as url:
-        yield url
+    with serve_in_thread(write_plain(folder), *explicit) as running:
+        yield running.url
 
 
 def parts(url: str) -> list[str]:
@@ -138,7 +139,8 @@ def test_without_a_key_there_is_the_page_and_nothing_to_see(tmp_path: Path) -> N
     keys = tmp_path / "keys.yaml"
     reader = create_key(keys, "reader", ["read"], created=0)
     caller = create_key(keys, "caller", ["infer"], created=0)
-    with console_server(tmp_path / "log", "--api-keys-file", keys, "--host", "127.0.0.1") as url:
+    with serve_in_thread("--api-keys-file", keys, "--host", "127.0.0.1") as running:
+        url = running.url
         assert ask(f"{url}/console").status == 200
         assert [ask(f"{url}/{part}").status for part in parts(url)] == [200, 200, 200]
         assert ask(f"{url}/console/api/live").status == 401
@@ -146,6 +148,7 @@ def test_without_a_key_there_is_the_page_and_nothing_to_see(tmp_path: Path) -> N
         assert ask(f"{url}/console/api/live", authorization=f"Bearer {reader}").status == 200
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_all_workers(tmp_path: Path) -> None:
     with console_server(tmp_path / "log", write_plain(tmp_path), "--workers", "2", workers=2) as url:
         for _ in range(24):
@@ -155,9 +158,9 @@ def test_numbers_are_those_of_all_workers(tmp_path: Path) -> None:
         assert echo["numbers"]["batches"] == {"1": 24}
 
 
-def test_it_can_be_turned_off(tmp_path: Path) -> None:
-    with console_server(tmp_path / "log", "--console", "false") as url:
-        assert ask(f"{url}/console").status == ask(f"{url}/console/api/live").status == 404
+def test_it_can_be_turned_off() -> None:
+    with serve_in_thread("--console", "false") as running:
+        assert ask(f"{running.url}/console").status == ask(f"{running.url}/console/api/live").status == 404
 
 
 @pytest.mark.parametrize(

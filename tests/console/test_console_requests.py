@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from console_models import write_identity, write_plain
 from console_served import INFER, ask, console_server
 
 from headrace.access.keys_file import create_key
+from support.servers import serve_in_thread
+from support.waiting import eventually
 
 _SLOW = '''
 import time
@@ -35,23 +36,14 @@ class TritonPythonModel:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     models = write_plain(tmp_path_factory.mktemp("timeline_models"))
-    with console_server(tmp_path_factory.mktemp("timeline_log") / "log", models) as url:
-        yield url
+    with serve_in_thread(models) as running:
+        yield running.url
 
 
 def timelines(url: str) -> list[dict[str, Any]]:
     answer = ask(f"{url}/console/api/requests")
     assert answer.fields["cache-control"] == "no-store"
     found: list[dict[str, Any]] = answer.json["requests"]
-    return found
-
-
-def until(look: Any) -> Any:
-    """What a look finds, as soon as it finds something."""
-    deadline = time.monotonic() + 60
-    while not (found := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
     return found
 
 
@@ -76,12 +68,12 @@ def test_a_call_over_grpc_is_one_too(tmp_path: Path) -> None:
     from headrace.client.client import Client
 
     write_identity(tmp_path / "models", "echo")
-    with console_server(tmp_path / "log", tmp_path / "models") as url:
+    with serve_in_thread(tmp_path / "models") as running:
         # Both ports speak all protocols.
-        with Client(url.replace("http://", "grpc://")) as client:
-            ask(f"{url}/console/api/requests", {"model": "echo", "requests": 1})
+        with Client(running.url.replace("http://", "grpc://")) as client:
+            ask(f"{running.url}/console/api/requests", {"model": "echo", "requests": 1})
             client.infer("echo", {"INPUT0": np.ones((1, 4), np.float32)})
-        (told,) = timelines(url)
+        (told,) = timelines(running.url)
         assert [told["phases"][0]["name"], told["phases"][-1]["name"]] == ["decoded", "encoded and sent"]
 
 
@@ -101,7 +93,8 @@ def test_to_look_needs_read_and_to_watch_needs_admin(tmp_path: Path) -> None:
     reader = {"authorization": f"Bearer {create_key(keys, 'reader', ['read', 'infer'], created=0)}"}
     root = {"authorization": f"Bearer {create_key(keys, 'root', ['admin'], created=0)}"}
     write_identity(tmp_path / "models", "echo")
-    with console_server(tmp_path / "log", tmp_path / "models", "--api-keys-file", keys) as url:
+    with serve_in_thread(tmp_path / "models", "--api-keys-file", keys) as running:
+        url = running.url
         wish = {"model": "echo", "requests": 1}
         assert ask(f"{url}/console/api/requests").status == 401
         assert ask(f"{url}/console/api/requests", **reader).status == 200
@@ -109,6 +102,7 @@ def test_to_look_needs_read_and_to_watch_needs_admin(tmp_path: Path) -> None:
         assert ask(f"{url}/console/api/requests", wish, **root).status == 200
 
 
+@pytest.mark.slow
 def test_all_workers_watch_and_tell(tmp_path: Path) -> None:
     write_identity(tmp_path / "models", "echo")
     with console_server(tmp_path / "log", tmp_path / "models", "--workers", "2", workers=2) as url:
@@ -130,7 +124,8 @@ def test_live_tells_how_far_a_load_is(tmp_path: Path) -> None:
     config = (models / "echo" / "config.pbtxt").read_text()
     (models / "slow" / "config.pbtxt").write_text(config.replace('"echo"', '"slow"').replace('"identity"', '"python"'))
     explicit = ("--model-control-mode", "explicit", "--load-model", "echo")
-    with console_server(tmp_path / "log", models, *explicit) as url:
+    with serve_in_thread(models, *explicit) as running:
+        url = running.url
         loading = threading.Thread(target=ask, args=(f"{url}/v2/repository/models/slow/load", {}))
         loading.start()
 
@@ -139,7 +134,7 @@ def test_live_tells_how_far_a_load_is(tmp_path: Path) -> None:
             return next((each for each in live if each["name"] == "slow"), {})
 
         try:
-            told = until(lambda: slow() if "starting" in slow().get("progress", {}).get("message", "") else None)
+            told = eventually(lambda: slow() if "starting" in slow().get("progress", {}).get("message", "") else None)
             assert told["state"] == "LOADING"
             assert (told["progress"]["done"], told["progress"]["total"]) == (1, 2)
         finally:

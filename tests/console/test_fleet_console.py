@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 from console_tab import BRIGHTNESS, Tab
 from fleet_up import FleetUp, fleet_up
-from local_site import runtime, service, until
+from local_site import runtime, service
 
 from headrace.fleet.words import whole
+from support.ports import free_port
+from support.waiting import eventually
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUp]:
-    with fleet_up(tmp_path_factory.mktemp("fleet_console"), 13_700) as made:
+    with fleet_up(tmp_path_factory.mktemp("fleet_console"), free_port()) as made:
         made.apply(made.model, runtime(), runtime("crashing", args=["--text=crash"]))
         made.apply(service("rivers"), service("stones", "crashing"), service("birds", minReplicas=2))
         made.ready("birds", 2)
@@ -169,7 +171,7 @@ def test_the_keyboard_is_enough_to_delete(browser: Any, site: FleetUp) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Delete").focus()
     page.keyboard.press("Enter")
     page.get_by_text("fleeting is being deleted.").wait_for()
-    until(lambda: not site.pids("fleeting"))
+    eventually(lambda: not site.pids("fleeting"))
     tab.close()
 
 

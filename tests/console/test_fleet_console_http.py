@@ -3,22 +3,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
+import socket
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_up import HEADRACE, FleetUp, fleet_up
-from local_site import runtime, service, until
+from fleet_up import FleetUp, fleet_up
+from local_site import runtime, service
 
-from headrace.console.fleet import KEY_FILE, kept_key, loopback
-from headrace.core.errors import InvalidArgument
+from headrace.console.fleet import KEY_FILE, FleetDoor, kept_key, loopback
+from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.wire.sockets import Address
+from support.ports import free_port
+from support.programs import Program
+from support.waiting import eventually
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "security"))
 from routes_and_rights import FLEET_CONSOLE, by_route
@@ -28,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUp]:
-    with fleet_up(tmp_path_factory.mktemp("fleet_http"), 13_900) as made:
+    with fleet_up(tmp_path_factory.mktemp("fleet_http"), free_port()) as made:
         made.apply(made.model, runtime(), service("first"))
         made.ready("first")
         yield made
@@ -86,7 +91,7 @@ def test_what_it_says_and_what_it_does(site: FleetUp) -> None:
     assert ask(site, "POST", f"{one}/scale", {"component": "engine", "replicas": "two"})[0] == 400
     assert ask(site, "POST", f"{one}/scale", [1])[0] == 400
     assert ask(site, "POST", f"{one}/scale", {"component": "engine", "replicas": 2})[1]["replicas"] == 2
-    until(lambda: len(site.pods("first")) == 2)
+    eventually(lambda: len(site.pods("first")) == 2)
     generation = ask(site, "GET", one)[1]["generation"]
     assert ask(site, "POST", f"{one}/rollout", {"deed": "promote", "generation": generation - 1})[0] == 409
     status, told, _ = ask(site, "POST", f"{one}/rollout", {"deed": "promote", "generation": generation})
@@ -110,21 +115,34 @@ def test_it_is_served_to_this_machine_alone(address: str) -> None:
     assert loopback("[::1]:0").host == "::1" and loopback("localhost:1").port == 1
 
 
+def test_a_port_that_is_taken_is_told_or_gone_around(tmp_path: Path) -> None:
+    control: Any = None
+
+    async def tried(taken: Address) -> str:
+        with pytest.raises(FailedPrecondition, match="in use"):
+            await FleetDoor(taken, fixed=True).open(control, tmp_path)
+        door = FleetDoor(taken, fixed=False)
+        server = await door.open(control, tmp_path)
+        await server.drain(0.0)
+        return door.url
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = asyncio.run(tried(Address("127.0.0.1", taken.getsockname()[1])))
+        port = re.fullmatch(rf"http://127\.0\.0\.1:(\d+)/console#key={kept_key(tmp_path)}", url)
+        assert port and int(port[1]) != taken.getsockname()[1]
+
+
 def told_by_up(folder: Path, *words: str) -> str:
     """What `headrace up` prints until it is ready."""
-    command = [HEADRACE, "up", "--state-dir", folder, "--port", "13950", *words]
-    with (folder.parent / "told").open("w+b") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            until(lambda: "is up" in (folder.parent / "told").read_text() or process.poll() is not None)
-        finally:
-            process.terminate()
-            process.wait(60)
-    return (folder.parent / "told").read_text()
+    log = folder.with_suffix(".log")
+    program = Program("up", "--state-dir", folder, "--port", str(free_port()), *words, log=log).start()
+    eventually(lambda: "is up" in program.log or program.process.poll() is not None)
+    program.stop()
+    return program.log
 
 
-def test_a_port_that_is_taken_is_told_or_gone_around(site: FleetUp, tmp_path: Path) -> None:
-    taken = site.url.removeprefix("http://")
-    assert "in use" in told_by_up(tmp_path / "one", "--console", taken)
+@pytest.mark.slow
+def test_headrace_up_tells_where_its_console_is(site: FleetUp, tmp_path: Path) -> None:
+    assert "in use" in told_by_up(tmp_path / "one", "--console", site.url.removeprefix("http://"))
     assert "#key=" not in told_by_up(tmp_path / "two", "--no-console")
     assert re.search(r"http://127\.0\.0\.1:\d+/console#key=", told_by_up(tmp_path / "three"))

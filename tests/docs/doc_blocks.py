@@ -20,6 +20,11 @@ def documents() -> list[Path]:
     return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
+def name_of(document: Path) -> str:
+    """A document's path below the root of the repository."""
+    return str(document.relative_to(ROOT))
+
+
 @dataclass
 class Block:
     """A fenced block: ```language name."""

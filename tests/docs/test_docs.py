@@ -3,122 +3,29 @@
 
 from __future__ import annotations
 
-import os
+import ast
 import re
-import shutil
+import shlex
 import subprocess
-import sys
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from doc_blocks import ROOT, anchors_of, blocks_of, code_spans_of, documents, links_of, steps_of
-from doc_session import Mismatch, Session, first_missing
+from doc_blocks import ROOT, anchors_of, blocks_of, code_spans_of, documents, links_of, name_of, steps_of
 from limits_table import GUIDE, limits_table, table_in
-from support.ports import launchers_ports
 
 from headrace.api.metrics.collector import _own_names
 from headrace.backends.table import BACKENDS
 from headrace.cli.flags_ignored import IGNORED
-
-HEADRACE = Path(sys.executable).parent / "headrace"
-LISTENING = re.compile(r"listening on 127\.0\.0\.1:(\d+)")
-
-
-def name_of(document: Path) -> str:
-    return str(document.relative_to(ROOT))
-
-
-def runs_something(document: Path) -> bool:
-    return any(block.language in ("console", "python") for block in blocks_of(document.read_text()))
-
-
-def tools_of(document: Path) -> set[str]:
-    """The programs beside our own that a document needs."""
-    steps = [
-        step for block in blocks_of(document.read_text()) if block.language == "console" for step in steps_of(block)
-    ]
-    words = {word for step in steps for word in re.findall(r"\w+", step.command)}
-    return words & {"curl", "openssl", "pgrep"}
-
+from headrace.cli.root import opened
+from headrace.cli.verbs import SECTIONS
+from support.programs import run
 
 DOCUMENTS = documents()
-MADE = {"docs/guides/serve-options.md", "docs/reference/commands.md"}
-"""Tables made from the code, which tests beside that code compare with it."""
-ELSEWHERE = {
-    "docs/guides/kubernetes-services.md",
-    "docs/guides/cloud-platforms.md",
-    "docs/guides/slurm.md",
-    "docs/guides/fleet-commands.md",
-    "docs/guides/inference-services.md",
-    "docs/guides/install-on-kubernetes.md",
-    "docs/guides/model-agent.md",
-    "docs/guides/local-fleet.md",
-}
-"""What they tell needs a cluster or an account; `tests/launch` tries it where there is one, or a stand-in."""
-RUN = [document for document in DOCUMENTS if runs_something(document)]
-
-
-@pytest.fixture(scope="module")
-def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
-    """A server with the built-in models, on free ports."""
-    with server_of(tmp_path_factory.mktemp("server")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def example_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
-    """A server as `make serve` starts it, but on free ports."""
-    folder = tmp_path_factory.mktemp("examples")
-    models = folder / "models"
-    subprocess.run([sys.executable, ROOT / "examples/make_models.py", models], check=True, capture_output=True)
-    with server_of(folder, models) as found:
-        yield found
-
-
-@contextmanager
-def server_of(folder: Path, *models: Path) -> Iterator[dict[str, int]]:
-    log = folder / "log"
-    with log.open("wb") as output:
-        command = [HEADRACE, "serve", *models, "--http-port", "0", "--grpc-port", "0"]
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while "ready: " not in log.read_text():
-                assert server.poll() is None, log.read_text()
-                time.sleep(0.05)  # the test's own time-out is the limit
-            http, grpc = (int(number) for number in LISTENING.findall(log.read_text()))
-            yield {"8000": http, "8001": grpc}
-        finally:
-            server.terminate()
-            assert server.wait(180) == 0
-
-
-@pytest.mark.timeout(600)  # a document may start several servers, and the machine may be busy
-@pytest.mark.parametrize("document", RUN, ids=name_of)
-def test_what_the_reader_is_told_to_do_works(document: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    missing = sorted(tool for tool in tools_of(document) if shutil.which(tool) is None)
-    if missing:
-        pytest.skip(f"needs {' and '.join(missing)}")
-    # The README begins with `make serve`; the guides with `headrace serve`, or start what they need themselves.
-    session = Session(tmp_path, request.getfixturevalue("example_ports" if document.name == "README.md" else "ports"))
-    text = document.read_text()
-    with launchers_ports() if "$ headrace service start" in text else nullcontext():
-        try:
-            assert session.follow(text) > 0
-        finally:
-            session.close()
-
-
-def test_the_documents_that_must_be_run_are() -> None:
-    names = {name_of(document) for document in RUN}
-    guides = {f"docs/guides/{name}" for name in os.listdir(ROOT / "docs/guides")}
-    assert {"README.md", *guides} - MADE - ELSEWHERE <= names
+WITH_EXAMPLES = [*DOCUMENTS, *sorted(ROOT.glob("examples/*/README.md"))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -141,66 +48,40 @@ def test_files_named_in_the_text_exist(document: Path) -> None:
             assert any((root / span).exists() for root in roots), f"`{span}` does not exist"
 
 
-VERBS = (
-    "serve",
-    "router",
-    "router explain",
-    "bench",
-    "tune",
-    "infer",
-    "keys create",
-    "ab set",
-    "ab report",
-    "config show",
-    "models load",
-    "microservice",
-    "gateway",
-    "batch",
-    "users add",
-    "jobs register",
-    "explain",
-    "doctor",
-    "top",
-    "completion",
-    "operator run",
-    "operator manifests",
-    "model-agent",
-    "up",
-    "get",
-    "describe",
-    "apply",
-    "delete",
-    "rollout promote",
-    "logs",
-    "scale",
-    "service start",
-    "service request",
-    "service stop",
-    "service preflight",
-)
+@cache
+def command_options() -> dict[tuple[str, ...], set[str]]:
+    """The options of each command, by its words: `("models", "load")`."""
+    found: dict[tuple[str, ...], set[str]] = {}
+
+    def add(path: tuple[str, ...], command: Any) -> None:
+        found[path] = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
+        found[path] |= {"--help"}
+        for name, below in getattr(command, "commands", {}).items():
+            add((*path, name), below)
+
+    for verbs in SECTIONS.values():
+        for verb in verbs:
+            add((verb.name,), opened(verb))
+    return found
 
 
-def options_of(verb: str) -> set[str]:
-    shown = subprocess.run(
-        [HEADRACE, *verb.split(), "--help"],
-        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def shown_options(verb: str) -> set[str]:
+    """The options that the help of a verb names, which are also those of before."""
+    shown = run(verb, "--help", env={"COLUMNS": "200"})
+    assert shown.returncode == 0, shown.stderr
     return set(re.findall(r"--[a-z][a-z-]+", shown.stdout))
 
 
 @pytest.fixture(scope="module")
 def serve_options() -> set[str]:
-    options = options_of("serve")
+    options = shown_options("serve")
     assert "--http-port" in options
     return options
 
 
 @pytest.fixture(scope="module")
 def all_options(serve_options: set[str]) -> set[str]:
-    return serve_options.union(*map(options_of, VERBS[1:]))
+    return serve_options.union(*command_options().values())
 
 
 def alone_in(text: str) -> set[str]:
@@ -230,6 +111,57 @@ def test_options_exist(document: Path, serve_options: set[str], all_options: set
     taken = {f"--{option.name}" for option in IGNORED}
     assert options_to_serve_in(text) <= serve_options | taken
     assert alone_in(text) <= all_options | taken
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """The words of each `headrace` command that the blocks of a document tell to type, up to a pipe or the like."""
+    for block in blocks_of(text):
+        if block.language in ("console", "sh"):
+            for line in block.text.replace("\\\n", " ").splitlines():
+                if not line.endswith("|| true"):  # which shows how something is refused
+                    for command in re.findall(r"(?:^|[$(|;&] ?)headrace (.*)", line):
+                        yield words_of(command)
+
+
+def words_of(command: str) -> list[str]:
+    lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in lexer:
+        if set(word) <= set("();<>|&"):
+            break
+        words.append(word)
+    return words
+
+
+@pytest.mark.parametrize("document", WITH_EXAMPLES, ids=name_of)
+def test_commands_exist(document: Path) -> None:
+    """Each verb that a block tells to type is there, and has the options that stand behind it."""
+    for words in commands_in(document.read_text()):
+        if words[0].startswith("-"):  # of `headrace` itself
+            continue
+        path = tuple(words[:1])
+        assert path in command_options(), words
+        if (*path, *words[1:2]) in command_options():
+            path = tuple(words[:2])
+        given = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+        taken = {f"--{option.name}" for option in IGNORED} if path == ("serve",) else set()
+        assert given <= command_options()[path] | taken, words
+
+
+@pytest.mark.parametrize("document", WITH_EXAMPLES, ids=name_of)
+def test_code_can_be_read(document: Path) -> None:
+    """Python is Python, and what is typed is a command line."""
+    commands = []
+    for block in blocks_of(document.read_text()):
+        if block.language == "python":
+            ast.parse(block.text)
+        elif block.language == "console":
+            commands += [step.command for step in steps_of(block)]
+    if commands:
+        script = "\n".join(commands) + "\n"
+        read = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+        assert read.returncode == 0, read.stderr
 
 
 def test_every_option_is_explained_somewhere(serve_options: set[str]) -> None:
@@ -278,42 +210,12 @@ def test_the_changelog_begins_with_what_is_not_released() -> None:
 # The tests above would be worth nothing if they could not fail.
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("```console\n$ echo one\ntwo\n```", "did not show:\ntwo"),
-        ("```console\n$ printf 'b\\na\\n'\na\nb\n```", "did not show:\nb"),
-        ("```console\n$ false\n```", "status 1"),
-        ("```console\n$ headrace serve --no-such-option\n```", "status 2"),
-        ("```python\nprint(1)\n```\n```text\n2\n```", "did not show:\n2"),
-        ("```python\nraise SystemExit(3)\n```", "status 3"),
-        ("```console\n$ curl -sf localhost:8000/v2/models/none/ready\n```", "status 22"),
-    ],
-)
-def test_a_wrong_document_is_caught(text: str, complaint: str, ports: dict[str, int], tmp_path: Path) -> None:
-    with pytest.raises(Mismatch, match=re.escape(complaint)):
-        Session(tmp_path, ports).follow(text)
-
-
-def test_a_background_command_is_waited_for_and_ended(tmp_path: Path) -> None:
-    (tmp_path / "late.py").write_text("import time\ntime.sleep(0.3)\nprint('here', flush=True)\ntime.sleep(60)\n")
-    session = Session(tmp_path, {})
-    try:
-        assert session.follow("```console\n$ python late.py &\nhere\n$ kill -TERM $!\n```") == 2
-    finally:
-        session.close()
-    assert all(process.returncode is not None for process in session._background)
-
-
-def test_dots_stand_for_anything_and_nothing_else_does() -> None:
-    assert first_missing(["a ... z", "...", "end"], ["a b c z", "more", "end"]) is None
-    assert first_missing(["a ... z"], ["a b c z and more"]) == "a ... z"
-    assert first_missing(["a.c"], ["abc"]) == "a.c"
-
-
-def test_what_is_not_to_be_run_is_not(tmp_path: Path) -> None:
-    assert Session(tmp_path, {}).follow("```sh\nexit 1\n```\n```python saved.py\n1 / 0\n```") == 0
-    assert (tmp_path / "saved.py").read_text() == "1 / 0\n"
+def test_commands_are_found_with_their_words() -> None:
+    text = (
+        "```console\n$ KEY=$(headrace keys create 'a b' --json) \\\n  x\n$ env A=1 headrace serve m | cat\n```\n"
+        "```sh\nheadrace up\n```\n"
+    )
+    assert list(commands_in(text)) == [["keys", "create", "a b", "--json"], ["up"]]
 
 
 def test_options_are_found_in_commands_and_prose() -> None:

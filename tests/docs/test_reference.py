@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow  # `make check` runs the same scripts
 @pytest.mark.parametrize("script", ["generate_code_reference.py", "draw_architecture.py"])
 def test_nothing_is_out_of_date(script: str) -> None:
     done = subprocess.run(

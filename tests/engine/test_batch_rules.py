@@ -9,6 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core.messages import InferRequest, RequestedOutput
+from headrace.engine.scheduling.batches import BatchLog, BatchRecord, BatchRules, Choice, choose
+from headrace.engine.scheduling.pending import Pending
+from headrace.modelconfig.types import DynamicBatching, OutputSpec
 from support.engines import (
     Asked,
     Recorder,
@@ -17,27 +24,19 @@ from support.engines import (
     config_of,
     counted,
     pending_of,
+    run_engine,
     serving_plane,
     submit,
     tensors_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from headrace.core.messages import InferRequest, RequestedOutput
-from headrace.engine.scheduling.batches import BatchLog, BatchRecord, BatchRules, Choice, choose
-from headrace.engine.scheduling.pending import Pending
-from headrace.modelconfig.types import DynamicBatching, OutputSpec
+from support.virtual_time import LoopClock
 
 RULES = BatchRules(8, frozenset({2, 6}))
 DELAY = 1000
 """The 10 s of 2018, in the pure tests."""
 
-SHORT_SECONDS = 0.2
-"""A delay that some test waits for to the end."""
-
-LONG_SECONDS = 300.0
-"""A delay that no test waits for: a batch that came did not wait."""
+DELAY_SECONDS = 90.0
+"""Through a plane: in virtual time, or longer than any test waits."""
 
 
 def queue_of(*sizes: int, arrived_ns: int = 0) -> list[Pending]:
@@ -267,32 +266,31 @@ async def turns(times: int = 5) -> None:
     ],
 )
 def test_the_numbers_of_2018(sizes: tuple[int, ...], at_once: Result, in_the_end: Result) -> None:
-    async def main() -> None:
+    async def main(clock: LoopClock) -> None:
         model = Recorder(lambda given: given * 2)
-        # What has to wait waits for a delay that ends; what does not must be there before it.
-        delay = SHORT_SECONDS if at_once != in_the_end else LONG_SECONDS
-        async with serving_plane([(config_of("m", max_batch_size=8, scheduling=batching(delay)), model)]) as plane:
+        config = config_of("m", max_batch_size=8, scheduling=batching(DELAY_SECONDS))
+        async with serving_plane([(config, model)]) as plane:
+            began = clock.monotonic()
             asked = [submit(plane, "m", INPUT0=rows(size, 100 * number)) for number, size in enumerate(sizes)]
             await turns()
             statistics = counted(plane, "m")
-            # A machine that stood still for so long may have let the delay of the others end: those do not count.
-            gone = [record for record in statistics.log.recent if record.reason != "delay expired"]
-            assert (len(gone), sum(record.rows for record in gone)) == at_once
+            assert (statistics.executions, statistics.inferences) == at_once
+            assert clock.monotonic() == began
             for number, (size, result) in enumerate(zip(sizes, await answers(asked), strict=True)):
                 assert np.array_equal(array_of(result), rows(size, 100 * number) * 2)
             assert (statistics.executions, statistics.inferences) == in_the_end
             assert len(model.given) == in_the_end[0]
             waited = [record.oldest_waited_ns for record in statistics.log.recent if record.reason == "delay expired"]
-            assert all(ns >= SHORT_SECONDS * 1e9 for ns in waited)
-            assert len(waited) == in_the_end[0] - at_once[0]
+            assert waited == [pytest.approx(DELAY_SECONDS * 1e9)] * (in_the_end[0] - at_once[0])
+            assert clock.monotonic() - began == pytest.approx(DELAY_SECONDS if waited else 0.0)
 
-    asyncio.run(main())
+    run_engine(main)
 
 
 def test_two_then_six_go_at_once_each() -> None:
     async def main() -> None:
         async with serving_plane(
-            [(config_of("m", max_batch_size=8, scheduling=batching(LONG_SECONDS)), Recorder())]
+            [(config_of("m", max_batch_size=8, scheduling=batching(DELAY_SECONDS)), Recorder())]
         ) as plane:
             for size in (2, 6):
                 await submit(plane, "m", INPUT0=rows(size)).answer()
@@ -308,7 +306,7 @@ def test_late_companions_complete_a_preferred_size() -> None:
     async def main() -> None:
         model = Recorder()
         async with serving_plane(
-            [(config_of("m", max_batch_size=8, scheduling=batching(LONG_SECONDS)), model)]
+            [(config_of("m", max_batch_size=8, scheduling=batching(DELAY_SECONDS)), model)]
         ) as plane:
             asked = [submit(plane, "m", INPUT0=rows(1)) for _ in range(3)]
             await turns()
@@ -326,7 +324,7 @@ def test_requests_for_different_outputs_share_a_batch() -> None:
             "m",
             max_batch_size=8,
             outputs=(OutputSpec("A", None, None), OutputSpec("B", None, None)),
-            scheduling=batching(LONG_SECONDS),
+            scheduling=batching(DELAY_SECONDS),
         )
         calls: list[int] = []
 
@@ -369,7 +367,7 @@ def test_one_that_is_cancelled_in_the_middle_is_not_computed() -> None:
     async def main() -> None:
         model = Recorder()
         async with serving_plane(
-            [(config_of("m", max_batch_size=8, scheduling=batching(LONG_SECONDS)), model)]
+            [(config_of("m", max_batch_size=8, scheduling=batching(DELAY_SECONDS)), model)]
         ) as plane:
             asked: list[Asked] = [submit(plane, "m", INPUT0=rows(1, number)) for number in range(7)]
             asked[3].pending.cancel()

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Asked, Recorder, answers, array_of, config_of, counted, serving_plane, submit, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from headrace.engine.cache import ResponseCache, key_of
 from headrace.modelconfig.types import OutputSpec
 from headrace.telemetry.exposition import render
 from headrace.telemetry.registry import Registry
+from support.engines import Asked, Recorder, answers, array_of, config_of, counted, serving_plane, submit, tensors_of
 
 MIB = 1024 * 1024
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import config_of, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from headrace.core.messages import InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.engine.checking import RequestChecker
 from headrace.modelconfig.types import BatchInput, ControlInput, InputSpec, OutputSpec, SequenceBatching, StateSpec
+from support.engines import config_of, tensors_of
 
 A = InputSpec("A", INT32, (2,))
 B = InputSpec("B", FP32, (-1,))

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -17,9 +14,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "storage"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 
-from cli_programs import CONFIG, HEADRACE, Server
 from store_stub import ACCESS, SECRET, StoreStub
 
 from headrace.cli.repositories import mirrored
@@ -29,6 +24,9 @@ from headrace.core.errors import HeadraceError, NotFound, PermissionDenied, Unim
 from headrace.engine.engine import Engine, open_engine
 from headrace.engine.repository.scan import open_repositories
 from headrace.telemetry.progress import silent
+from support.programs import Program
+from support.tiny_models import CONFIG
+from support.waiting import eventually
 
 URL = "s3://bkt/models"
 
@@ -175,25 +173,12 @@ def test_wrong_credentials_are_told(store: StoreStub, monkeypatch: pytest.Monkey
     assert "wr0ng" not in caught.value.message
 
 
+@pytest.mark.slow
 def test_the_program(store: StoreStub, tmp_path: Path) -> None:
     arguments = [URL, "--repository-poll-secs", "0.2", "--http-port", "0", "--grpc-port", "0", "--workers", "2"]
-    with (tmp_path / "log").open("wb") as output:
-        process = subprocess.Popen(
-            [HEADRACE, "serve", *arguments],
-            env=os.environ | {"NO_COLOR": "1", "TERM": "dumb"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    server = Server(process, tmp_path / "log")
-    try:
-        server.wait_for("model(s)")
+    with Program("serve", *arguments, log=tmp_path / "log", ready="model(s)") as server:
         store.buckets["bkt"]["models/echo/7/note"] = b"7"
-        while not _serves(server.url, "7"):
-            assert process.poll() is None, server.log
-            time.sleep(0.05)
-    finally:
-        process.terminate()
-        assert process.wait(100) == 0
+        eventually(lambda: _serves(server.url, "7"))
     assert "s3://bkt/models is mirrored in" in server.log
     assert SECRET not in server.log
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Recorder, array_of, ask, builtin_plane, config_of, counted, plane_of, serving_plane, submit
 
 from headrace.core.dtypes import BF16, FP32, INT64
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
@@ -20,8 +19,10 @@ from headrace.engine.dataplane import TensorMetadata
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.engine.repository.states import State
 from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from support.engines import Recorder, array_of, ask, builtin_plane, config_of, counted, plane_of, serving_plane, submit
 
-PAYLOADS = int(os.environ.get("HEADRACE_TEST_PAYLOADS", "1000000"))
+PAYLOADS = 32_000
+MANY_PAYLOADS = int(os.environ.get("HEADRACE_TEST_PAYLOADS", "1000000"))
 """Unique requests in the last test: some ten seconds of them."""
 
 ROW = np.zeros((1, 2), np.int32)
@@ -221,11 +222,19 @@ def test_an_engine_closes_its_models() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("runs", ["inline", "thread"])
-def test_every_one_of_many_answers_reaches_its_own_caller(runs: Any) -> None:
+@pytest.mark.parametrize(
+    ("runs", "payloads"),
+    [
+        ("inline", PAYLOADS),
+        ("thread", PAYLOADS),
+        pytest.param("inline", MANY_PAYLOADS, marks=pytest.mark.slow),
+        pytest.param("thread", MANY_PAYLOADS // 10, marks=pytest.mark.slow),
+    ],
+)
+def test_every_one_of_many_answers_reaches_its_own_caller(runs: Any, payloads: int) -> None:
     """64 callers ask one question after the other, no two questions the same; each checks every answer it gets."""
     callers = 64
-    each = PAYLOADS // callers // (1 if runs == "inline" else 10)
+    each = payloads // callers
 
     class Caller:
         def __init__(self, number: int, infer: Callable[..., Any], finished: Callable[[], None]) -> None:

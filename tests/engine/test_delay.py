@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Iterator
 
 import pytest
-from support.engines import pending_of
 
 from headrace.engine.scheduling.batches import BatchRules, choose
 from headrace.engine.scheduling.delay import AutoDelay, FixedDelay
+from support.engines import pending_of
 
 MS = 1_000_000
 SECOND = 1000 * MS

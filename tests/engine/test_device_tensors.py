@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import answers, ask, config_of, counted, ensemble, serving_plane, step, submit
 
 from headrace.core.dtypes import FP32
 from headrace.engine.cache import ResponseCache
 from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from support.engines import answers, ask, config_of, counted, ensemble, serving_plane, step, submit
 
 
 class FakeDevice:

@@ -11,6 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from headrace.backends.contract import Work
+from headrace.core.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
+from headrace.core.messages import InferRequest, RequestedOutput
+from headrace.core.tensors import Tensor
+from headrace.modelconfig.types import (
+    DynamicBatching,
+    EnsembleScheduling,
+    InputSpec,
+    InstanceGroup,
+    ModelConfig,
+    OutputSpec,
+    QueuePolicy,
+)
 from support.engines import (
     Asked,
     Gate,
@@ -25,20 +39,6 @@ from support.engines import (
     step,
     submit,
     tensors_of,
-)
-
-from headrace.backends.contract import Work
-from headrace.core.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
-from headrace.core.messages import InferRequest, RequestedOutput
-from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import (
-    DynamicBatching,
-    EnsembleScheduling,
-    InputSpec,
-    InstanceGroup,
-    ModelConfig,
-    OutputSpec,
-    QueuePolicy,
 )
 
 

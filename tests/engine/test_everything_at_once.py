@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Asked, array_of, config_of, counted, serving_plane, tensors_of
 
 from headrace.core.dtypes import INT64
 from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailable
@@ -28,6 +27,7 @@ from headrace.modelconfig.types import (
     QueuePolicy,
     Resource,
 )
+from support.engines import Asked, array_of, config_of, counted, serving_plane, tensors_of
 
 REQUESTS = 1500
 UNLUCKY = -13
@@ -115,7 +115,7 @@ def check(caller: Caller, result: InferResponse | BaseException) -> str:
     return "answered"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_everybody_is_answered_once_and_rightly(kind: str, seed: int) -> None:
     async def main() -> Counter[str]:

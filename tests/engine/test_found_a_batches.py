@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Asked, Streamed, answers, array_of, config_of, counted, pending_of, serving_plane, submit
 
 from headrace.core.dtypes import FP32, INT64
 from headrace.core.errors import Cancelled, Internal
@@ -18,6 +17,7 @@ from headrace.engine.execution.joining import Joiner
 from headrace.engine.execution.ragged import RaggedJoiner
 from headrace.engine.scheduling.delay import AutoDelay
 from headrace.modelconfig.types import Dims, DynamicBatching, InputSpec, ModelConfig, OutputSpec
+from support.engines import Asked, Streamed, answers, array_of, config_of, counted, pending_of, serving_plane, submit
 
 
 def reshaping(dims: Dims, wanted: Dims, most: int = 8, **more: Any) -> ModelConfig:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Streamed, array_of, config_of, counted, serving_plane, submit
 
 from headrace.core.dtypes import INT64
 from headrace.core.errors import InvalidArgument
@@ -24,6 +23,8 @@ from headrace.modelconfig.types import (
     ModelConfig,
     OutputSpec,
 )
+from support.engines import Streamed, array_of, config_of, counted, serving_plane, submit
+from support.waiting import eventually_async
 
 ONE = np.array([[1]])
 
@@ -137,8 +138,7 @@ def test_each_of_several_answers_gets_its_own_result_whichever_is_ready_first() 
         models = [(twice, Twice()), (config_of("late", max_batch_size=1, instance_groups=two), late), graph]
         async with serving_plane(models) as plane:
             streamed = Streamed(plane, "e", IN=ONE)
-            while not streamed.told:
-                await asyncio.sleep(0.001)
+            await eventually_async(lambda: streamed.told)
             second.set()
             told = await streamed.all()
             assert [(array_of(one, "OUT").item(), final) for one, final in told] == [(1, False), (0, True)]

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from support.engines import Asked, answers, config_of, serving_plane, submit
 
 from headrace.engine.scheduling.limiter import Limiter
 from headrace.modelconfig.types import DynamicBatching, InstanceGroup, ModelConfig, Resource
+from support.engines import Asked, answers, config_of, serving_plane, submit
 
 ROW = np.array([[1]])
 

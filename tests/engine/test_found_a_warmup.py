@@ -7,13 +7,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.engines import config_of
 
 from headrace.core.dtypes import FP32, INT64
 from headrace.core.errors import FailedPrecondition
 from headrace.engine.execution.warmup import warm_up
 from headrace.engine.scheduling.scheduler import Runner
 from headrace.modelconfig.types import InputSpec, Warmup, WarmupInput
+from support.engines import config_of
 
 
 class Unreached:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Recorder, answers, array_of, config_of, counted, pending_of, serving_plane, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from headrace.core.messages import InferResponse
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Joiner
 from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from support.engines import Recorder, answers, array_of, config_of, counted, pending_of, serving_plane, submit
 
 
 def tensor(array: Any, dtype: DType | None = None, name: str = "INPUT0") -> Tensor:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from support.engines import Recorder, array_of, config_of, counted, serving_plane, submit
 
 from headrace.backends.contract import ModelFiles, Placement
 from headrace.core.clock import SystemClock
@@ -37,6 +36,8 @@ from headrace.modelconfig.types import (
 )
 from headrace.telemetry.progress import ProgressEvent, Reporter
 from headrace.telemetry.registry import Registry
+from support.engines import Recorder, array_of, config_of, counted, serving_plane, submit
+from support.waiting import eventually_async
 
 
 class Notebook:
@@ -49,6 +50,7 @@ class Notebook:
         self.given: list[Any] = []
         self.hold = threading.Event()
         self.hold.set()
+        self.opening = threading.Event()
         self._fails = fails
         self._compute = compute
 
@@ -63,7 +65,8 @@ class Notebook:
         return self
 
     def open(self, placement: Placement) -> NotedInstance:
-        self.hold.wait(30)
+        self.opening.set()
+        self.hold.wait(100)
         self.note(f"open {placement.name}")
         return NotedInstance(self, placement.name)
 
@@ -142,21 +145,19 @@ def test_a_cancelled_opening_closes_what_was_being_opened() -> None:
         book = Notebook()
         book.hold.clear()
         task = asyncio.create_task(book.opened(config_of("m", **TWO)))
-        while "load" not in book.lines:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
+        await eventually_async(lambda: book.opening.is_set())
         task.cancel()
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         book.hold.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        for _ in range(3000):
+
+        def all_closed() -> bool:
             opened = [line for line in book.lines if line.startswith("open")]
             closed = [line for line in book.lines if line.startswith("close g")]
-            if len(opened) == len(closed) and "close model" in book.lines:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(book.lines)
+            return len(opened) == len(closed) and "close model" in book.lines
+
+        await eventually_async(all_closed)
 
     asyncio.run(main())
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Asked, Gate, answers, config_of, counted, pending_of, serving_plane, submit, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from headrace.core.messages import InferRequest
 from headrace.engine.scheduling.pending import RUNNING, Pending
 from headrace.engine.scheduling.queues import FifoQueue, PolicyQueue
 from headrace.modelconfig.types import DynamicBatching, InstanceGroup, QueuePolicy
+from support.engines import Asked, Gate, answers, config_of, counted, pending_of, serving_plane, submit, tensors_of
 
 MICROSECOND = 1000
 """In the queue's nanoseconds."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import answers, array_of, config_of, counted, pending_of, serving_plane, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from headrace.core.errors import Internal
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.ragged import RaggedJoiner
 from headrace.modelconfig.types import BatchInput, BatchInputKind, BatchOutput, InputSpec, ModelConfig, OutputSpec
+from support.engines import answers, array_of, config_of, counted, pending_of, serving_plane, submit
 
 RAGGED = InputSpec("INPUT0", INT64, (-1,), allow_ragged_batch=True)
 

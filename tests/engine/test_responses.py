@@ -9,12 +9,12 @@ from time import monotonic_ns
 from typing import Any
 
 import numpy as np
-from support.engines import Streamed, config_of, counted, ensemble, serving_plane, step
 
 from headrace.backends.contract import Work
 from headrace.core.errors import Unavailable
 from headrace.core.tensors import Tensor
 from headrace.engine.responses import MOST_PLACES, ResponseStats, ResponseWatch, place_text
+from support.engines import Streamed, config_of, counted, ensemble, serving_plane, step
 
 
 def row(value: int) -> Any:

@@ -11,6 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from headrace.backends.contract import Work
+from headrace.core.dtypes import BF16, FP32, INT64, UINT16
+from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailable, Unimplemented
+from headrace.core.messages import InferResponse
+from headrace.core.tensors import Tensor
+from headrace.engine.scheduling.pace import INLINE_BELOW_NS, THREAD_ABOVE_NS, Pace
+from headrace.modelconfig.types import DynamicBatching, InstanceGroup, OutputSpec
 from support.engines import (
     Asked,
     Recorder,
@@ -22,14 +30,6 @@ from support.engines import (
     serving_plane,
     submit,
 )
-
-from headrace.backends.contract import Work
-from headrace.core.dtypes import BF16, FP32, INT64, UINT16
-from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailable, Unimplemented
-from headrace.core.messages import InferResponse
-from headrace.core.tensors import Tensor
-from headrace.engine.scheduling.pace import INLINE_BELOW_NS, THREAD_ABOVE_NS, Pace
-from headrace.modelconfig.types import DynamicBatching, InstanceGroup, OutputSpec
 
 QUICK, SLOW = INLINE_BELOW_NS // 2, THREAD_ABOVE_NS * 4
 

@@ -11,6 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from headrace.core.errors import Cancelled, InvalidArgument, Unavailable
+from headrace.core.messages import InferRequest
+from headrace.core.tensors import Tensor
+from headrace.engine.scheduling.limiter import Limiter
+from headrace.engine.scheduling.order import Order
+from headrace.modelconfig.types import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy, Resource
 from support.engines import (
     Asked,
     Gate,
@@ -24,13 +31,7 @@ from support.engines import (
     serving_plane,
     submit,
 )
-
-from headrace.core.errors import Cancelled, InvalidArgument, Unavailable
-from headrace.core.messages import InferRequest
-from headrace.core.tensors import Tensor
-from headrace.engine.scheduling.limiter import Limiter
-from headrace.engine.scheduling.order import Order
-from headrace.modelconfig.types import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy, Resource
+from support.waiting import eventually_async
 
 NO_BATCHING: dict[str, Any] = {"scheduling": None}
 
@@ -138,8 +139,7 @@ def test_answers_come_in_the_order_of_the_requests_if_so_configured(preserve: bo
                     one(result)
 
                 plane.infer(request, done)
-            while counted(plane, "m").executions < 2:
-                await asyncio.sleep(0.001)
+            await eventually_async(lambda: counted(plane, "m").executions == 2)
             if not preserve:
                 await asked[2].answer()
             assert order == ([] if preserve else [2, 4])
@@ -158,8 +158,7 @@ def test_one_that_gives_up_does_not_hold_the_ordered_answers_of_others() -> None
         )
         async with serving_plane([(config, slow)]) as plane:
             odd, even = (submit(plane, "m", INPUT0=row(number)) for number in (1, 2))
-            while counted(plane, "m").executions < 1:
-                await asyncio.sleep(0.001)
+            await eventually_async(lambda: counted(plane, "m").executions == 1)
             assert not even.told
             odd.pending.cancel()
             assert array_of(await even.answer()).item() == 2

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Gate, Recorder, array_of, config_of, counted, plane_of, serving_plane, tensors_of
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import Cancelled, FailedPrecondition, InvalidArgument, NotFound, Unavailable
@@ -17,6 +16,7 @@ from headrace.engine.dataplane import DataPlane
 from headrace.engine.services import ModelServices
 from headrace.modelconfig.types import InstanceGroup
 from headrace.telemetry.registry import Registry
+from support.engines import Gate, Recorder, array_of, config_of, counted, plane_of, serving_plane, tensors_of
 
 
 def services_of(plane: DataPlane | None) -> ModelServices:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import answers, ask, config_of, serving_plane, submit
 
 from headrace.core.dtypes import FP32, INT32
 from headrace.core.errors import InvalidArgument
 from headrace.modelconfig.types import InputSpec, OutputSpec
+from support.engines import answers, ask, config_of, serving_plane, submit
 
 
 class Shaped:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Gate, Recorder, answers, array_of, config_of, counted, serving_plane, submit
 
 from headrace.core.errors import (
     Cancelled,
@@ -22,6 +21,7 @@ from headrace.core.errors import (
 )
 from headrace.engine.statistics import FAILURE_REASONS, RequestStats, VersionStatistics, failure_reason
 from headrace.modelconfig.types import DynamicBatching, InstanceGroup, QueuePolicy
+from support.engines import Gate, Recorder, answers, array_of, config_of, counted, serving_plane, submit
 
 
 def rows(count: int, value: int = 0) -> Any:

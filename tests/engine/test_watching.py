@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Asked, config_of, serving_plane
 
 from headrace.console.requests import Watching, Wish, wish_of
 from headrace.core.dtypes import FP32
@@ -23,6 +22,8 @@ from headrace.engine.express import _express
 from headrace.engine.scheduling.watching import IDS
 from headrace.engine.versions import ModelVersion
 from headrace.modelconfig.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
+from support.engines import Asked, config_of, serving_plane
+from support.waiting import eventually_async
 
 ROW = np.arange(4, dtype=np.float32)
 
@@ -144,9 +145,7 @@ def test_it_ends_when_its_time_is_over_or_when_it_is_told_to() -> None:
         async with serving_plane([(config(), doubled)]) as plane:
             watching = Watching(plane, seconds=0.01)
             watching.begin(Wish("m", 100))
-            async with asyncio.timeout(30):
-                while watching.document()["watching"]:
-                    await asyncio.sleep(0.01)
+            await eventually_async(lambda: not watching.document()["watching"])
             assert version_of(plane).watch is None
             watching = Watching(plane)
             watching.begin(Wish("m", 100))

@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+
 from support.ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
@@ -86,8 +87,11 @@ def page(name: str) -> str:
     return (EXAMPLES / name / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # one starts a dozen processes
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ON_PLATFORMS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.worker(name)) for name in NAMES if name not in ON_PLATFORMS]
+)
 def test_an_example_does_what_its_page_says(name: str, reader: Reader) -> None:
     missing = [tool for tool in ("curl", "jq", "pkill") if tool in page(name) and shutil.which(tool) is None]
     if missing:
@@ -124,6 +128,7 @@ def test_the_same_file_is_applied_to_a_cluster(reader: Reader, tmp_path: Path) -
     sys.path.insert(0, str(ROOT / "tests/fleet/cluster"))
     from controller_site import Site
     from fleet.cluster.test_verbs_platform import pods_marked
+
     from support.kubernetes_server import KubernetesServer
 
     with KubernetesServer(tmp_path / "cluster") as server, closing(Site(server)) as site, pods_marked(site):

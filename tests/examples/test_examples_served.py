@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +13,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from support.ports import free_port
 from sklearn.datasets import load_digits
 from tritonclient.utils import InferenceServerException
+
+from support.servers import serve_process
 
 TYPES = {
     "bool": np.bool_, "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
@@ -28,28 +26,9 @@ TYPES = {
 
 
 @pytest.fixture(scope="module")
-def port(repository: Path) -> Iterator[int]:
-    http, grpc = free_port(), free_port()
-    program = Path(sys.executable).with_name("headrace")
-    command = [program, "serve", repository, "--http-port", str(http), "--grpc-port", str(grpc)]
-    server = subprocess.Popen(command)
-    try:
-        _wait_until_ready(http, server)
-        yield http
-    finally:
-        server.terminate()
-        assert server.wait(90) == 0
-
-
-def _wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.05)
-    raise RuntimeError("the server did not become ready")
+def port(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with serve_process(tmp_path_factory.mktemp("examples") / "log", repository, ready="ready: ") as server:
+        yield server.port
 
 
 @pytest.fixture

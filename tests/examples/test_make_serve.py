@@ -11,13 +11,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.ports import free_port
+from support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 FILES = ["Makefile", "pyproject.toml", "scripts", "examples"]
@@ -30,6 +31,7 @@ def ask(url: str, document: Any = None) -> Any:
         return answer.read()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_command_makes_the_models_and_serves_them(tmp_path: Path) -> None:
     for name in FILES:
@@ -47,9 +49,8 @@ def test_one_command_makes_the_models_and_serves_them(tmp_path: Path) -> None:
             start_new_session=True,
         )
     try:
-        while "model(s)" not in log.read_text():
-            assert make.poll() is None, log.read_text()
-            time.sleep(0.05)
+        eventually(lambda: make.poll() is not None or "model(s)" in log.read_text(), within=240)
+        assert make.poll() is None, log.read_text()
         assert (tmp_path / "build" / "models" / "strings" / "config.pbtxt").is_file()
         told = json.loads(ask(f"http://127.0.0.1:{port}/v2/models/strings/infer", QUESTION))
         assert told["outputs"][0]["data"] == ["BRING WATER"]
@@ -60,10 +61,7 @@ def test_one_command_makes_the_models_and_serves_them(tmp_path: Path) -> None:
         os.killpg(make.pid, signal.SIGINT)  # Ctrl-C: make and all that it runs
         make.wait(90)
     assert "SIGINT: draining" in log.read_text() and "Traceback" not in log.read_text()
-    limit = time.monotonic() + 60
-    while _are_left(make.pid):  # who is no child of make's may end a moment after it
-        assert time.monotonic() < limit, "somebody is left"
-        time.sleep(0.05)
+    eventually(lambda: not _are_left(make.pid))  # who is no child of make's may end a moment after it
 
 
 def _are_left(group: int) -> bool:

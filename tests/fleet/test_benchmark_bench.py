@@ -4,22 +4,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_served import chat_served
-from support.ports import free_port
-from support.serving import Serving
 
 from headrace.fleet.benchmarks.planning import plan_benchmark
 from headrace.fleet.words import ClusterFacts
+from support.chat_served import chat_served
+from support.ports import free_port
+from support.programs import Finished, run
+from support.serving import Serving
 
-HEADRACE = Path(sys.executable).parent / "headrace"
+pytestmark = pytest.mark.worker("language models")
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +56,8 @@ def words_of(folder: Path, **spec: Any) -> list[str]:
     return [each.replace(f"{mounts['output']}/", f"{folder}/") for each in container["args"]]
 
 
-def bench(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    plain = os.environ | {"NO_COLOR": "1", "TERM": "dumb"} | variables
-    return subprocess.run([HEADRACE, *words], env=plain, capture_output=True, text=True, timeout=180, check=False)
+def bench(words: list[str], **variables: str) -> Finished:
+    return run(*words, env=variables)
 
 
 def endpoint(port: int, **more: str) -> dict[str, Any]:
@@ -84,10 +82,10 @@ def test_its_command_measures_and_keeps_what_came_of_it(server: Serving, tmp_pat
         ("U(10,20)/(2,4)", 1),
         ("U(10,20)/(2,4)", 3),
     ]
-    for run in told["runs"]:
-        assert run["answered"] == run["requests"] == 5 and not run["errors"], run
-        assert run["first_token_ms"]["p50"] > 0 and run["latency_ms"]["p50"] >= run["first_token_ms"]["p50"]
-        assert run["token_ms"]["p50"] > 0 and run["answer_tokens_per_second"] > 0
+    for each in told["runs"]:
+        assert each["answered"] == each["requests"] == 5 and not each["errors"], each
+        assert each["first_token_ms"]["p50"] > 0 and each["latency_ms"]["p50"] >= each["first_token_ms"]["p50"]
+        assert each["token_ms"]["p50"] > 0 and each["answer_tokens_per_second"] > 0
     fixed = told["runs"][0]
     assert fixed["answer_tokens"] == 6
     # Words have two or three tokens, give or take; without learning that it would be 70.

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ from headrace.fleet import documents
 from headrace.fleet.schema.crds import KEEP, crd, crds
 from headrace.fleet.schema.fields import Kind
 from headrace.fleet.schema.kinds import KINDS
+from support.programs import Finished, run_script
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "crds"
@@ -26,9 +27,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=[each.name for each in KINDS]
 
 
 def test_the_files_are_what_the_tables_say() -> None:
-    told = subprocess.run(
-        [sys.executable, "scripts/generate_crds.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
+    told = run_script(ROOT / "scripts" / "generate_crds.py", "--check")
     assert told.returncode == 0, told.stdout + told.stderr
     assert documents.read(sorted(FOLDER.glob("*.yaml"))).documents == [crds()[name] for name in sorted(crds())]
 
@@ -38,13 +37,10 @@ def test_a_file_that_was_edited_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "generate_crds.py").write_text(script)
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, tmp_path / "scripts" / "generate_crds.py", *words], cwd=ROOT, capture_output=True, text=True,
-            env={"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+    def run(*words: str) -> Finished:
+        return run_script(tmp_path / "scripts" / "generate_crds.py", *words)
 
-    assert run().returncode == 0
+    shutil.copytree(FOLDER, tmp_path / "deploy" / "crds")
     edited = tmp_path / "deploy" / "crds" / "ome.io_basemodels.yaml"
     edited.write_text(edited.read_text().replace("Ready", "Steady"))
     (edited.parent / "ome.io_gone.yaml").write_text("kind: Gone\n")

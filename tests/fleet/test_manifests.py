@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from headrace.fleet.cluster.manifests import ManifestSettings, manifests
 from headrace.fleet.installing.configuration import EXAMPLE
 from headrace.fleet.installing.settings import PARTS
 from headrace.fleet.words import FleetSettings
+from support.programs import run_script
 
 ROOT = Path(__file__).parents[2]
 MANY = ManifestSettings(replicas=3, agent_secrets=("hf-token",), pull_secret="registry", arguments=("--workers=8",))
@@ -239,7 +238,5 @@ def test_samples_are_printed() -> None:
 
 @pytest.mark.parametrize("script", ["generate_crds", "generate_chart", "generate_reference"])
 def test_what_is_generated_is_up_to_date(script: str) -> None:
-    told = subprocess.run(
-        [sys.executable, ROOT / "scripts" / f"{script}.py", "--check"], capture_output=True, text=True
-    )
+    told = run_script(ROOT / "scripts" / f"{script}.py", "--check")
     assert told.returncode == 0, told.stdout + told.stderr

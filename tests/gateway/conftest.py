@@ -5,8 +5,9 @@ bucket is that of storage. Every test has its gateway on SQLite, and on PostgreS
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "microservice"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
 
-from gateway_process import Gateway
+from gateway_process import Gateway, gateway
+from gateway_thread import gateway_in_thread
 from jobs.postgresql_servers import PostgresqlServer
 
 
@@ -32,3 +34,9 @@ def database(request: pytest.FixtureRequest) -> Iterator[str]:
         Gateway.new_database = staticmethod(server.new_database)
     yield request.param
     Gateway.new_database = staticmethod(lambda: "")
+
+
+@pytest.fixture(scope="module", params=["in this process", pytest.param("a process", marks=pytest.mark.slow)])
+def open_gateway(request: pytest.FixtureRequest, database: str) -> Callable[..., Any]:
+    """Use it as `gateway_process.gateway`, which it is, or the quicker `gateway_thread.gateway_in_thread`."""
+    return gateway if request.param == "a process" else gateway_in_thread

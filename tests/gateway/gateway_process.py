@@ -15,19 +15,20 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
-from support.ports import free_port, service_ports
 from typer.testing import CliRunner
 
 from headrace.cli.jobs import jobs
 from headrace.cli.users import users
+from support.ports import free_port, service_ports
+from support.programs import Program
+from support.waiting import eventually
 
 PROGRAM = """
 import typer
@@ -62,7 +63,7 @@ class Gateway:
         self.folder = folder
         self.data_dir = folder / "data"
         self.log_file = folder / "gateway.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.program: Program | None = None
         # Not one that the kernel chooses: a gateway that is started again must find it free.
         self.port = free_port()
 
@@ -71,30 +72,29 @@ class Gateway:
         return self.log_file.read_text()
 
     def start(self, *more: str, wait: bool = True) -> None:
-        words = [
-            sys.executable,
-            "-c",
-            PROGRAM.replace("PORTS", repr(service_ports())),
+        """Start a process; not to `wait` is for those that refuse to start."""
+        program = PROGRAM.replace("PORTS", repr(service_ports()))
+        port = () if "--port" in more else ("--port", str(self.port))
+        self.program = Program(
             "--data-dir",
-            str(self.data_dir),
-        ]
-        words += [*(() if "--port" in more else ("--port", str(self.port))), *more]
-        begun = len(self.log) if self.log_file.exists() else 0
-        more_variables = {"OMP_NUM_THREADS": "1", "HEADRACE_DATABASE_URL": self.database_url}
-        with self.log_file.open("ab") as output:
-            self.process = subprocess.Popen(
-                words, stdout=output, stderr=subprocess.STDOUT, env=os.environ | more_variables
-            )
-        while wait and (found := READY.search(self.log, begun)) is None:
-            assert self.process.poll() is None, self.log
-            time.sleep(0.02)  # the test's own time-out is the limit
-        if wait and found is not None:
-            self.port = int(found[3])
+            self.data_dir,
+            *port,
+            *more,
+            command=(sys.executable, "-c", program),
+            log=self.log_file,
+            env={"HEADRACE_DATABASE_URL": self.database_url},
+        ).start()
+        if wait:
+            self.port = int(self.program.wait_for(READY)[3])
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        return self.program.process if self.program is not None else None
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        assert self.process is not None
-        self.process.send_signal(number)
-        return self.process.wait(180)
+        assert self.program is not None
+        self.program.send(signal.Signals(number))
+        return self.program.wait()
 
     def command(self, *words: str, code: int = 0) -> str:
         """What a command prints. In this process: to start one for each would take most of the test's time."""
@@ -124,16 +124,20 @@ class Gateway:
         return str(got.json["token"])
 
     def until_loaded(self, path: str, token: str) -> dict[str, Any]:
-        """Poll a service's status; the test's own time-out is the limit."""
-        while True:
+        """Ask for a service's status until its model is loaded, and return it."""
+
+        def loaded() -> dict[str, Any] | None:
             got = self.ask("GET", path, token=token)
-            assert got.status == 200, got.body
             told: dict[str, Any] = got.json
-            assert told["initialization_error"] is None, told
-            assert told["model_load_error"] is None, told
-            if told["model_loaded"]:
-                return told
-            time.sleep(0.05)
+            if got.status != 200 or told["initialization_error"] is not None or told["model_load_error"] is not None:
+                raise RuntimeError(got.body)
+            return told if told["model_loaded"] else None
+
+        return dict(eventually(loaded))
+
+    def slow_to_load(self) -> AbstractContextManager[None]:
+        """While it lasts, no service comes to load its model. A process is slow enough by itself."""
+        return nullcontext()
 
     def processes(self) -> list[int]:
         """Services of this data directory that run; one whose words the kernel is about to give it by where it began."""
@@ -159,9 +163,8 @@ def gateway(folder: Path, *more: str) -> Iterator[Gateway]:
     try:
         yield made
     finally:
-        if made.process is not None and made.process.poll() is None:
-            made.process.kill()
-            made.process.wait(180)
+        if made.program is not None:
+            made.program.kill()
         for pid in made.processes():
             try:
                 os.killpg(pid, signal.SIGKILL)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,10 @@ from batch.bucket_stub import bucket_stub
 from gateway_process import Gateway, Got, gateway
 from onnx import TensorProto, helper, numpy_helper
 
-pytestmark = pytest.mark.timeout(600)  # tens of thousands of items, one at a time, on a machine that may be busy
+from support.waiting import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+"""Tens of thousands of items, one at a time. Quick: tests/jobs/test_jobs_batches.py, tests/batch."""
 WEIGHTS = np.asarray([[1], [10]], np.float32)
 MANY = 20_000
 SLOW = {"batch_size": 1, "in_flight": 1}
@@ -75,17 +77,27 @@ class Used:
         return found
 
     def until(self, job: str, *statuses: str) -> dict[str, Any]:
-        """Poll; the test's own time-out is the limit."""
-        while (found := self.show(job))["status"] not in statuses:
-            assert found["status"] not in ("Done", "Error", "Canceled"), found
-            time.sleep(0.05)
-        return found
+        """The job, as soon as it has one of these statuses; fail at once if it has ended with another."""
+
+        def reached() -> dict[str, Any] | None:
+            found = self.show(job)
+            if found["status"] in statuses:
+                return found
+            if found["status"] in ("Done", "Error", "Canceled"):
+                raise RuntimeError(found)
+            return None
+
+        return dict(eventually(reached, within=500))
 
     def until_written(self, job: str, path: Path, size: int) -> dict[str, Any]:
         """Until so much of the results is there; the job as it was then."""
-        while not path.exists() or path.stat().st_size < size:
-            assert self.show(job)["status"] in ("Pending", "Running", "Resuming")
-            time.sleep(0.02)
+
+        def written() -> bool:
+            if self.show(job)["status"] not in ("Pending", "Running", "Resuming"):
+                raise RuntimeError(self.show(job))
+            return path.exists() and path.stat().st_size >= size
+
+        eventually(written, within=500)
         return self.show(job)
 
     @contextmanager
@@ -100,8 +112,7 @@ class Used:
 
     def until_no_process(self) -> None:
         """One that was canceled while it was launched is ended a moment after its record."""
-        while self.gateway.processes():
-            time.sleep(0.05)
+        eventually(lambda: not self.gateway.processes())
 
     def events(self, job: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.gateway.ask("GET", f"{self.jobs}/{job}:events", token=self.token).json[
@@ -245,9 +256,8 @@ def test_a_killed_process_goes_on_and_repeats_nothing(used: Used) -> None:
     found = used.until_written(job, output, 20_000)
     assert found["job_details"]["progress"]["total"] == MANY
     os.kill(found["job_details"]["handle"]["pid"], signal.SIGKILL)
-    while (found := used.show(job))["job_details"].get("deaths") != 1:
-        time.sleep(0.02)
-    assert found["status"] == "Running"
+    eventually(lambda: used.show(job)["job_details"].get("deaths") == 1)
+    assert used.show(job)["status"] == "Running"
     found = used.until(job, "Done")
     summary = found["job_details"]["summary"]
     assert 0 < summary["resumed"] < MANY and found["job_details"]["deaths"] == 1
@@ -262,8 +272,7 @@ def test_a_killed_gateway_takes_its_batch_up(used: Used) -> None:
         used.gateway.end(signal.SIGKILL)
         assert used.gateway.processes() == [pid]
         used.gateway.start("--models-dir", str(used.folder))
-        while not any("adopted" in each["reason"] for each in used.events(job)):
-            time.sleep(0.05)
+        eventually(lambda: any("adopted" in each["reason"] for each in used.events(job)))
     found = used.until(job, "Done")
     assert found["job_details"]["summary"]["resumed"] == 0 and "deaths" not in found["job_details"]
     check_each_once(output, MANY)
@@ -283,8 +292,7 @@ def test_with_a_bucket_and_the_keys_of_its_workspace(used: Used) -> None:
         refused = there.create({"parent_job_id": there.parent, "specs": specs})
         assert refused.status == 400 and "specs.output: the workspace has no credentials" in refused.json["error_desc"]
         job = there.begin("s3://bucket/in/items.jsonl", "s3://bucket/out/results.jsonl", ordered=True)
-        while not (running := there.show(job)["job_details"].get("handle")):
-            time.sleep(0.02)
+        running = eventually(lambda: there.show(job)["job_details"].get("handle"))
         assert b"whispered" not in _seen_by_all(running["pid"])
         summary = there.until(job, "Done")["job_details"]["summary"]
         assert (summary["succeeded"], summary["output"]) == (30, "s3://bucket/out/results.jsonl")

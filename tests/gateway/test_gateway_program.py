@@ -10,17 +10,20 @@ import signal
 import socket
 import ssl
 import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_process import Gateway, gateway
+from gateway_process import Gateway
 from picture_models import data_url, onnx_classifier, png
 
+from support.programs import run
+from support.waiting import eventually
+
 pytestmark = pytest.mark.timeout(300)
+Open = Callable[..., Any]
 KEY = re.compile(r"nvapi-[A-Za-z0-9_-]{64}")
 
 
@@ -56,9 +59,9 @@ class Used:
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Used]:
+def used(tmp_path_factory: pytest.TempPathFactory, open_gateway: Open) -> Iterator[Used]:
     folder = tmp_path_factory.mktemp("gateway")
-    with gateway(folder, "--access-log") as running:
+    with open_gateway(folder, "--access-log") as running:
         yield Used(running, folder)
 
 
@@ -84,9 +87,10 @@ def test_started_twice_are_two_services_and_each_is_stopped_once(used: Used) -> 
 
 
 def test_a_stop_during_the_start_leaves_nothing(used: Used) -> None:
-    job = used.start()
-    assert used.ask("POST", job, "inference", {"images": []}).status in (202, 503)
-    assert used.ask("POST", job, "stop").status == 200
+    with used.running.slow_to_load():
+        job = used.start()
+        assert used.ask("POST", job, "inference", {"images": []}).status in (202, 503)
+        assert used.ask("POST", job, "stop").status == 200
     assert not used.running.processes()
     assert used.ask("GET", job, "status").status == 404
 
@@ -100,9 +104,14 @@ def test_a_model_that_cannot_be_loaded_is_told_end_to_end(used: Used, tmp_path: 
     start = f"{base}/inference_microservice/start"
     job = used.running.ask("POST", start, {"parent_job_id": told["job_id"]}, used.token).json["job_id"]
     path = f"{base}/jobs/{job}/inference_microservice"
-    while not (status := used.running.ask("GET", f"{path}/status", token=used.token).json)["model_load_error"]:
-        assert status["initialization_error"] is None, status
-        time.sleep(0.05)
+
+    def told_of_the_model() -> Any:
+        status = used.running.ask("GET", f"{path}/status", token=used.token).json
+        if status["initialization_error"] is not None:
+            raise RuntimeError(status)
+        return status if status["model_load_error"] else None
+
+    status = eventually(told_of_the_model)
     facade = f"/api/v2/orgs/acme/inference_microservices/{job}"
     # The service asks to be deleted: it lives, is being ended, and is gone, and the answers are always the same.
     over = False
@@ -172,8 +181,8 @@ def test_metrics_and_the_access_log_have_no_secrets(used: Used) -> None:
     assert used.key not in log
 
 
-def test_the_first_start_shows_a_key_and_services_outlive_the_gateway(tmp_path: Path) -> None:
-    with gateway(tmp_path) as running:
+def test_the_first_start_shows_a_key_and_services_outlive_the_gateway(tmp_path: Path, open_gateway: Open) -> None:
+    with open_gateway(tmp_path) as running:
         shown = KEY.findall(running.log)
         assert len(shown) == 1
         admin = running.login(shown[0], "acme")  # of every organisation
@@ -191,37 +200,45 @@ def test_the_first_start_shows_a_key_and_services_outlive_the_gateway(tmp_path: 
         assert not running.processes()
 
 
-def test_a_public_port_needs_tls_or_insecure(tmp_path: Path) -> None:
-    running = Gateway(tmp_path)
-    running.start("--host", "0.0.0.0", "--port", "0", wait=False)  # noqa: S104
-    assert running.process is not None
-    assert running.process.wait(180) == 2
-    assert "--insecure" in running.log
-    assert not KEY.search(running.log)
-    with gateway(tmp_path, "--host", "0.0.0.0", "--insecure") as public:  # noqa: S104
+def refused(folder: Path, *words: str) -> str:
+    """What a gateway says that does not start."""
+    done = run("gateway", "--data-dir", folder / "data", *words)
+    assert done.returncode == 2, done
+    said = done.stdout + done.stderr
+    assert not KEY.search(said)
+    return said
+
+
+def test_a_public_port_needs_tls_or_insecure(tmp_path: Path, open_gateway: Open) -> None:
+    assert "--insecure" in refused(tmp_path, "--host", "0.0.0.0", "--port", "0")  # noqa: S104
+    with open_gateway(tmp_path, "--host", "0.0.0.0", "--insecure") as public:  # noqa: S104
         assert public.ask("GET", "/health").status == 200
 
 
-def test_a_port_that_is_taken_costs_no_key(tmp_path: Path) -> None:
-    running = Gateway(tmp_path)
+def test_a_port_that_is_taken_costs_no_key(tmp_path: Path, open_gateway: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        running.start("--port", str(taken.getsockname()[1]), wait=False)
-        assert running.process is not None
-        assert running.process.wait(180) == 2
-        assert "in use" in running.log
-    assert not KEY.search(running.log)
-    with gateway(tmp_path) as later:
+        assert "in use" in refused(tmp_path, "--port", str(taken.getsockname()[1]))
+    with open_gateway(tmp_path) as later:
         assert KEY.search(later.log)
 
 
-def test_with_tls_an_idle_service_still_finds_the_gateway(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_process_that_refuses_to_start_ends_with_2(tmp_path: Path) -> None:
+    running = Gateway(tmp_path)
+    running.start("--host", "0.0.0.0", "--port", "0", wait=False)  # noqa: S104
+    assert running.program is not None
+    assert running.program.wait() == 2
+    assert "--insecure" in running.log
+
+
+def test_with_tls_an_idle_service_still_finds_the_gateway(tmp_path: Path, open_gateway: Open) -> None:
     certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
          "-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True,
     )  # fmt: skip
     words = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--idle-timeout-minutes", "0.001")
-    with gateway(tmp_path, *words) as running:
+    with open_gateway(tmp_path, *words) as running:
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 
@@ -240,9 +257,7 @@ def test_with_tls_an_idle_service_still_finds_the_gateway(tmp_path: Path) -> Non
         token = ask("POST", "/api/v1/login", {"ngc_key": user, "ngc_org_name": "acme"})["token"]
         base = f"/api/v1/orgs/acme/experiments/{made['experiment_id']}"
         job = ask("POST", f"{base}/inference_microservice/start", {"parent_id": made["job_id"]}, token)["job_id"]
-        while ask("GET", f"{base}/jobs/{job}", None, token)["status"] != "Done":
-            time.sleep(0.1)
-        while running.processes():
-            time.sleep(0.05)
+        eventually(lambda: ask("GET", f"{base}/jobs/{job}", None, token)["status"] == "Done")
+        eventually(lambda: not running.processes())
         assert "without a request" in ask("GET", f"{base}/jobs/{job}", None, token)["job_details"]["message"]
         assert running.end(signal.SIGINT) == 0

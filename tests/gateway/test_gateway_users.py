@@ -4,26 +4,27 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from gateway_process import Gateway, gateway
+from gateway_process import Gateway
+
+from support.waiting import eventually
 
 ACME, OTHER = "/api/v1/orgs/acme/experiments", "/api/v1/orgs/other/experiments"
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[Gateway]:
-    with gateway(tmp_path_factory.mktemp("users")) as made:
+def running(tmp_path_factory: pytest.TempPathFactory, open_gateway: Callable[..., Any]) -> Iterator[Gateway]:
+    with open_gateway(tmp_path_factory.mktemp("users")) as made:
         yield made
 
 
 def until(running: Gateway, path: str, token: str, status: int) -> None:
-    """The gateway believes what it saw within the last second; the test's own time-out is the limit."""
-    while running.ask("GET", path, token=token).status != status:
-        time.sleep(0.05)
+    """The gateway believes what it saw within the last second."""
+    eventually(lambda: running.ask("GET", path, token=token).status == status)
 
 
 def test_a_role_is_granted_and_withdrawn(running: Gateway) -> None:
@@ -34,8 +35,7 @@ def test_a_role_is_granted_and_withdrawn(running: Gateway) -> None:
     assert running.ask("GET", OTHER, token=token).status == 200
     assert running.ask("POST", OTHER, {"network_arch": "x"}, token).status == 403
     running.command("users", "grant", "alice", "--org", "other", "--role", "operator")
-    while running.ask("POST", OTHER, {"network_arch": "x"}, token).status == 403:
-        time.sleep(0.05)
+    eventually(lambda: running.ask("POST", OTHER, {"network_arch": "x"}, token).status != 403)
     row = json.loads(running.command("users", "withdraw", "alice", "--org", "other", "--json"))
     assert row["roles"] == {"acme": "operator"}
     until(running, OTHER, token, 401)

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_process import Gateway, gateway
+from gateway_process import Gateway
 from picture_models import onnx_classifier, png
 from store_stub import StoreStub
 
@@ -42,8 +43,8 @@ class Client:
         return got.json
 
 
-def test_v2(tmp_path: Path, model: dict[str, bytes]) -> None:
-    with StoreStub({"b": {"images/a.png": png(), **model}}) as store, gateway(tmp_path) as running:
+def test_v2(tmp_path: Path, model: dict[str, bytes], open_gateway: Callable[..., Any]) -> None:
+    with StoreStub({"b": {"images/a.png": png(), **model}}) as store, open_gateway(tmp_path) as running:
         ask = Client(running, "v2", store)
         workspace = ask(201, "POST", "workspaces", ask.workspace)["id"]
         again = ask(200, "POST", "workspaces", ask.workspace)
@@ -74,8 +75,8 @@ def test_v2(tmp_path: Path, model: dict[str, bytes]) -> None:
         assert running.processes() == []
 
 
-def test_v1(tmp_path: Path, model: dict[str, bytes]) -> None:
-    with StoreStub({"b": model}) as store, gateway(tmp_path) as running:
+def test_v1(tmp_path: Path, model: dict[str, bytes], open_gateway: Callable[..., Any]) -> None:
+    with StoreStub({"b": model}) as store, open_gateway(tmp_path) as running:
         ask = Client(running, "v1", store)
         missing = {**ask.workspace, "cloud_specific_details": {**ask.workspace["cloud_specific_details"]}}
         missing["cloud_specific_details"]["cloud_bucket_name"] = "none"

@@ -83,6 +83,7 @@ echo "Inference microservice stopped"
 """
 
 pytestmark = [
+    pytest.mark.slow,  # quick: test_gateway_program.py, test_sdk_requests.py
     pytest.mark.timeout(300),
     pytest.mark.skipif(not (shutil.which("jq") and shutil.which("curl")), reason="the seed's script needs both"),
 ]

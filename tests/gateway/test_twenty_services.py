@@ -14,7 +14,7 @@ from gateway_process import Gateway, gateway
 from picture_models import data_url, onnx_classifier, png
 from sqlalchemy import create_engine, inspect, text
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # quick: test_gateway_program.py, with one or two
 COUNT = 20
 AT_HOME = ("headrace.sqlite3", "headrace.sqlite3-wal", "headrace.sqlite3-shm", "audit.jsonl")
 """Files that change all the time."""

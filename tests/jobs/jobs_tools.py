@@ -10,14 +10,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from support.ports import service_ports
-
 from headrace.core.clock import Clock, ManualClock
 from headrace.core.errors import AlreadyExists
 from headrace.jobs.records import ExperimentWish, Job, JobWish
 from headrace.jobs.service import JobService
 from headrace.jobs.settings import JobSettings
 from headrace.launch.contract import Check, Handle, LaunchSpec, Observed
+from support.ports import service_ports
 
 
 class GatewayKilled(BaseException):

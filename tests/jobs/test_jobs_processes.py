@@ -29,6 +29,7 @@ from headrace.jobs.records import Job
 from headrace.jobs.service import JobService
 from headrace.jobs.settings import JobSettings
 from headrace.launch.identity import stat_of
+from support.waiting import eventually_async
 
 HERE = str(Path(__file__).parent)
 
@@ -88,12 +89,13 @@ def post(url: str, path: str, body: Any) -> tuple[int, Any]:
 
 
 async def until_loaded(service: JobService, job: Job) -> dict[str, Any]:
-    while True:
-        body = (await service.status(job.org, job.experiment_id, job.id)).body
-        assert body["initialization_error"] is None and body["model_load_error"] is None, body
-        if body["model_loaded"]:
-            return body
-        await asyncio.sleep(0.05)
+    async def loaded() -> dict[str, Any] | None:
+        body = dict((await service.status(job.org, job.experiment_id, job.id)).body)
+        if body["initialization_error"] is not None or body["model_load_error"] is not None:
+            raise RuntimeError(body)
+        return body if body["model_loaded"] else None
+
+    return dict(await eventually_async(loaded))
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -130,8 +132,7 @@ def test_a_real_microservice(folder: Path) -> None:
         await until_loaded(service, other)
         (process,) = processes(folder)
         os.kill(process.pid, signal.SIGKILL)
-        while (stat := stat_of(process.pid)) is not None and stat.lives:
-            await asyncio.sleep(0.01)
+        await eventually_async(lambda: (stat := stat_of(process.pid)) is None or not stat.lives)
         await service.reconcile()
         record = await service.get_job("org", other.id)
         assert record.status == "Error" and "SIGKILL" in record.reason and "The log ends" in record.reason
@@ -141,6 +142,7 @@ def test_a_real_microservice(folder: Path) -> None:
     run(main())
 
 
+@pytest.mark.slow  # quick: test_jobs_failing.py, tests/microservice/test_microservice_lifecycle.py
 @pytest.mark.timeout(300)
 def test_a_model_that_cannot_be_loaded_is_told(folder: Path) -> None:
     async def main() -> None:
@@ -149,12 +151,14 @@ def test_a_model_that_cannot_be_loaded_is_told(folder: Path) -> None:
         (folder / "m" / "model.onnx").write_bytes(b"no model")
         _, parent = await service.register("org", "u", str(folder / "m"), "classification_pyt")
         job = await started(service, parent)
-        while True:
+
+        async def told() -> bool:
             body = (await service.status("org", None, job.id)).body
-            if body["model_load_error"] is not None:
-                break
-            assert not body["model_loaded"] and body["initialization_error"] is None
-            await asyncio.sleep(0.05)
+            if body["model_loaded"] or body["initialization_error"] is not None:
+                raise RuntimeError(body)
+            return body["model_load_error"] is not None
+
+        await eventually_async(told)
         await service.stop("org", "u", None, job.id)
         assert processes(folder) == [] and leftovers(folder) == []
         await service.close()
@@ -162,6 +166,7 @@ def test_a_model_that_cannot_be_loaded_is_told(folder: Path) -> None:
     run(main())
 
 
+@pytest.mark.slow  # quick: test_jobs_services.py, with a platform in memory
 def test_twenty_at_once_leave_nothing(folder: Path, database_url: str) -> None:
     async def main() -> None:
         service = await JobService.open(settings_of(folder, database_url=database_url))
@@ -229,6 +234,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow  # quick: test_jobs_states.py, with a platform in memory
 @pytest.mark.parametrize(
     ("step", "status"),
     [

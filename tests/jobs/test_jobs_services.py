@@ -22,6 +22,7 @@ from headrace.core.errors import (
     Unauthenticated,
 )
 from headrace.jobs.records import ExperimentWish
+from support.waiting import eventually_async
 
 
 def test_a_service_from_start_to_stop(tmp_path: Path, database_url: str) -> None:
@@ -364,8 +365,11 @@ def test_a_service_of_another_machine_is_stopped_by_its_own_gateway(tmp_path: Pa
             await two.reconcile()
             assert (await one.get_job("org", job.id)).status == "Running"
             stopping = asyncio.create_task(two.stop("org", "u", None, job.id))
-            while (await one.get_job("org", job.id)).status != "Canceling":
-                await asyncio.sleep(0.01)
+
+            async def is_canceling() -> bool:
+                return (await one.get_job("org", job.id)).status == "Canceling"
+
+            await eventually_async(is_canceling)
             await one.reconcile()
             assert (await stopping).status == "Done" and not here.running
 
@@ -393,8 +397,11 @@ def test_a_caller_that_leaves_does_not_leave_it_half_done(tmp_path: Path) -> Non
         async with opened(tmp_path, driver) as service:
             job = await started(service, await trained(service, tmp_path))
             stopping = asyncio.create_task(service.stop("org", "u", None, job.id))
-            while (await service.get_job("org", job.id)).status == "Running":
-                await asyncio.sleep(0)
+
+            async def is_stopping() -> bool:
+                return (await service.get_job("org", job.id)).status != "Running"
+
+            await eventually_async(is_stopping)
             stopping.cancel()
             await service.services.close()
             assert (await service.get_job("org", job.id)).status == "Done" and not driver.running

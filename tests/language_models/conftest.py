@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "media"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
 
-from lm_served import Server, headrace_serve, make_repository, third_parties
+from lm_served import Server, make_repository, served_in_thread
 from openai import OpenAI
 from web_stub import WebStub
 
@@ -29,15 +29,14 @@ media:
 
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with third_parties():
-        return make_repository(tmp_path_factory.mktemp("language_models"))
+    return make_repository(tmp_path_factory.mktemp("language_models"))
 
 
 @pytest.fixture(scope="session")
 def served(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("language_server")
     (folder / "config.yaml").write_text(CONFIG)
-    with headrace_serve(folder / "log", repository, "--config", folder / "config.yaml") as server:
+    with served_in_thread(repository, "--config", folder / "config.yaml") as server:
         yield server
 
 

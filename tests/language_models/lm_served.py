@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A repository of tiny models that write, see and embed, and real `headrace serve` processes over it.
+"""A repository of tiny models that write, see and embed, and servers over it: in this process, or as a process.
 
 Used by the fixtures of this folder and by the tests that start a server of their own.
 """
@@ -7,24 +7,22 @@ Used by the fixtures of this folder and by the tests that start a server of thei
 from __future__ import annotations
 
 import http.client
+import io
 import json
-import os
+import logging
 import re
-import subprocess
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+from support import llm_models
 from support.llm_models import tiny_llama, tiny_tokenizer
+from support.model_cache import copy_of
+from support.programs import Program
+from support.servers import ThreadServer, serve_in_thread, serve_process
 
-HEADRACE = Path(sys.executable).parent / "headrace"
-LISTENING = re.compile(r"listening on 127\.0\.0\.1:(\d+)")
 CONTEXT = 512
 """Of the model `llama`, which could do more."""
 ADAPTERS = {
@@ -45,8 +43,14 @@ _SEEING_TEMPLATE = (
 
 
 def make_repository(folder: Path) -> Path:
-    """`llama` with two adapters, `seer`, and `embedder`."""
-    with torch.random.fork_rng():
+    """`llama` with two adapters, `seer`, and `embedder`; made once per machine and copied."""
+    return copy_of(folder, _write_repository, sources=(Path(llm_models.__file__),))
+
+
+def _write_repository(folder: Path) -> None:
+    import torch
+
+    with third_parties(), torch.random.fork_rng():
         tiny_llama(folder / "llama" / "1")
         _make_adapters(folder / "llama" / "1", folder / "llama" / "adapters")
         make_seer(folder / "seer" / "1")
@@ -55,7 +59,6 @@ def make_repository(folder: Path) -> Path:
     configure(folder / "llama", max_model_len=str(CONTEXT), adapters=adapters)
     configure(folder / "seer")
     (folder / "embedder" / "config.pbtxt").write_text('backend: "llm"\nmax_batch_size: 8\ndynamic_batching { }\n')
-    return folder
 
 
 def configure(folder: Path, **parameters: str) -> Path:
@@ -67,6 +70,8 @@ def configure(folder: Path, **parameters: str) -> Path:
 
 
 def _make_adapters(base: Path, folder: Path) -> None:
+    import torch
+    import transformers
     from peft import LoraConfig, get_peft_model
 
     for seed, (name, settings) in enumerate(ADAPTERS.items()):
@@ -81,6 +86,9 @@ def _make_adapters(base: Path, folder: Path) -> None:
 
 def make_seer(folder: Path) -> None:
     """A Qwen2-VL with patches of 4 x 4."""
+    import torch
+    import transformers
+
     first = 512
     text = {
         "vocab_size": 520,
@@ -132,6 +140,9 @@ def make_seer(folder: Path) -> None:
 
 
 def _make_embedder(folder: Path) -> None:
+    import torch
+    import transformers
+
     config = transformers.BertConfig(
         vocab_size=512,
         hidden_size=32,
@@ -150,28 +161,22 @@ def _make_embedder(folder: Path) -> None:
 class Server:
     """A running `headrace serve`, and plain ways to ask it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.process = process
+    def __init__(self, running: Program | ThreadServer, log: Callable[[], str]) -> None:
+        self.running = running
         self._log = log
 
     @property
     def log(self) -> str:
-        return self._log.read_text()
-
-    def wait_for(self, text: str) -> None:
-        """Return when the log has a text; the test's own time-out is the limit."""
-        while text not in self.log:
-            assert self.process.poll() is None, self.log
-            time.sleep(0.02)
+        return self._log()
 
     @property
     def ports(self) -> list[int]:
         """Of HTTP and gRPC."""
-        return [int(number) for number in LISTENING.findall(self.log)]
+        return self.running.ports
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.ports[0]}/v1"
+        return f"{self.running.url}/v1"
 
     def request(self, method: str, path: str, body: bytes = b"", seconds: float = 60) -> tuple[int, bytes]:
         """One request on a connection of its own."""
@@ -210,40 +215,30 @@ class Server:
     @property
     def memory(self) -> int:
         """Bytes of the machine's memory that the server has."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        status = Path(f"/proc/{self.running.pid}/status").read_text()
         return int(re.findall(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)[0]) * 1024
-
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        """The test's own time-out is the limit."""
-        while not holds():
-            assert self.process.poll() is None, self.log
-            time.sleep(0.02)
 
 
 @contextmanager
-def headrace_serve(log: Path, *arguments: str | Path) -> Iterator[Server]:
-    """Start a server on free ports, wait until it has tried its models, and end it well if the test has not."""
-    environment = os.environ | {"NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [HEADRACE, "serve", *arguments, "--http-port", "0", "--grpc-port", "0", "--allow-metrics", "true"],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    server = Server(process, log)
+def served_in_thread(*arguments: str | Path) -> Iterator[Server]:
+    """Serve in this process, which has torch and transformers already; `log` has what was logged meanwhile."""
+    logged = io.StringIO()
+    handler = logging.StreamHandler(logged)
+    logging.getLogger().addHandler(handler)
     try:
-        server.wait_for("model(s)")
-        yield server
+        with serve_in_thread(*arguments, "--allow-metrics", "true") as running:
+            assert "Traceback" not in logged.getvalue(), logged.getvalue()
+            yield Server(running, logged.getvalue)
     finally:
-        process.terminate()
-        try:
-            code = process.wait(100)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-    assert code == 0, server.log
+        logging.getLogger().removeHandler(handler)
+
+
+@contextmanager
+def served_by_process(log: Path, *arguments: str | Path) -> Iterator[Server]:
+    """Serve in a process of its own, which ends well if the test has not ended it."""
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with serve_process(log, *arguments, "--allow-metrics", "true", env=environment) as program:
+        yield Server(program, lambda: program.log)
 
 
 @contextmanager

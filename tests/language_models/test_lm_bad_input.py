@@ -12,6 +12,10 @@ from lm_served import CONTEXT, Server
 from media_made import data_url, image, png_header, sound, video
 from web_stub import WebStub, endless, redirect, serve
 
+from support.waiting import eventually
+
+pytestmark = pytest.mark.worker("language models")
+
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 USER: dict[str, Any] = {"role": "user", "content": "the quick brown fox"}
 RECURSIVE = {"$ref": "#"}
@@ -30,7 +34,7 @@ TREE = {
 def nothing_stays_behind(served: Server) -> Iterator[None]:
     yield
     for model in ("llama", "seer"):
-        served.wait_until(lambda model=model: served.load_of(model) == (0, 0, 0))  # type: ignore[misc]
+        eventually(lambda model=model: served.load_of(model) == (0, 0, 0))  # type: ignore[misc]
         status, told = served.post(CHAT, {"model": model, "messages": [USER], "max_tokens": 4, "ignore_eos": True})
         assert (status, told["usage"]["completion_tokens"]) == (200, 4)
     assert "Traceback" not in served.log

@@ -9,12 +9,19 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.llm_models import tiny_llama
-from lm_served import LOAD, UNLOAD, Server, configure, headrace_serve, third_parties
+from lm_served import LOAD, UNLOAD, Server, configure, served_by_process, served_in_thread
 
+from support.llm_models import tiny_llama
+from support.programs import Program
+from support.waiting import eventually
+
+pytestmark = pytest.mark.worker("language models")
+
+EXPLICIT = ("--model-control-mode", "explicit")
 CACHE = 192 << 20
 """Bytes that are seen to come and to go."""
 
@@ -60,15 +67,30 @@ class Stream:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("coming_and_going")
-    with third_parties():
-        for name in ("first", "second"):
-            tiny_llama(folder / "models" / name / "1", max_position_embeddings=1 << 17)
-    configure(folder / "models" / "first", kv_cache_bytes=str(CACHE))
-    configure(folder / "models" / "second", kv_cache_bytes=str(64 << 20))
-    with headrace_serve(folder / "log", folder / "models", "--model-control-mode", "explicit") as running:
-        yield running
+    for name in ("first", "second"):
+        tiny_llama(folder / name / "1", max_position_embeddings=1 << 17)
+    configure(folder / "first", kv_cache_bytes=str(CACHE))
+    configure(folder / "second", kv_cache_bytes=str(64 << 20))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["in this process", pytest.param("a process", marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if request.param == "in this process":
+        with served_in_thread(models, *EXPLICIT) as running:
+            yield running
+    else:
+        with served_by_process(tmp_path_factory.mktemp("coming_and_going") / "log", models, *EXPLICIT) as running:
+            yield running
+
+
+def load(server: Server, *names: str) -> None:
+    """Load models, at the same time."""
+    with ThreadPoolExecutor(len(names)) as threads:
+        loads = [threads.submit(server.post, LOAD.format(name), {}) for name in names]
+        assert [load.result()[0] for load in loads] == [200] * len(names)
 
 
 def begun(server: Server, model: str, count: int, tokens: int) -> list[Stream]:
@@ -80,9 +102,7 @@ def begun(server: Server, model: str, count: int, tokens: int) -> list[Stream]:
 
 
 def test_two_models_are_loaded_at_the_same_time(server: Server) -> None:
-    with ThreadPoolExecutor(2) as threads:
-        loads = [threads.submit(server.post, LOAD.format(name), {}) for name in ("first", "second")]
-        assert [load.result()[0] for load in loads] == [200, 200]
+    load(server, "first", "second")
     asked = {"prompt": "the river", "max_tokens": 8, "temperature": 0}
     answers = [server.post("/v1/completions", {"model": name, **asked}) for name in ("first", "second")]
     assert [status for status, _ in answers] == [200, 200]
@@ -90,6 +110,7 @@ def test_two_models_are_loaded_at_the_same_time(server: Server) -> None:
 
 
 def test_a_model_that_is_unloaded_while_it_streams(server: Server) -> None:
+    load(server, "first")
     before = server.memory
     streams = begun(server, "first", 4, 200)
     status, _ = server.post(UNLOAD.format("first"), {})
@@ -99,17 +120,21 @@ def test_a_model_that_is_unloaded_while_it_streams(server: Server) -> None:
     for stream in streams:
         assert stream.ended().done
         assert stream.tokens == 200
-    server.wait_until(lambda: server.memory < before - CACHE * 0.9)
-    server.wait_until(lambda: "headrace_llm_sequences_running" not in server.metrics("first"))
-    status, _ = server.post(LOAD.format("first"), {})
-    assert status == 200
+    if isinstance(server.running, Program):  # the tests' own process has other uses for memory
+        eventually(lambda: server.memory < before - CACHE * 0.9)
+    eventually(lambda: "headrace_llm_sequences_running" not in server.metrics("first"))
+    load(server, "first")
     assert begun(server, "first", 1, 5)[0].ended().tokens == 5
 
 
-def test_the_server_ends_when_its_streams_have(server: Server) -> None:
-    streams = [*begun(server, "first", 4, 250), *begun(server, "second", 2, 150)]
-    server.process.send_signal(signal.SIGTERM)
-    for stream, tokens in zip(streams, [250] * 4 + [150] * 2, strict=True):
-        assert stream.ended().done
-        assert stream.tokens == tokens
-    assert server.process.wait(120) == 0, server.log
+@pytest.mark.slow  # quick, with other models: tests/wire, tests/cli
+def test_the_server_ends_when_its_streams_have(models: Path, tmp_path: Path) -> None:
+    with served_by_process(tmp_path / "log", models, *EXPLICIT) as server:
+        load(server, "first", "second")
+        streams = [*begun(server, "first", 4, 250), *begun(server, "second", 2, 150)]
+        assert isinstance(server.running, Program)
+        server.running.send(signal.SIGTERM)
+        for stream, tokens in zip(streams, [250] * 4 + [150] * 2, strict=True):
+            assert stream.ended().done
+            assert stream.tokens == tokens
+        assert server.running.wait() == 0, server.log

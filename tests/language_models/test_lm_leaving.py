@@ -11,6 +11,10 @@ import pytest
 from lm_served import Server
 from openai import OpenAI
 
+from support.waiting import eventually, eventually_async
+
+pytestmark = pytest.mark.worker("language models")
+
 CLIENTS = 200
 GENERATED = "headrace_llm_generated_tokens_total"
 LONG: dict[str, Any] = {"model": "llama", "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -36,7 +40,7 @@ async def leave(port: int, number: int) -> bytes:
 
 
 def test_200_clients_who_hang_up_leave_no_page_in_use(served: Server, client: OpenAI) -> None:
-    served.wait_until(lambda: served.load_of("llama") == (0, 0, 0))  # of those before, the pages go last
+    eventually(lambda: served.load_of("llama") == (0, 0, 0))  # of those before, the pages go last
     before = served.metrics("llama")[GENERATED]
 
     async def crowd() -> list[bytes]:
@@ -46,7 +50,7 @@ def test_200_clients_who_hang_up_leave_no_page_in_use(served: Server, client: Op
     assert sum(each.startswith(b"HTTP/1.1 200") for each in seen) >= 100
     answer = client.completions.create(model="llama", prompt="the river", max_tokens=8, temperature=0)
     assert answer.choices[0].text
-    served.wait_until(lambda: served.load_of("llama") == (0, 0, 0))
+    eventually(lambda: served.load_of("llama") == (0, 0, 0))
     # Had they been computed to their ends, it would be 80,000.
     assert served.metrics("llama")[GENERATED] - before < CLIENTS * LONG["max_tokens"] / 4
 
@@ -67,8 +71,8 @@ def test_a_client_who_leaves_before_its_whole_answer(served: Server, with_schema
         text = json.dumps(body).encode()
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text))
         await writer.drain()
-        await asyncio.to_thread(served.wait_until, computes)
+        await eventually_async(computes)
         writer.close()
 
     asyncio.run(impatient())
-    served.wait_until(lambda: served.load_of("llama") == (0, 0, 0))
+    eventually(lambda: served.load_of("llama") == (0, 0, 0))

@@ -16,6 +16,8 @@ from media_made import data_url, image, video
 from openai import AsyncOpenAI, OpenAI
 from web_stub import WebStub, serve
 
+pytestmark = pytest.mark.worker("language models")
+
 USER: Any = [{"role": "user", "content": "the quick brown fox"}]
 GREEDY: Any = {"temperature": 0, "max_tokens": 16}
 TOOL: Any = {

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-import transformers
 from lm_served import Server, third_parties
 from openai import AsyncOpenAI, OpenAI
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+pytestmark = pytest.mark.worker("language models")
 
 TOKENS = 20
 HITS = "headrace_llm_prefix_cache_hit_tokens_total"
@@ -27,6 +26,8 @@ class Reference(NamedTuple):
     tokenizer: Any
 
     def generated(self, prompt: str, *, special: bool = True) -> list[int]:
+        import torch
+
         asked = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=special)
         with third_parties(), torch.inference_mode():
             answer = self.model.generate(
@@ -41,12 +42,17 @@ class Reference(NamedTuple):
 
     def spelled(self, tokens: list[int]) -> list[bytes]:
         """The bytes of each token. Byte-level BPE writes every byte as a letter."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
         return [bytes(byte_of[letter] for letter in self.tokenizer.convert_ids_to_tokens(token)) for token in tokens]
 
 
 @pytest.fixture(scope="module")
 def reference(repository: Path) -> Reference:
+    import torch
+    import transformers
+
     folder = repository / "llama" / "1"
     with third_parties():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

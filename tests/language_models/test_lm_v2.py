@@ -7,9 +7,12 @@ import queue
 from typing import Any
 
 import numpy as np
+import pytest
 import tritonclient.grpc as triton
 from lm_served import Server
 from openai import OpenAI
+
+pytestmark = pytest.mark.worker("language models")
 
 PROMPT = "the quick brown fox"
 

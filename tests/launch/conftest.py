@@ -16,12 +16,20 @@ import pytest
 if TYPE_CHECKING:
     from docker_platform import DockerEngine
     from kubernetes_platform import Platform
-    from support.kubernetes_server import KubernetesServer
     from slurm_platform import Cluster
+
+    from support.kubernetes_server import KubernetesServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 # Before anybody imports it: its tests are those of every driver, and tell what differed.
 pytest.register_assert_rewrite("driver_contract", "service_shows")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark those tests of a driver's contract as slow that its class does not name as quick."""
+    quick = getattr(getattr(item, "cls", None), "quick_tests", None)
+    if quick is not None and getattr(item, "originalname", "") not in quick:
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

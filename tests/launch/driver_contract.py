@@ -23,21 +23,22 @@ import json
 import time
 import urllib.request
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from contract_means import HERE, NOTHING, PROGRAM, Watch, command, hostile
-from support.ports import free_port
 
 from headrace.core.errors import AlreadyExists, HeadraceError, InvalidArgument
 from headrace.launch.contract import Driver, Handle, LaunchSpec, Mount, Observed
+from support.ports import free_port
+from support.waiting import eventually_async
 
 __all__ = ["HERE", "NOTHING", "PROGRAM", "DriverContract", "Watch", "command", "free_port", "hostile"]
 
 
-_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 0.3
+_LONGEST_PAUSE_SECONDS = 0.3
 """Between two looks: each is a program or more on most platforms, and takes time from what it looks at."""
 
 
@@ -49,6 +50,8 @@ class DriverContract:
     grace = 5.0
     cancel_after: Sequence[float] = (0.0, 0.01, 0.05, 0.2, 0.6)
     """When starts are cut short."""
+    quick_tests: Collection[str] | None = None
+    """The tests that are not slow on this platform; None for all."""
 
     # What a subclass gives
 
@@ -376,19 +379,24 @@ class DriverContract:
 
     async def answer(self, driver: Driver, handle: Handle) -> Any:
         """What the service says over HTTP, as soon as it does."""
-        limit = time.monotonic() + self.patience
-        url, pause = None, _PAUSE_SECONDS
-        while time.monotonic() < limit:
+        url = None
+
+        async def answered() -> Any:
             # Its address does not change while it starts, and looking for it costs the machine more than asking there.
+            nonlocal url
             url = url or await driver.endpoint(handle)
-            if url is not None:
-                try:
-                    return await asyncio.to_thread(lambda url=url: json.load(urllib.request.urlopen(url, timeout=5)))
-                except (OSError, ValueError):
-                    pass
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.3, _LONGEST_PAUSE_SECONDS)
-        raise AssertionError(f"no answer; {await driver.status(handle)}; log: {await driver.logs(handle, 100)}")
+            if url is None:
+                return None
+            try:
+                return await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(url, timeout=5)))
+            except (OSError, ValueError):
+                return None
+
+        try:
+            return await eventually_async(answered, within=self.patience, longest_pause=_LONGEST_PAUSE_SECONDS)
+        except AssertionError as error:
+            error.add_note(f"{await driver.status(handle)}; log: {await driver.logs(handle, 100)}")
+            raise
 
     async def phase(self, driver: Driver, handle: Handle, *wanted: str) -> Observed:
         """How it is, as soon as its phase is one of those."""
@@ -414,12 +422,6 @@ class DriverContract:
         assert await driver.logs(handle, 10) == ""
         assert handle.job_id not in await driver.found()
 
-    async def until(self, look: Callable[[], Awaitable[bool]], told: str | Callable[[], str]) -> None:
+    async def until(self, look: Callable[[], Awaitable[bool]], told: str) -> None:
         """Look until it is so, for as long as the platform may take."""
-        limit = time.monotonic() + self.patience
-        pause = _PAUSE_SECONDS
-        while not await look():
-            if time.monotonic() > limit:
-                raise AssertionError(told if isinstance(told, str) else told())
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.3, _LONGEST_PAUSE_SECONDS)
+        await eventually_async(look, within=self.patience, message=told, longest_pause=_LONGEST_PAUSE_SECONDS)

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.fake_kubelet import FakeKubelet
-from support.kubernetes_server import KubernetesServer
-
 from headrace.launch.kubernetes.driver import KubernetesDriver
 from headrace.launch.kubernetes.settings import KubernetesSettings
+from support.fake_kubelet import FakeKubelet
+from support.kubernetes_server import KubernetesServer
 
 
 @dataclass

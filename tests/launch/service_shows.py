@@ -11,13 +11,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from support.ports import launchers_ports
+from support.waiting import eventually
 
 ARCH = "tao-dataservices"
 HEADRACE = Path(sys.executable).parent / "headrace"
@@ -108,10 +108,11 @@ def _show(shell: Shell, kill: Callable[[Row], None], held: Callable[[], set[str]
     shell.ask(started)
     assert shell.has_arrived(started[0])
     # A platform may show what a service said later than the service's answers.
-    until(lambda: shell("logs", ids[0], "--json")["log"], lambda log: logged in log)
+    eventually(lambda: logged in shell("logs", ids[0], "--json")["log"], within=_PATIENCE_SECONDS)
     kept, killed, _ = started
     kill(killed)
-    row = until(lambda: _state(shell, killed["job_id"]), lambda row: row["state"] in ("ended", "stale"))
+    eventually(lambda: _state(shell, killed["job_id"])["state"] in ("ended", "stale"), within=_PATIENCE_SECONDS)
+    row = _state(shell, killed["job_id"])
     assert row["reason"], row
     states = {each["job_id"]: each["state"] for each in shell("list", "--json")}
     assert [states[job] for job in (ids[0], ids[2])] == ["running", "running"]
@@ -119,19 +120,10 @@ def _show(shell: Shell, kill: Callable[[Row], None], held: Callable[[], set[str]
     stopping = [shell.begin("stop", job, "--json") for job in ids]
     assert [shell.read(each) for each in stopping] == [{"job_id": job, "status": "stopped"} for job in ids]
     assert shell("list", "--json") == []
-    until(held, lambda now: now == before)
+    eventually(lambda: held() == before, within=_PATIENCE_SECONDS)
     recorded = (shell.folder / "services.json").read_text()
     assert SECRET not in recorded + "".join(shell.said)
     return started
-
-
-def until(look: Callable[[], Any], good: Callable[[Any], bool]) -> Any:
-    """What is seen, as soon as it is as it should be."""
-    limit = time.monotonic() + _PATIENCE_SECONDS
-    while not good(found := look()):
-        assert time.monotonic() < limit, found
-        time.sleep(0.1)
-    return found
 
 
 def write_architecture(folder: Path, program: Sequence[str], image: str) -> Path:

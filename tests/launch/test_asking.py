@@ -25,6 +25,7 @@ from headrace.launch.asking import (
     ask,
     content_of,
 )
+from support.waiting import eventually_async
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def answering(
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked
@@ -140,8 +141,7 @@ def test_nobody_there_and_one_that_takes_too_long() -> None:
 def test_whoever_is_cancelled_does_not_wait_for_the_answer() -> None:
     async def main(url: str, asked: list[Any]) -> None:
         task = asyncio.create_task(ask(url, {}, "service 1"))
-        while not asked:
-            await asyncio.sleep(0.01)
+        await eventually_async(lambda: asked)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

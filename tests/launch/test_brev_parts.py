@@ -34,6 +34,7 @@ from headrace.launch.brev.driver import BrevDriver
 from headrace.launch.brev.settings import BrevSettings
 from headrace.launch.contract import Check, Container, Handle, LaunchSpec, Mount
 from headrace.launch.identity import session_members
+from support.waiting import eventually_async
 
 JOB = "0123abcd-4567-89ab-cdef-0123456789ab"
 BOX = Container("tao:1", "umask 0 && sleep 600")
@@ -57,12 +58,14 @@ def served(**more: Any) -> LaunchSpec:
 
 
 async def answer(driver: BrevDriver, handle: Handle) -> Any:
-    while True:
+    async def answered() -> Any:
         url = str(await driver.endpoint(handle))
         try:
-            return await asyncio.to_thread(lambda url=url: json.load(urllib.request.urlopen(url, timeout=5)))
+            return await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(url, timeout=5)))
         except (OSError, ValueError):
-            await asyncio.sleep(0.05)
+            return None
+
+    return await eventually_async(answered)
 
 
 # Lines
@@ -299,8 +302,7 @@ def test_a_forwarding_that_died_is_made_again_at_the_same_port(fake: FakeBrev) -
         meta = fake.root.parent / "state" / f"{handle.job_id}.json"
         session = json.loads(meta.read_text())["session"]
         os.killpg(session, signal.SIGKILL)
-        while session_members(session):  # until it is dead it has its port
-            await asyncio.sleep(0.01)
+        await eventually_async(lambda: not session_members(session))  # until it is dead it has its port
         other = driver_of(fake)
         await answer(other, handle)
         assert await other.endpoint(handle) == url == await driver.endpoint(handle)

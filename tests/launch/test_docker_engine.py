@@ -11,7 +11,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import time
 import urllib.request
 import uuid
 from collections.abc import Coroutine, Iterator
@@ -24,12 +23,13 @@ pytest.register_assert_rewrite("driver_contract")
 
 from docker_platform import IMAGE, DockerEngine  # noqa: E402
 from driver_contract import command  # noqa: E402
-from support.ports import free_port  # noqa: E402
 
 from headrace.core.errors import FailedPrecondition, ResourceExhausted, Unavailable  # noqa: E402
 from headrace.launch.contract import Container, Handle, LaunchSpec, Mount  # noqa: E402
 from headrace.launch.docker.driver import DockerDriver  # noqa: E402
 from headrace.launch.docker.settings import DockerSettings  # noqa: E402
+from support.ports import free_port  # noqa: E402
+from support.waiting import eventually_async  # noqa: E402
 
 pytestmark = pytest.mark.platform
 
@@ -50,22 +50,21 @@ def spec_of(line: str, image: str = IMAGE, mounts: tuple[Mount, ...] = (), **mor
 
 
 async def answer(url: str, path: str = "", seconds: float = 120) -> bytes:
-    limit = time.monotonic() + seconds
-    while True:
+    async def answered() -> bytes | None:
         try:
-            return await asyncio.to_thread(lambda: urllib.request.urlopen(url + path, timeout=5).read())
+            return bytes(await asyncio.to_thread(lambda: urllib.request.urlopen(url + path, timeout=5).read()))
         except OSError:
-            if time.monotonic() > limit:
-                raise
-            await asyncio.sleep(0.05)
+            return None
+
+    return bytes(await eventually_async(answered, within=seconds))
 
 
 async def ended(driver: DockerDriver, handle: Handle) -> str:
-    limit = time.monotonic() + 120
-    while (observed := await driver.status(handle)).phase != "ended":
-        assert time.monotonic() < limit, observed
-        await asyncio.sleep(0.05)
-    return observed.reason
+    async def has_ended() -> bool:
+        return (await driver.status(handle)).phase == "ended"
+
+    await eventually_async(has_ended)
+    return (await driver.status(handle)).reason
 
 
 def test_what_the_handle_and_the_engine_say(engine: DockerEngine) -> None:
@@ -162,8 +161,11 @@ def test_a_service_ends_with_grace_and_nothing_of_its_secrets_lies_in_it(engine:
         line = "umask 0 && " + shlex.join(["python3", "-c", "import signal; print('up', flush=True); signal.pause()"])
         spec = spec_of(line, secret_environment={"HF_TOKEN": "hf_secret"})
         handle = await driver.start(spec)
-        while "up" not in await driver.logs(handle, 5):
-            await asyncio.sleep(0.02)
+
+        async def is_up() -> bool:
+            return "up" in await driver.logs(handle, 5)
+
+        await eventually_async(is_up)
         assert engine.docker("exec", spec.job_id, "ls", "/headrace-secrets") == ""
         first = engine.docker("exec", spec.job_id, "cat", "/proc/1/cmdline")
         assert first.startswith("python3"), "the shell has given its place to the service, which so gets SIGTERM"
@@ -235,9 +237,12 @@ def over_ssh(engine: DockerEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_engine_behind_ssh(over_ssh: DockerEngine) -> None:
     async def main() -> None:
         driver = driver_of(over_ssh)
-        limit = time.monotonic() + 120
-        while not (checks := await driver.preflight())[0].passed and time.monotonic() < limit:
-            await asyncio.sleep(0.05)  # sshd needs a moment
+
+        async def passes() -> bool:
+            return (await driver.preflight())[0].passed
+
+        await eventually_async(passes)  # sshd needs a moment
+        checks = await driver.preflight()
         assert all(check.passed for check in checks), checks
         handle = await driver.start(spec_of(command(), secret_environment={"HF_TOKEN": "over there"}))
         url = await driver.endpoint(handle)

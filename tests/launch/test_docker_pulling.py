@@ -133,7 +133,7 @@ def registry(engine: DockerEngine) -> Iterator[Registry]:
     found = Registry(server.server_address[1])
     words = {"x86_64": "amd64", "aarch64": "arm64"}
     found.fill(words[engine.docker("info", "--format", "{{.Architecture}}")])
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield found
     server.shutdown()
     server.server_close()

@@ -7,17 +7,17 @@ import asyncio
 import json
 import logging
 import os
-import time
 import uuid
 from pathlib import Path
 
 import pytest
-from support.ports import service_ports
 
 from headrace.core.errors import ResourceExhausted
 from headrace.launch.contract import PORT, Handle, LaunchSpec
 from headrace.launch.gpus import choose, gpus_here
 from headrace.launch.process import ProcessDriver
+from support.ports import service_ports
+from support.waiting import eventually, eventually_async
 
 HERE = str(Path(__file__).parent)
 
@@ -70,8 +70,8 @@ def spec(gpus: int, *words: str) -> LaunchSpec:
 
 def given(tmp_path: Path, handle: Handle) -> str:
     """What its process has in its environment."""
-    while not (raw := Path(f"/proc/{handle.data['pid']}/environ").read_bytes()):
-        time.sleep(0.01)  # the kernel is about to give it its variables
+    # The kernel may be about to give it its variables.
+    raw = eventually(Path(f"/proc/{handle.data['pid']}/environ").read_bytes)
     found = [each.decode() for each in raw.split(b"\0") if each.startswith(b"CUDA_VISIBLE_DEVICES=")]
     meta = json.loads((tmp_path / "root/jobs" / handle.job_id / "launch.json").read_bytes())
     assert ",".join(meta["gpus"]) == "".join(found).partition("=")[2]
@@ -105,8 +105,11 @@ def test_the_gpus_of_one_that_died_are_free(tmp_path: Path) -> None:
         ours = driver(tmp_path, 2)
         dead = await ours.start(spec(2))
         os.kill(dead.data["pid"], 9)
-        while (await ours.status(dead)).phase == "running":
-            await asyncio.sleep(0.01)
+
+        async def is_dead() -> bool:
+            return (await ours.status(dead)).phase != "running"
+
+        await eventually_async(is_dead)
         handle = await ours.start(spec(2))
         assert given(tmp_path, handle) == "0,1"
         for each in (dead, handle):

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.ports import free_port
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, Unavailable
 from headrace.launch.contract import Check, Container, Handle, LaunchSpec
 from headrace.launch.kubernetes.addresses import address
 from headrace.launch.kubernetes.driver import KubernetesDriver
 from headrace.launch.kubernetes.settings import KubernetesSettings
+from support.ports import free_port
 
 
 def kubeconfig(path: Path, server: str) -> Path:

@@ -12,9 +12,9 @@ pytest.register_assert_rewrite("driver_contract")
 
 from driver_contract import NOTHING, DriverContract, command  # noqa: E402
 from kubernetes_platform import Platform  # noqa: E402
-from support.ports import free_port  # noqa: E402
 
 from headrace.launch.contract import Container, Driver, Handle, LaunchSpec  # noqa: E402
+from support.ports import free_port  # noqa: E402
 
 pytestmark = pytest.mark.platform
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import urllib.request
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,17 +14,18 @@ from typing import Any
 import pytest
 import yaml
 from driver_contract import command, hostile
-from support.fake_kubelet import MISSING
 from kubernetes_platform import Platform
 from lightkube.resources import apps_v1, batch_v1, core_v1
 from lightkube.types import PatchType
-from support.ports import free_port
 
 from headrace.core.errors import AlreadyExists, FailedPrecondition, HeadraceError, ResourceExhausted, Unavailable
 from headrace.launch.contract import Container, Handle, LaunchSpec, Mount, Observed
 from headrace.launch.kubernetes import manifests
 from headrace.launch.kubernetes.driver import KubernetesDriver
 from headrace.launch.kubernetes.settings import KubernetesSettings
+from support.fake_kubelet import MISSING
+from support.ports import free_port
+from support.waiting import eventually, eventually_async
 
 pytestmark = pytest.mark.platform
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "kubernetes-services.md"
@@ -38,14 +38,6 @@ def spec(program: str = "serve", image: str = "example/service:1", **given: Any)
     return LaunchSpec(**{"job_id": str(uuid.uuid4()), "container": box, "host_port": port, **given})
 
 
-async def until(look: Callable[[], Awaitable[Any]], told: Callable[[], Any] = lambda: "") -> Any:
-    limit = time.monotonic() + PATIENCE
-    while not (found := await look()):
-        assert time.monotonic() < limit, told()
-        await asyncio.sleep(0.05)
-    return found
-
-
 async def phase(driver: KubernetesDriver, handle: Handle, wanted: str, reason: str = "") -> Observed:
     seen: list[Observed] = []
 
@@ -53,12 +45,12 @@ async def phase(driver: KubernetesDriver, handle: Handle, wanted: str, reason: s
         seen.append(await driver.status(handle))
         return seen[-1].phase == wanted and reason in seen[-1].reason
 
-    await until(there, lambda: seen[-1])
+    await eventually_async(there, within=PATIENCE, message=lambda: seen[-1])
     return seen[-1]
 
 
 async def answers(driver: KubernetesDriver, handle: Handle) -> Any:
-    url = await until(lambda: driver.endpoint(handle))
+    url = await eventually_async(lambda: driver.endpoint(handle))
     return json.load(await asyncio.to_thread(urllib.request.urlopen, url, timeout=60))
 
 
@@ -71,10 +63,7 @@ def _left_as_it_was(cluster: Platform) -> Iterator[None]:
 
 
 def left_as(cluster: Platform, before: set[str]) -> None:
-    limit = time.monotonic() + PATIENCE
-    while (now := cluster.server.held()) != before:
-        assert time.monotonic() < limit, now ^ before
-        time.sleep(0.05)
+    eventually(lambda: cluster.server.held() == before, within=PATIENCE, message=lambda: cluster.server.held() ^ before)
 
 
 def run(driver: KubernetesDriver, main: Callable[[], Awaitable[None]]) -> None:
@@ -167,7 +156,7 @@ def test_three_services_one_killed_and_nothing_is_left(cluster: Platform, worklo
                 except OSError:
                     return False
 
-            await until(other_pid)
+            await eventually_async(other_pid)
         assert [(await driver.status(handle)).phase for handle in (handles[0], handles[2])] == ["running", "running"]
         await asyncio.gather(*(driver.stop(handle, 2.0) for handle in handles))
         assert await driver.found() == {}
@@ -198,7 +187,7 @@ def test_service_and_secret_belong_to_the_workload_and_go_with_it(cluster: Platf
         async def gone() -> bool:
             return await asyncio.to_thread(cluster.server.held) == before
 
-        await until(gone)
+        await eventually_async(gone)
         assert (await driver.status(handle)).phase == "gone"
         await driver.stop(handle, 1.0)
 
@@ -250,10 +239,10 @@ def test_node_ports_and_names_inside_of_the_cluster(cluster: Platform) -> None:
 
     async def main() -> None:
         one, other = await outside.start(spec()), await inside.start(spec())
-        url = await until(lambda: outside.endpoint(one))
+        url = await eventually_async(lambda: outside.endpoint(one))
         service = cluster.server.client.get(core_v1.Service, f"tao-job-{one.job_id}", namespace="default")
         assert url == f"http://127.0.0.1:{service.spec.ports[0].nodePort}"
-        url = await until(lambda: inside.endpoint(other))
+        url = await eventually_async(lambda: inside.endpoint(other))
         assert url.startswith(f"http://ims-svc-{other.job_id}.default.svc:")
         await outside.stop(one, 1.0)
         await inside.stop(other, 1.0)
@@ -327,12 +316,12 @@ def test_somebody_elses_rules_and_quotas_are_told(cluster: Platform) -> None:
             await driver.stop(handle, 1.0)
             return False  # the admission reads its quotas from a cache
 
-        await until(refused)
+        await eventually_async(refused)
 
         async def empty() -> bool:
             return await driver.found() == {}
 
-        await until(empty)
+        await eventually_async(empty)
         server.kubectl("delete", "quota", "q", "-n", "tight")
         hard = {"status": {"hard": {"pods": "0"}, "used": {"pods": "0"}}}
         server.kubectl("apply", "-f", "-", input=json.dumps({**quota, "spec": {"hard": {"pods": "0"}}}))
@@ -345,7 +334,7 @@ def test_somebody_elses_rules_and_quotas_are_told(cluster: Platform) -> None:
             await driver.stop(handle, 1.0)
             return observed.phase == "starting" and "exceeded quota" in observed.reason
 
-        await until(without_a_pod)
+        await eventually_async(without_a_pod)
 
     run(driver, main)
     server.kubectl("delete", "namespace", "tight")
@@ -369,7 +358,7 @@ def test_a_user_needs_no_more_than_the_guides_role(cluster: Platform) -> None:
         async def allowed() -> bool:
             return all(check.passed for check in await driver.preflight())
 
-        await until(allowed)
+        await eventually_async(allowed)
         handle = await driver.start(spec(secret_environment={"HF_TOKEN": "x"}, gpus=1))
         await answers(driver, handle)
         assert "serving" in await driver.logs(handle, 5) and handle.job_id in await driver.found()

@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-from support.ports import launchers_ports
 from service_programs import make_model
 
 from headrace.core.errors import (
@@ -38,6 +37,8 @@ from headrace.launch.identity import own_name
 from headrace.launch.launcher import Launcher, Patience, StartFailed, StartRequest
 from headrace.launch.registry import DEFAULT_PATH, RUNNING, STARTING, Entry, Registry
 from headrace.launch.slurm.script import node_port
+from support.ports import launchers_ports
+from support.waiting import eventually_async
 
 HERE = str(Path(__file__).parent)
 ARCH = "tao-dataservices"
@@ -143,17 +144,22 @@ def test_several_at_once_have_ports_of_their_own_and_each_is_recorded(folder: Pa
     run(main)
 
 
+async def ended(ours: Launcher, service: Any) -> None:
+    async def has_ended() -> bool:
+        return (await ours.status(service.job_id)).state != "running"
+
+    await eventually_async(has_ended)
+
+
 def test_what_ended_or_vanished_behind_the_launchers_back_is_told_and_pruned(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             killed, vanished, living = [await ours.start(request(folder)) for _ in range(3)]
             os.kill(killed.more["handle"]["pid"], signal.SIGKILL)
             os.kill(vanished.more["handle"]["pid"], signal.SIGKILL)
-            while (await ours.status(vanished.job_id)).state == "running":
-                await asyncio.sleep(0.01)
+            await ended(ours, vanished)
             shutil.rmtree(folder / "registry.json.services" / "jobs" / vanished.job_id)
-            while (await ours.status(killed.job_id)).state == "running":
-                await asyncio.sleep(0.01)
+            await ended(ours, killed)
             found = {each.entry.job_id: each for each in await ours.list()}
             assert (found[killed.job_id].state, found[killed.job_id].word) == ("ended", "Failed")
             assert "SIGKILL" in found[killed.job_id].reason
@@ -223,8 +229,7 @@ def test_a_start_that_is_cancelled_is_undone(folder: Path) -> None:
         async with launcher(folder, settle_seconds=600) as ours:
             task = asyncio.create_task(ours.start(request(folder, "mute")))
             jobs = folder / "registry.json.services" / "jobs"
-            while not list(jobs.glob("*/launch.json")):
-                await asyncio.sleep(0.01)
+            await eventually_async(lambda: list(jobs.glob("*/launch.json")))
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -244,8 +249,7 @@ def test_a_log_is_followed_to_the_end_of_the_service(folder: Path) -> None:
                     lines.append(line)
 
             task = asyncio.create_task(follow())
-            while not lines:
-                await asyncio.sleep(0.01)
+            await eventually_async(lambda: lines)
             await ours.ask(entry.job_id, {})
             os.kill(entry.more["handle"]["pid"], signal.SIGKILL)
             await task

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 from driver_contract import HERE, NOTHING, DriverContract
-from support.ports import service_ports
 
 from headrace.launch.contract import PORT, Driver, Handle, LaunchSpec
 from headrace.launch.process import ProcessDriver
+from support.ports import service_ports
 
 
 class TestProcess(DriverContract):

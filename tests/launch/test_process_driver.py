@@ -10,16 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from support.ports import service_ports
 
 from headrace.core.errors import AlreadyExists, InvalidArgument, ResourceExhausted
 from headrace.launch import process
@@ -27,6 +25,8 @@ from headrace.launch.contract import PORT, SECRET, Handle, LaunchSpec
 from headrace.launch.identity import boot, command_of, is_surely_dead, own_name, stat_of
 from headrace.launch.ports import Ports, is_free
 from headrace.launch.process import ProcessDriver
+from support.ports import service_ports
+from support.waiting import eventually, eventually_async
 
 HERE = str(Path(__file__).parent)
 RANGE = service_ports()
@@ -58,17 +58,14 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 async def answer(driver: ProcessDriver, handle: Handle) -> Any:
     url = await driver.endpoint(handle)
     assert url is not None
-    for _ in range(3000):
+
+    async def answered() -> Any:
         try:
             return await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(url, timeout=5)))
         except OSError:
-            await asyncio.sleep(0.02)
-    raise AssertionError(await driver.logs(handle, 100))
+            return None
 
-
-async def until(look: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-    while not await look():
-        await asyncio.sleep(0.02)
+    return await eventually_async(answered)
 
 
 def lives(pid: int) -> bool:
@@ -136,7 +133,7 @@ def test_the_end_of_a_service_is_told_with_its_code_and_its_log(root: Path) -> N
         async def ended() -> bool:
             return (await driver.status(failed)).phase == "ended"
 
-        await until(ended)
+        await eventually_async(ended)
         observed = await driver.status(failed)
         assert (observed.word, observed.exit_code) == ("Failed", 3) and "code 3" in observed.reason
         assert "the reason why" in await driver.logs(failed, 100)
@@ -147,7 +144,7 @@ def test_the_end_of_a_service_is_told_with_its_code_and_its_log(root: Path) -> N
         async def dead() -> bool:
             return (await driver.status(killed)).phase == "ended"
 
-        await until(dead)
+        await eventually_async(dead)
         assert "SIGKILL" in (await driver.status(killed)).reason
         for handle in (failed, killed):
             await driver.stop(handle, 1)
@@ -166,7 +163,7 @@ def test_a_log_is_bounded(root: Path) -> None:
         async def all_said() -> bool:
             return "line 19999" in await driver.logs(handle, 1)
 
-        await until(all_said)
+        await eventually_async(all_said)
         await driver.status(handle)
         assert path.stat().st_size <= 50_000
         lines = (await driver.logs(handle, 5)).splitlines()
@@ -229,8 +226,7 @@ def test_a_gateway_killed_before_the_gate_leaves_no_process(root: Path) -> None:
         assert gateway.stdout is not None
         pid = int(gateway.stdout.readline())
         gateway.wait(30)
-    while lives(pid):
-        time.sleep(0.01)
+    eventually(lambda: not lives(pid))
 
     async def main() -> None:
         driver = driver_of(root)

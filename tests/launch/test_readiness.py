@@ -116,7 +116,7 @@ def test_answers_are_read_from_a_real_server_and_silence_is_none() -> None:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         told = asyncio.run(get(f"http://127.0.0.1:{server.server_port}/base", PATH, 60))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from kubernetes_platform import Platform, with_kubelet
-from support.kubernetes_server import KubernetesServer
 from service_shows import PROGRAM, SECRET, Shell, show, write_architecture
+
+from support.kubernetes_server import KubernetesServer
 
 pytestmark = pytest.mark.platform
 

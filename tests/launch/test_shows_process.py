@@ -12,7 +12,7 @@ import psutil
 import pytest
 from service_shows import ARCH, Shell, show, tiny_model
 
-pytest.importorskip("onnx", reason="needs onnx")
+pytestmark = pytest.mark.slow  # quick: test_launcher.py; the commands alone, tests/cli
 
 
 def test_three_services_from_start_to_stop(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +15,7 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,14 @@ from onnx import TensorProto, helper
 pytest.register_assert_rewrite("driver_contract")
 
 from driver_contract import command  # noqa: E402
-from support.ports import free_port  # noqa: E402
 from slurm_platform import Cluster  # noqa: E402
 
 from headrace.core.errors import AlreadyExists, FailedPrecondition, Unavailable  # noqa: E402
 from headrace.launch.contract import Container, Handle, LaunchSpec, Observed  # noqa: E402
 from headrace.launch.slurm.driver import SlurmDriver  # noqa: E402
 from headrace.launch.slurm.script import PORT_TAKEN, node_port  # noqa: E402
+from support.ports import free_port  # noqa: E402
+from support.waiting import eventually_async  # noqa: E402
 
 pytestmark = pytest.mark.platform
 
@@ -57,22 +57,15 @@ def get(url: str, body: dict[str, Any] | None = None) -> Any:
     return json.load(urllib.request.urlopen(request, timeout=60))
 
 
-async def until(look: Callable[[], Awaitable[Any]], seconds: float = 120.0) -> Any:
-    limit = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(OSError, ValueError):
-            if found := await look():
-                return found
-        assert time.monotonic() < limit
-        await asyncio.sleep(0.1)
-
-
 async def answer(driver: SlurmDriver, handle: Handle, path: str = "") -> Any:
     async def look() -> Any:
         url = await driver.endpoint(handle)
-        return await asyncio.to_thread(get, url + path) if url else None
+        try:
+            return await asyncio.to_thread(get, url + path) if url else None
+        except (OSError, ValueError):
+            return None
 
-    return await until(look)
+    return await eventually_async(look, longest_pause=0.2)
 
 
 async def ended(driver: SlurmDriver, handle: Handle) -> Observed:
@@ -80,7 +73,7 @@ async def ended(driver: SlurmDriver, handle: Handle) -> Observed:
         observed = await driver.status(handle)
         return observed if observed.phase == "ended" else None
 
-    found: Observed = await until(look)
+    found: Observed = await eventually_async(look, longest_pause=0.2)
     return found
 
 
@@ -196,7 +189,7 @@ def test_a_full_node_is_told_and_cancelled_by_hand_too(slurm: Cluster, jobs: Pat
             assert observed.word == "Pending"
             return "no node has enough free GPUs" in observed.reason
 
-        await until(full)
+        await eventually_async(full, longest_pause=0.2)
         assert await driver.endpoint(waits) is None and await driver.logs(waits, 10) == ""
         variables = jobs / "jobs" / waits.job_id / "env"
         assert variables.stat().st_mode & 0o777 == 0o600 and variables.parent.stat().st_mode & 0o777 == 0o700

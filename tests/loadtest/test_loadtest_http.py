@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 import trustme
 import uvloop
-from support.ports import free_port
-from support.serving import EchoHandlers, echo_site, serving
 
 from headrace.client.addresses import Address
 from headrace.loadtest.alarms import Alarm
@@ -28,6 +26,8 @@ from headrace.loadtest.recording import Recording
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_PLAIN, ResponseHead
 from headrace.wire.tls import TlsFiles
+from support.ports import free_port
+from support.serving import EchoHandlers, echo_site, serving
 
 
 def request(path: str) -> bytes:
@@ -40,7 +40,7 @@ def run(
     *,
     rate: float | None = None,
     workers: int = 2,
-    seconds: float = 1.0,
+    seconds: float = 0.4,
     timeout: float = 30.0,
     tls: ssl.SSLContext | None = None,
 ) -> Measured:

@@ -8,7 +8,6 @@ import base64
 import os
 import sys
 import threading
-import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from headrace.media.data_urls import content_of, parse_data_url
 from headrace.media.reader import MediaReader
 from headrace.media.settings import MediaSettings
 from headrace.storage.credentials import CloudCredentials
+from support.waiting import eventually, eventually_async
 
 A = TypeVar("A")
 HOST = "127.0.0.1"
@@ -76,16 +76,15 @@ async def read(settings: MediaSettings, url: str, way: str = "item", **more: Any
 def refused(settings: MediaSettings, url: str, way: str = "item", **more: Any) -> str:
     with pytest.raises(InvalidArgument) as caught:
         run(read(settings, url, way, **more))
-    assert left(settings) == []
+    expect_no_files(settings)
     return caught.value.message
 
 
-def left(settings: MediaSettings) -> list[str]:
-    assert settings.temporary_folder is not None
-    end = time.monotonic() + 30
-    while (found := os.listdir(settings.temporary_folder)) and time.monotonic() < end:
-        time.sleep(0.01)  # a thread whose caller went away is still clearing up
-    return found
+def expect_no_files(settings: MediaSettings) -> None:
+    """Nothing is left behind, once a thread whose caller went away has cleared up."""
+    folder = settings.temporary_folder
+    assert folder is not None
+    eventually(lambda: not os.listdir(folder), message=f"an empty {folder}")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_names_and_types_of_http_do_not_matter(web: WebStub, settings: MediaSett
     web.routes["/b"] = serve(video("webm", "libvpx"), content_type="image/png")
     assert isinstance(run(read(settings, web.url("/a.mp4?x=.avi#y"))), Picture)
     assert isinstance(run(read(settings, web.url("/b"))), Clip)
-    assert left(settings) == []
+    expect_no_files(settings)
 
 
 def test_many_at_once(web: WebStub, settings: MediaSettings) -> None:
@@ -134,7 +133,7 @@ def test_many_at_once(web: WebStub, settings: MediaSettings) -> None:
             reader.close()
 
     assert len(run(all_of_them())) == 40
-    assert left(settings) == []
+    expect_no_files(settings)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +321,7 @@ def test_cancelling_leaves_no_file_and_no_thread_at_work(web: WebStub, settings:
 
     run(give_up())
     let_go.set()
-    assert left(settings) == []
+    expect_no_files(settings)
 
 
 def test_no_more_than_may_wait(web: WebStub, stop: threading.Event, settings: MediaSettings) -> None:
@@ -349,15 +348,14 @@ def test_closing_ends_what_is_read_and_what_waits(web: WebStub, stop: threading.
     async def stop_serving() -> None:
         reader = MediaReader(replace(settings, threads=1))
         tasks = [asyncio.create_task(reader.picture(web.url("/a"))) for _ in range(3)]
-        while not web.seen:
-            await asyncio.sleep(0.01)
+        await eventually_async(lambda: web.seen)
         reader.close()
         async with asyncio.timeout(30):
             found = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(each) for each in found] == [Unavailable] * 3
 
     run(stop_serving())
-    assert left(settings) == []
+    expect_no_files(settings)
 
 
 @pytest.mark.parametrize("fps", [0.0, -1.0, float("nan"), 1e9])

@@ -4,6 +4,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from service_process import service, service_in_thread
+
+
+@pytest.fixture(scope="module", params=["in this process", pytest.param("a process", marks=pytest.mark.slow)])
+def open_service(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Use it as `service_process.service`, which it is, or the quicker `service_in_thread`."""
+    return service if request.param == "a process" else service_in_thread

@@ -15,6 +15,8 @@ import numpy.typing as npt
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
+from support.model_cache import copy_of
+
 LABELS = {0: "cat", 1: "dog", 2: "newt"}
 
 
@@ -35,6 +37,10 @@ def data_url(content: bytes, mime: str = "image/png") -> str:
 
 def tiny_vit(folder: Path) -> Path:
     """A ViTForImageClassification with random weights, as a Hugging Face folder."""
+    return copy_of(folder, _write_vit)
+
+
+def _write_vit(folder: Path) -> None:
     import torch
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -50,11 +56,15 @@ def tiny_vit(folder: Path) -> Path:
         label2id={label: index for index, label in LABELS.items()},
         initializer_range=0.5,
     )
-    return _saved(ViTForImageClassification(config), folder, {"size": {"height": 32, "width": 32}})
+    _save(ViTForImageClassification(config), folder, {"size": {"height": 32, "width": 32}})
 
 
 def tiny_yolos(folder: Path) -> Path:
     """A YolosForObjectDetection with random weights: logits and boxes as DETR has them."""
+    return copy_of(folder, _write_yolos)
+
+
+def _write_yolos(folder: Path) -> None:
     import torch
     from transformers import YolosConfig, YolosForObjectDetection
 
@@ -72,10 +82,10 @@ def tiny_yolos(folder: Path) -> Path:
         initializer_range=1.0,
     )
     edges = {"shortest_edge": 64, "longest_edge": 96}
-    return _saved(YolosForObjectDetection(config), folder, {"size": edges})
+    _save(YolosForObjectDetection(config), folder, {"size": edges})
 
 
-def _saved(model: Any, folder: Path, processor: dict[str, Any]) -> Path:
+def _save(model: Any, folder: Path, processor: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder)
@@ -89,7 +99,6 @@ def _saved(model: Any, folder: Path, processor: dict[str, Any]) -> Path:
         "resample": 2,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(told | processor))
-    return folder
 
 
 def onnx_classifier(folder: Path) -> Path:

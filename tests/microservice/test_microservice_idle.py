@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from fake_hub import fake_hub
-from service_process import local_service, service, settings_for
+from service_process import local_service, settings_for
 
 from headrace.core.clock import ManualClock
 from headrace.microservice.callbacks import post, status_update
 from headrace.microservice.idle import IdleWatch
 from headrace.microservice.settings import CallbackSettings, IdleSettings
 
+Open = Callable[..., Any]
 KEY = "an-admin-key-that-is-secret"
 MODEL = "import numpy as np\n\ndef predict(x: np.ndarray) -> np.ndarray:\n    return x\n"
 NEVER = 3600.0
@@ -162,20 +163,20 @@ def test_without_anybody_to_tell_it_stays_up_unless_told(tmp_path: Path, model: 
         assert stopped == [True] * exits
 
 
-def test_a_process_ends_by_itself(tmp_path: Path, model: Path) -> None:
+def test_it_ends_by_itself(tmp_path: Path, model: Path, open_service: Open) -> None:
     words = ("--model-path", model, "--idle_timeout_minutes", "0.001", "--exit-when-idle")
-    with service(*words, folder=tmp_path) as running:
-        assert running.process.wait(180) == 0
+    with open_service(*words, folder=tmp_path) as running:
+        assert running.wait() == 0
         assert "ending" in running.log
 
 
-def test_a_process_that_cannot_load_asks_to_be_deleted(tmp_path: Path, model: Path) -> None:
+def test_one_that_cannot_load_asks_to_be_deleted(tmp_path: Path, model: Path, open_service: Open) -> None:
     (model / "model.py").write_text("raise RuntimeError('no such device')\n")
     with listener() as api:
         variables = {"TAO_LOGGING_SERVER_URL": api.url, "TAO_ADMIN_KEY": KEY}
         job = {"job_id": "j-1", "specs": {"model_path": str(model)}}
         words = ("--job", json.dumps(job), "--docker-env-vars", json.dumps(variables))
-        with service(*words, "--host", "127.0.0.1", folder=tmp_path) as running:
+        with open_service(*words, "--host", "127.0.0.1", folder=tmp_path) as running:
             assert api.came.wait(180)
             told = json.loads(api.seen[0][2]["status"])
             assert told["reason"] == "model_loading_failed"
@@ -184,7 +185,7 @@ def test_a_process_that_cannot_load_asks_to_be_deleted(tmp_path: Path, model: Pa
             assert KEY not in running.log + state + json.dumps(running.status())
 
 
-def test_a_process_that_is_stopped_while_it_downloads_asks_nothing(tmp_path: Path) -> None:
+def test_one_that_is_stopped_while_it_downloads_asks_nothing(tmp_path: Path, open_service: Open) -> None:
     with listener() as api, fake_hub() as hub:
         weights = tmp_path / "weights"
         weights.mkdir()
@@ -193,7 +194,7 @@ def test_a_process_that_is_stopped_while_it_downloads_asks_nothing(tmp_path: Pat
         hub.files_open.clear()
         variables = {"TAO_LOGGING_SERVER_URL": api.url, "TAO_ADMIN_KEY": KEY, "HF_ENDPOINT": hub.url}
         words = ("--model-path", "hf_model://acme/tiny", "--docker_env_vars", json.dumps(variables))
-        with service(*words, folder=tmp_path) as running:
+        with open_service(*words, folder=tmp_path) as running:
             running.until(lambda told: told["progress"]["stage"].startswith("downloading"))
             assert running.stop() == 0
         assert not api.seen

@@ -7,17 +7,19 @@ import json
 import shutil
 import socket
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.llm_models import tiny_llama, tiny_tokenizer
 from picture_models import data_url, png
-from service_process import Answer, Asked, LocalService, local_service, service, settings_for
+from service_process import Answer, Asked, LocalService, local_service, settings_for
 from vl_model import mp4, tiny_qwen_vl
+
+from support.llm_models import tiny_llama, tiny_tokenizer
+from support.model_cache import copy_of
+from support.waiting import eventually
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "storage"))
 
@@ -126,10 +128,8 @@ def test_a_client_that_hangs_up_is_forgotten(llama: LocalService) -> None:
         client.sendall(
             b"POST /api/v1/inference HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
         )
-        while not llama.server.call(in_flight):
-            time.sleep(0.005)
-    while llama.server.call(in_flight):
-        time.sleep(0.005)
+        eventually(lambda: llama.server.call(in_flight))
+    eventually(lambda: not llama.server.call(in_flight))
     assert llama.status()["idle_time_minutes"] < 1
 
 
@@ -144,18 +144,24 @@ def test_a_model_without_a_chat_template_continues_the_text(tmp_path: Path) -> N
         assert running.infer(prompt="the quick", max_new_tokens=3, temperature=0)["output_tokens"] == 3
 
 
-def test_a_lora_adapter_of_a_job(tmp_path: Path) -> None:
+def write_adapter(folder: Path) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    base = tiny_llama(tmp_path / "base")
+    base = tiny_llama(folder / "base")
     torch.manual_seed(9)
     changed = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base),
         LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
     )
-    changed.save_pretrained(tmp_path / "adapter")
+    changed.save_pretrained(folder)
+    shutil.rmtree(base)
+
+
+def test_a_lora_adapter_of_a_job(tmp_path: Path) -> None:
+    base = tiny_llama(tmp_path / "base")
+    copy_of(tmp_path / "adapter", write_adapter)
     specs = {"enable_lora": True, "base_model_path": str(base)}
     asked = {"prompt": "the quick brown fox", "max_new_tokens": 8, "temperature": 0}
     with local_service(settings_for(base, tmp_path)) as running:
@@ -185,7 +191,7 @@ def test_the_openai_client(llama: LocalService) -> None:
             )
 
 
-def test_cosmos_rl_in_rest_mode_answers_the_seeds_bodies(tmp_path: Path) -> None:
+def test_cosmos_rl_in_rest_mode_answers_the_seeds_bodies(tmp_path: Path, open_service: Callable[..., Any]) -> None:
     model = tiny_qwen_vl(tmp_path / "qwen-vl")
     objects = {"videos/sample.mp4": mp4(), "images/img1.png": png(seed=1), "images/img2.png": png(seed=2)}
     with StoreStub({"my-bucket": objects}) as store:
@@ -197,7 +203,7 @@ def test_cosmos_rl_in_rest_mode_answers_the_seeds_bodies(tmp_path: Path) -> None
         }
         # Written as Python writes it, which the public server expects.
         words = ("--job", repr(job), "--docker_env_vars", repr({"CLOUD_BASED": "True"}), "--host", "127.0.0.1")
-        with service(*words, folder=tmp_path) as running:
+        with open_service(*words, folder=tmp_path) as running:
             running.until("model_loaded")
             video = running.infer(
                 media="s3://my-bucket/videos/sample.mp4",
@@ -236,15 +242,18 @@ def test_cosmos_rl_in_rest_mode_answers_the_seeds_bodies(tmp_path: Path) -> None
             assert SECRET not in state
 
 
-def test_an_embedding_model(tmp_path: Path) -> None:
+def write_bert(folder: Path) -> None:
     import torch
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(4)
-    folder = tmp_path / "bert"
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     BertModel(BertConfig(vocab_size=512, **sizes)).save_pretrained(folder)
     tiny_tokenizer(folder, chat=False)
+
+
+def test_an_embedding_model(tmp_path: Path) -> None:
+    folder = copy_of(tmp_path / "bert", write_bert)
     with local_service(settings_for(folder, tmp_path)) as running:
         running.until("model_loaded")
         results = running.infer(input=["the river", "the mill"])

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from service_process import COMMAND, settings_for
+from service_process import settings_for
 
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.microservice.launching import Given, launch_settings, read_literal
@@ -21,6 +21,7 @@ from headrace.microservice.secrets import HIDDEN, HidingFilter, Secrets
 from headrace.microservice.state_file import StateFile, own_folder
 from headrace.storage.credentials import CloudCredentials
 from headrace.storage.locations import HubPlace, LocalPlace, ObjectPlace
+from support.programs import run
 
 JOB: dict[str, Any] = {
     "job_id": "0b6ee2c1",
@@ -107,16 +108,17 @@ def test_wrong_command_lines_are_named(given: Given, text: str) -> None:
 
 
 def test_a_wrong_command_line_ends_with_2() -> None:
-    def run(*words: str) -> tuple[int, str]:
-        done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=180)
+    def refused(*words: str) -> tuple[int, str]:
+        with patch("headrace.microservice.app.end_process"):
+            done = run("microservice", *words)
         return done.returncode, done.stdout + done.stderr
 
-    code, text = run("--job", "{]")
+    code, text = refused("--job", "{]")
     assert code == 2 and "neither JSON nor a Python literal" in text and "Traceback" not in text
-    code, text = run("stop", "--model-path", "m")
+    code, text = refused("stop", "--model-path", "m")
     assert code == 2 and "SIGTERM stops a service" in text
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, text = run("--model-path", "m", "--port", str(taken.getsockname()[1]))
+        code, text = refused("--model-path", "m", "--port", str(taken.getsockname()[1]))
     assert code == 2 and "Traceback" not in text
 
 

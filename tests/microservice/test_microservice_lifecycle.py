@@ -10,14 +10,17 @@ import signal
 import stat
 import subprocess
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fake_hub import fake_hub
 from picture_models import data_url, png, tiny_vit
-from service_process import Service, ask, local_service, service, settings_for
+from service_process import Service, ask, local_service, settings_for
 
+from support.waiting import eventually
+
+Open = Callable[..., Any]
 SECRET = "hf_averysecrettokenvalue"
 INITIALIZING = "Server is initializing (downloading files, setting up), please wait"
 LOADING = "Model is currently loading, please wait and try again"
@@ -69,7 +72,7 @@ def predict(x: np.ndarray) -> np.ndarray:
     return folder
 
 
-def test_a_slow_download_then_a_load_then_ready(tmp_path: Path) -> None:
+def test_a_slow_download_then_a_load_then_ready(tmp_path: Path, open_service: Open) -> None:
     made = tiny_vit(tmp_path / "vit")
     with fake_hub() as hub:
         hub.models["acme/tiny-vit"] = made
@@ -81,7 +84,7 @@ def test_a_slow_download_then_a_load_then_ready(tmp_path: Path) -> None:
         }
         variables = {"TAO_API_JOB_ID": "job-1", "CLOUD_BASED": "False", "HF_ENDPOINT": hub.url}
         words = ("--job", json.dumps(job), "--docker_env_vars", json.dumps(variables))
-        with service(*words, folder=tmp_path, env={"HF_TOKEN": SECRET}) as running:
+        with open_service(*words, folder=tmp_path, env={"HF_TOKEN": SECRET}) as running:
             assert "listening on every interface" in running.log
             told = running.until(lambda told: told["progress"]["stage"].startswith("downloading"))
             assert (told["server_initializing"], told["model_loading"], told["model_loaded"]) == (True, False, False)
@@ -115,10 +118,10 @@ def test_a_slow_download_then_a_load_then_ready(tmp_path: Path) -> None:
             assert not state.exists()
 
 
-def test_a_slow_load_then_ready_and_the_seeds_loop_sees_it(tmp_path: Path) -> None:
+def test_a_slow_load_then_ready_and_the_seeds_loop_sees_it(tmp_path: Path, open_service: Open) -> None:
     gate = tmp_path / "gate"
     model = gated_model(tmp_path / "model", gate)
-    with service("--model-path", model, "--job-id", "job-2", folder=tmp_path) as running:
+    with open_service("--model-path", model, "--job-id", "job-2", folder=tmp_path) as running:
         told = running.until("model_loading")
         assert told["progress"]["stage"] == "loading_model"
         assert_row(running.port, 202, "loading", "model_loading", "model_loading", LOADING, waits=True)
@@ -195,10 +198,10 @@ def assert_bad_bodies_when_ready(running: Service) -> None:
     assert running.post("/v1/models", {"a": 1}).status == 405
 
 
-def test_a_download_that_fails(tmp_path: Path) -> None:
+def test_a_download_that_fails(tmp_path: Path, open_service: Open) -> None:
     with fake_hub() as hub:
         words = ("--model-path", "hf_model://acme/gone", "--network-arch", "cosmos-rl")
-        with service(*words, folder=tmp_path, env={"HF_ENDPOINT": hub.url}) as running:
+        with open_service(*words, folder=tmp_path, env={"HF_ENDPOINT": hub.url}) as running:
             told = running.until("initialization_error")
             assert "acme/gone" in told["initialization_error"]
             assert (told["status"], told["model_state"]) == ("unhealthy", "initialization_failed")
@@ -208,11 +211,11 @@ def test_a_download_that_fails(tmp_path: Path) -> None:
             assert running.stop() == 0
 
 
-def test_a_load_that_fails_keeps_its_cause(tmp_path: Path) -> None:
+def test_a_load_that_fails_keeps_its_cause(tmp_path: Path, open_service: Open) -> None:
     gate = tmp_path / "gate"
     gate.touch()
     model = gated_model(tmp_path / "model", gate, "raise RuntimeError('CUDA out of memory, or so')")
-    with service("--model-path", model, folder=tmp_path) as running:
+    with open_service("--model-path", model, folder=tmp_path) as running:
         told = running.until("model_load_error")
         assert "CUDA out of memory, or so" in told["model_load_error"]
         text = f"Model failed to load: {told['model_load_error']}"
@@ -238,32 +241,30 @@ def test_between_the_steps_no_flag_is_set(tmp_path: Path) -> None:
         assert running.infer(inputs={"x": [3]})["outputs"] == {"output": [6.0]}
 
 
-def test_sigterm_lets_a_request_in_flight_finish(tmp_path: Path) -> None:
+def test_sigterm_lets_a_request_in_flight_finish(tmp_path: Path, open_service: Open) -> None:
     gate = tmp_path / "gate"
     gate.touch()
     model = gated_model(tmp_path / "model", gate)
-    with service("--model-path", model, folder=tmp_path) as running:
+    with open_service("--model-path", model, folder=tmp_path) as running:
         running.until("model_loaded")
         answers: list[Any] = []
         body = {"inputs": {"x": [-1, 5]}}
         asking = threading.Thread(target=lambda: answers.append(running.post("/api/v1/inference", body)))
         asking.start()
-        while running.status()["last_request_time"] is None:
-            time.sleep(0.01)
-        running.process.send_signal(signal.SIGTERM)
-        while "draining" not in running.log:
-            time.sleep(0.01)
+        eventually(lambda: running.status()["last_request_time"])
+        running.send(signal.SIGTERM)
+        eventually(lambda: "draining" in running.log)
         gate.unlink()
         asking.join(180)
         assert answers[0].status == 200
         assert answers[0].body["results"]["outputs"] == {"output": [-2.0, 10.0]}
-        assert running.process.wait(180) == 0
+        assert running.wait() == 0
 
 
-def test_sigterm_during_a_load_and_a_download_ends_at_once(tmp_path: Path) -> None:
+def test_sigterm_during_a_load_and_a_download_ends_at_once(tmp_path: Path, open_service: Open) -> None:
     (tmp_path / "a").mkdir()
     model = gated_model(tmp_path / "model", tmp_path / "never")
-    with service("--model-path", model, "--grace-seconds", 2, folder=tmp_path / "a") as running:
+    with open_service("--model-path", model, "--grace-seconds", 2, folder=tmp_path / "a") as running:
         running.until("model_loading")
         assert running.stop() == 0
     (tmp_path / "b").mkdir()
@@ -274,6 +275,6 @@ def test_sigterm_during_a_load_and_a_download_ends_at_once(tmp_path: Path) -> No
         hub.models["acme/tiny"] = weights
         hub.files_open.clear()
         words = ("--model-path", "hf_model://acme/tiny", "--grace-seconds", 2)
-        with service(*words, folder=tmp_path / "b", env={"HF_ENDPOINT": hub.url}) as running:
+        with open_service(*words, folder=tmp_path / "b", env={"HF_ENDPOINT": hub.url}) as running:
             running.until(lambda told: told["progress"]["stage"].startswith("downloading"))
             assert running.stop() == 0

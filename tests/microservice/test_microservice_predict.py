@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import av
 import pytest
 from picture_models import data_url, png
-from service_process import Answer, Asked, local_service, service, settings_for
+from service_process import Answer, Asked, local_service, settings_for
 from vl_model import mp4
 
 from headrace.microservice.settings import PipelineChoice
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def predict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+def predict(tmp_path_factory: pytest.TempPathFactory, open_service: Callable[..., Any]) -> Iterator[Asked]:
     folder = tmp_path_factory.mktemp("predict")
     (folder / "checkpoint").mkdir()
     words = (
@@ -39,10 +39,10 @@ def predict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     )
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH", ""))))
     more = ("--pipeline", "stand_in_pipeline:open_pipeline", "--pid-file", folder / "pid")
-    with service(*words, *more, folder=folder, env={"PYTHONPATH": path}) as running:
+    with open_service(*words, *more, folder=folder, env={"PYTHONPATH": path}) as running:
         running.until("model_loaded")
         assert (folder / "out").is_dir()
-        assert int((folder / "pid").read_text()) == running.process.pid
+        assert int((folder / "pid").read_text()) == running.pid
         yield running
         assert running.stop() == 0
         assert not (folder / "pid").exists()

@@ -8,14 +8,12 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.llm_models import tiny_llama
 from picture_models import data_url, png
 from service_process import Asked, LocalService, local_service, settings_for
 from vl_model import tiny_qwen_vl
@@ -27,6 +25,8 @@ from headrace.core.tensors import Tensor
 from headrace.launch.asking import ServiceFailed, ask
 from headrace.microservice.kinds.contract import Begin, Chat
 from headrace.microservice.kinds.language import LanguageKind
+from support.llm_models import tiny_llama
+from support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 
@@ -168,8 +168,8 @@ def test_who_hangs_up_in_the_middle_ends_it(llama: LocalService) -> None:
         # It is no rest, however long it takes.
         assert llama.server.call(lambda: llama.made.idle._running) == 1
         assert llama.server.call(in_flight, llama) == 1
-    while llama.server.call(in_flight, llama) or llama.server.call(lambda: llama.made.idle._running):
-        time.sleep(0.005)
+    eventually(lambda: not llama.server.call(in_flight, llama))
+    eventually(lambda: not llama.server.call(lambda: llama.made.idle._running))
 
 
 class Failing:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from support import llm_models
 from support.llm_models import tiny_tokenizer
+from support.model_cache import copy_of
 
 _MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _TEMPLATE = (
@@ -23,6 +26,10 @@ _TEMPLATE = (
 
 def tiny_qwen_vl(folder: Path, *, brief: bool = False) -> Path:
     """Patches of 4 x 4, two layers of 64. A brief one ends its answers after a few tokens: every other token is an end."""
+    return copy_of(folder, _write_qwen_vl, brief, sources=(Path(llm_models.__file__),))
+
+
+def _write_qwen_vl(folder: Path, brief: bool) -> None:
     import torch
     import transformers
 
@@ -54,7 +61,6 @@ def tiny_qwen_vl(folder: Path, *, brief: bool = False) -> Path:
     transformers.Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=2048
     ).save_pretrained(folder)
-    return folder
 
 
 def mp4(frames: int = 16, fps: int = 8, size: int = 32) -> bytes:

@@ -12,25 +12,41 @@ from headrace.modelconfig.trees import MAX_BYTES
 
 FILES = ["config.pbtxt", "config.json", "config.yaml"]
 NEARLY = MAX_BYTES - 64
+SOME = MAX_BYTES // 16
+"""Bytes: enough for every limit but that of the size itself."""
 
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
     "text",
     [
-        "{" * NEARLY,
-        "[" * NEARLY,
-        '{"a":' * (NEARLY // 5),
-        "input{" * (NEARLY // 6),
-        "input: [" * (NEARLY // 8),
-        '{"input":[' * (NEARLY // 10),
-        "- " * (NEARLY // 2),
-        '"' * NEARLY,
-        "x" * NEARLY,
+        "{",
+        "[",
+        '{"a":',
+        "input{",
+        "input: [",
+        '{"input":[',
+        "- ",
+        '"',
+        "x",
+        "x: 1\n",
+        "input{} ",
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("size", [SOME, pytest.param(NEARLY, marks=pytest.mark.slow)], ids=["some", "nearly all"])
+def test_many_of_the_same_are_refused(folder, file, text, size):
+    with pytest.raises(ConfigError) as caught:
+        finish(read_draft(folder(text * (size // len(text)), file=file)), None)
+    assert len(caught.value.message) < 4000
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "text",
+    [
         "max_batch_size: " + "9" * (NEARLY - 100),
         '{"max_batch_size": ' + "9" * (NEARLY - 100) + "}",
-        "x: 1\n" * (NEARLY // 5),
-        "input{} " * (NEARLY // 8),
         "a: &a [*a, *a]\n" * 100,
         b"\x00" * 1000,
         b"\xff\xfe" * 1000,

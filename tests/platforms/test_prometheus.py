@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import builtin_plane
-from support.ports import free_port
-from support.serving import serving
 
 from headrace.api.metrics.http import Metrics
 from headrace.api.v2.http import V2Http
@@ -27,6 +24,9 @@ from headrace.core.clock import SystemClock
 from headrace.telemetry.registry import Registry
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.engines import builtin_plane
+from support.ports import free_port
+from support.serving import serving
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 

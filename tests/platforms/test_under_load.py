@@ -19,9 +19,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from support.ports import free_port
 
 from headrace.core.schemas import Schema
+from support.ports import free_port
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 

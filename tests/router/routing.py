@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from support.serving import Serving, serving
-
 from headrace.core.limits import Limits
 from headrace.router.proxy import RouterProxy
 from headrace.router.settings import BackendAddress, HealthSettings, RouterSettings
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.serving import Serving, serving
 
 NO_CHECKS = HealthSettings(path="")
 
@@ -40,6 +39,18 @@ class Routing:
 
     def stats(self, place: int = 0) -> Any:
         return self.proxy.backends.all[place].stats
+
+    def sweep(self, seconds_later: float) -> None:
+        """Keep the time limits of connections and of those who wait in line, as if it were so much later."""
+
+        def sweep() -> None:
+            now = self.server.loop.time() + seconds_later
+            for pool in self.proxy.pools.values():
+                pool.sweep(now)
+            if self.proxy.line is not None:
+                self.proxy.line.sweep(now)
+
+        self.server.call(sweep)
 
 
 class Answer:
@@ -86,8 +97,6 @@ def routing(*ports: int | str, limits: Limits | None = None, **changes: Any) -> 
             yield Routing(server, made[0])
         finally:
             server.call(made[0].close)
-            # The drain has its own tests; here it would only take its time.
-            server.call(server.server.abort)
 
 
 class Rough:

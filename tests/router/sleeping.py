@@ -11,13 +11,9 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from support.ports import free_port
-from support.serving import Serving, serving
 
 from headrace.router.h2.proxy import GrpcProxy
 from headrace.router.proxy import RouterProxy
@@ -27,19 +23,13 @@ from headrace.router.waking.settings import ActivationSettings, Target
 from headrace.telemetry.tracing import NO_TRACING, Tracer
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.ports import free_port
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 TARGET = Target("chat-engine")
-
-
-def until(look: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """What `look` returns, once it is true."""
-    limit = time.monotonic() + seconds
-    while True:
-        found = look()
-        if found:
-            return found
-        assert time.monotonic() < limit, "it did not come to that in time"
-        time.sleep(0.005)
+_IDLE_SECONDS = 3600.0
+"""Nothing falls asleep by itself, unless a test asks for it; `Nap.idle_for` moves the time."""
 
 
 class ToldScaler:
@@ -144,6 +134,7 @@ class Nap:
         self.proxy = proxy
         self.port = server.port
         self.scaler = scaler
+        self._ahead = 0.0
 
     @property
     def waking(self) -> Any:
@@ -153,11 +144,24 @@ class Nap:
     def state(self) -> str:
         return str(self.waking.state)
 
+    def idle_for(self, seconds: float = _IDLE_SECONDS + 1) -> None:
+        """Move the clock by which the router finds out that nobody needs it: it looks before, and after."""
+
+        def look() -> None:
+            waking, loop = self.waking, self.server.loop
+            waking._now = lambda: loop.time() + self._ahead
+            for later in (0.0, seconds):
+                self._ahead += later
+                waking._timer.cancel()  # the look sets the next one
+                waking._look()
+
+        self.server.call(look)
+
     def becomes(self, state: str) -> None:
-        until(lambda: self.state == state)
+        eventually(lambda: self.state == state)
 
     def held(self, count: int) -> None:
-        until(lambda: len(self.waking.holding) == count)
+        eventually(lambda: len(self.waking.holding) == count)
 
 
 @contextmanager
@@ -167,7 +171,7 @@ def napping(
     targets: tuple[Target, ...] = (TARGET,),
     health: str = "",
     health_seconds: float = 0.5,
-    idle_seconds: float = 3600.0,
+    idle_seconds: float = _IDLE_SECONDS,
     tracer: Tracer = NO_TRACING,
     **bounds: Any,
 ) -> Iterator[Nap]:
@@ -198,4 +202,3 @@ def napping(
         finally:
             server.call(proxy.close)
             server.call(grpc.close)
-            server.call(server.server.abort)

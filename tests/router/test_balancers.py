@@ -17,10 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc
-from support.engines import builtin_plane
-from support.ports import free_port
 from routing import ask
-from support.serving import Serving, serving
 from websockets.sync.client import connect
 
 from headrace.apps.protocols import build_site
@@ -30,6 +27,9 @@ from headrace.wire.http.sse import EventStream
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
 from headrace.wire.websocket.accept import accept
+from support.engines import builtin_plane
+from support.ports import free_port
+from support.serving import Serving, serving
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
 

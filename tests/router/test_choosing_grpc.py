@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from time import monotonic
 from typing import Any
 
 import grpc
 from routing import NO_CHECKS
-from support.serving import EchoCalls, Serving, echo_site, serving
 
 from headrace.apps.router import RouterAppSettings, build_router_site
 from headrace.router.choosing.limits import LimitedBackends
@@ -21,6 +18,8 @@ from headrace.router.proxy import RouterProxy
 from headrace.router.settings import BackendAddress, RouterSettings
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
+from support.serving import EchoCalls, Serving, echo_site, serving
+from support.waiting import eventually
 
 
 @contextmanager
@@ -44,14 +43,6 @@ def _routing(*ports: int, **changes: Any) -> Iterator[tuple[int, RouterProxy, Se
         finally:
             server.call(made[1].close)
             server.call(made[0].close)
-            server.call(server.server.abort)
-
-
-def _until(right: Callable[[], Any]) -> None:
-    end = monotonic() + 30
-    while not right():
-        assert monotonic() < end, "it did not come to that"
-        threading.Event().wait(0.005)
 
 
 def test_a_session_is_known_by_its_metadata() -> None:
@@ -76,9 +67,9 @@ def test_calls_wait_when_every_backend_is_full() -> None:
             line = proxy.backends.line
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 held = channel.unary_unary("/test.Echo/Hold").future(b"first", timeout=30)
-                _until(lambda: proxy.backends.all[0].outstanding == 1)
+                eventually(lambda: proxy.backends.all[0].outstanding == 1)
                 second = channel.unary_unary("/test.Echo/Unary").future(b"second", timeout=30)
-                _until(lambda: line.length == 1)
+                eventually(lambda: line.length == 1)
                 held.cancel()
                 assert second.result() == b"second"
-                _until(lambda: proxy.backends.all[0].outstanding == 0)
+                eventually(lambda: proxy.backends.all[0].outstanding == 0)

@@ -7,16 +7,14 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import orjson
 import pytest
 import yaml
 from routing import NO_CHECKS, Answer, ask, routing
-from support.serving import EchoHandlers, echo_site, serving
 
 from headrace.core.errors import InvalidArgument
 from headrace.router.backend import Outcome
@@ -32,6 +30,8 @@ from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_JSON
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.serving import EchoHandlers, echo_site, serving
+from support.waiting import eventually, eventually_async
 
 
 def _put(path: Path, content: Any) -> None:
@@ -40,13 +40,6 @@ def _put(path: Path, content: Any) -> None:
     beside = path.with_suffix(".new")
     beside.write_text(text)
     os.replace(beside, path)
-
-
-def _until(right: Callable[[], Any], seconds: float = 30.0) -> None:
-    end = monotonic() + seconds
-    while not right():
-        assert monotonic() < end, "it did not come to that"
-        threading.Event().wait(0.01)
 
 
 def _url(port: int) -> str:
@@ -69,19 +62,19 @@ def test_backends_come_and_go_by_a_file(tmp_path: Path) -> None:
         nobody = ask(router.port, "GET", "/hello")
         assert nobody.status == 503 and "retry-after" in nobody.fields and b"there is none yet" in nobody.body
         _put(path, [{"url": _url(one.port), "weight": 2}])
-        _until(lambda: urls() == [_url(one.port)])
+        eventually(lambda: urls() == [_url(one.port)])
         assert ask(router.port, "GET", "/hello").body == b"hello"
         _put(path, [{"url": _url(one.port), "weight": 5}, _url(two.port)])
-        _until(lambda: len(urls()) == 2)
+        eventually(lambda: len(urls()) == 2)
         assert router.proxy.backends.all[0].weight == 5
         for bad in ("", "{", "[5]", '[{"url": "ftp://x"}]', '{"a": 1}'):
             _put(path, bad)
-            _until(lambda: router.proxy._discoverer.failures())  # type: ignore[union-attr]
+            eventually(lambda: router.proxy._discoverer.failures())  # type: ignore[union-attr]
             assert len(urls()) == 2
             _put(path, [{"url": _url(one.port), "weight": 5}, _url(two.port)])
-            _until(lambda: not router.proxy._discoverer.failures())  # type: ignore[union-attr]
+            eventually(lambda: not router.proxy._discoverer.failures())  # type: ignore[union-attr]
         _put(path, [_url(two.port)])
-        _until(lambda: urls() == [_url(two.port)])
+        eventually(lambda: urls() == [_url(two.port)])
         assert ask(router.port, "GET", "/hello").status == 200
 
 
@@ -95,10 +88,10 @@ def test_one_that_goes_answers_what_it_has_and_gets_no_more(tmp_path: Path) -> N
             answers: list[Answer] = []
             waiting = threading.Thread(target=lambda: answers.append(ask(router.port, "POST", "/hold", b"x")))
             waiting.start()
-            _until(lambda: handlers.held)
+            eventually(lambda: handlers.held)
             _put(path, yaml.safe_dump([_url(two.port)]))
             backends = router.proxy.backends
-            _until(lambda: [each.name for each in backends.all] == [_url(two.port)])
+            eventually(lambda: [each.name for each in backends.all] == [_url(two.port)])
             old = backends.leaving[0]
             status = json.loads(ask(router.port, "GET", "/router/status").body)
             assert status["leaving"] == [{"url": _url(one.port), "outstanding": 1}]
@@ -108,7 +101,7 @@ def test_one_that_goes_answers_what_it_has_and_gets_no_more(tmp_path: Path) -> N
             one.call(lambda: handlers.echo(handlers.held[0]))
             waiting.join(60)
             assert answers[0].body == b"x"
-            _until(lambda: not backends.leaving)
+            eventually(lambda: not backends.leaving)
             assert old not in router.proxy.pools
             assert backends.departed_requests == 1
             assert _url(one.port).encode() not in ask(router.port, "GET", "/router/metrics").body
@@ -139,8 +132,8 @@ def test_nothing_is_lost_while_they_come_and_go(tmp_path: Path) -> None:
                 for turn in range(30):
                     wanted = [urls[turn % 3], urls[(turn + 1) % 3]]
                     _put(path, wanted)
-                    _until(lambda wanted=wanted: [each.name for each in router.proxy.backends.all] == wanted)  # type: ignore[misc]
-                _until(lambda: sum(count) > 20)
+                    eventually(lambda wanted=wanted: [each.name for each in router.proxy.backends.all] == wanted)  # type: ignore[misc]
+                eventually(lambda: sum(count) > 20)
             finally:
                 stop.set()
             for thread in threads:
@@ -202,8 +195,8 @@ def test_with_checks_a_new_one_that_is_not_there_gets_nothing(tmp_path: Path) ->
         _put(path, [_url(one.port)])
         with routing(discovery=found, health=health) as router:
             _put(path, [_url(one.port), "http://127.0.0.1:1"])
-            _until(lambda: len(router.proxy.backends.all) == 2)
-            _until(lambda: router.proxy.backends.all[1].health.checks > 0)
+            eventually(lambda: len(router.proxy.backends.all) == 2)
+            eventually(lambda: router.proxy.backends.all[1].health.checks > 0)
             assert all(ask(router.port, "GET", "/hello").status == 200 for _ in range(10))
             assert router.proxy.backends.all[1].stats.requests == 0
 
@@ -321,8 +314,7 @@ def test_what_a_source_said_last_counts_while_it_cannot_be_read() -> None:
         named = _addresses("http://a:1")
         discoverer = Discoverer(named, [Source()], lambda found: told.append([f"{e.url} {e.weight}" for e in found]))
         await discoverer.start()
-        while len(told) < 1 or discoverer.failures():
-            await asyncio.sleep(0.001)
+        await eventually_async(lambda: told and not discoverer.failures())
         await discoverer.close()
         return told
 

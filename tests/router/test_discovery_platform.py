@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from time import monotonic
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from routing import ask, routing
-from support.serving import echo_site, serving
 
 from headrace.router.discovery.settings import DiscoverySettings
+from support.serving import echo_site, serving
+from support.waiting import eventually
 
 pytestmark = pytest.mark.platform
 
@@ -24,13 +24,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     with KubernetesServer(tmp_path_factory.mktemp("pods") / "server") as made:
         yield made
-
-
-def _until(right: Callable[[], Any]) -> None:
-    end = monotonic() + 30
-    while not right():
-        assert monotonic() < end, "it did not come to that"
-        threading.Event().wait(0.05)
 
 
 def _pod(name: str, port: int) -> str:
@@ -61,15 +54,15 @@ def test_pods_come_and_go(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Event().wait(0.3)
         assert not urls(), "they are not ready"
         server.mark("one", ready)
-        _until(lambda: urls() == [f"http://127.0.0.1:{one.port}"])
+        eventually(lambda: urls() == [f"http://127.0.0.1:{one.port}"])
         assert ask(router.port, "GET", "/hello").body == b"hello"
         server.mark("two", ready)
-        _until(lambda: len(urls()) == 2)
+        eventually(lambda: len(urls()) == 2)
         server.kubectl("delete", "pod", "one", "--wait=false")
-        _until(lambda: urls() == [f"http://127.0.0.1:{two.port}"])
+        eventually(lambda: urls() == [f"http://127.0.0.1:{two.port}"])
         # Without rights, what was found goes on counting.
         server.kubectl("delete", "rolebinding", "router")
-        _until(lambda: router.proxy._discoverer.failures())  # type: ignore[union-attr]
+        eventually(lambda: router.proxy._discoverer.failures())  # type: ignore[union-attr]
         failures = router.proxy._discoverer.failures()  # type: ignore[union-attr]
         assert "bind a Role with list of pods" in next(iter(failures.values()))
         assert ask(router.port, "GET", "/hello").body == b"hello"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from routing import Routing, ask, routing
-from support.serving import echo_site, serving
 
 from headrace.core.errors import InvalidArgument
 from headrace.router.choosing.settings import StickySettings
 from headrace.router.explaining import read_question
+from support.serving import echo_site, serving
 
 _PROMPT = {"prompt": "how does a turbine work? " * 8}
 

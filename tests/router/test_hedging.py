@@ -6,25 +6,18 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from time import monotonic
-from typing import Any
 
 import pytest
 from routing import Rough, Routing, ask, rough, routing
-from support.serving import echo_site, serving
 
 from headrace.router.choosing.hedging import Hedger
 from headrace.router.choosing.settings import HedgingSettings
+from headrace.router.settings import RetrySettings
 from headrace.wire.http.heads import RequestHead
+from support.serving import echo_site, serving
+from support.waiting import eventually
 
 _SOON = HedgingSettings(after_seconds=0.05, budget=1.0)
-
-
-def _until(right: Callable[[], Any]) -> None:
-    end = monotonic() + 30
-    while not right():
-        assert monotonic() < end, "it did not come to that"
-        threading.Event().wait(0.005)
 
 
 def _silent(sock: socket.socket, backend: Rough) -> None:
@@ -47,7 +40,7 @@ def test_the_quicker_one_answers_and_the_slow_one_is_dropped() -> None:
             _slow_first(router, slow.port)
             answer = router.get("/hello")
             assert (answer.status, answer.body) == (200, b"hello")
-            _until(lambda: b"dropped" in slow.seen)
+            eventually(lambda: b"dropped" in slow.seen)
             first, second = router.proxy.backends.all
             assert (first.stats.cancelled, first.outstanding) == (1, 0)
             assert (second.stats.ok, second.outstanding) == (1, 1)
@@ -97,7 +90,7 @@ def test_the_first_may_still_win() -> None:
         with routing(slow.port, silent.port, policy="least", hedging=_SOON) as router:
             _slow_first(router, slow.port)
             assert router.get("/hello").body == b"late"
-            _until(lambda: b"dropped" in silent.seen)
+            eventually(lambda: b"dropped" in silent.seen)
             assert router.proxy.backends.all[1].stats.cancelled == 1
 
 
@@ -126,33 +119,33 @@ def test_when_the_first_breaks_the_second_answers_and_the_other_way_round() -> N
                 _slow_first(router, ports[0])
                 answer = router.get("/hello")
                 assert (answer.status, answer.body) == (200, b"later")
-                _until(lambda router=router: sum(b.outstanding for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
-                _until(lambda router=router: sum(b.stats.failed for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
+                eventually(lambda router=router: sum(b.outstanding for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
+                eventually(lambda router=router: sum(b.stats.failed for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
 
 
 def test_one_that_says_it_cannot_does_not_win() -> None:
-    refused = threading.Event()
+    asked = threading.Event()
+    """Whether the one that answers was asked, too."""
 
     def refuses(sock: socket.socket, backend: Rough) -> None:
         while backend.read_request(sock):
-            backend.stopping.wait(0.2)
+            asked.wait(60)
             sock.sendall(b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n")
-            refused.set()
 
     def answers(sock: socket.socket, backend: Rough) -> None:
-        """Once the other one has refused, and a while later."""
+        """Once the router knows that the other one has refused."""
         while backend.read_request(sock):
-            refused.wait(30)
-            backend.stopping.wait(0.4)
+            asked.set()
+            eventually(lambda: sum(each.stats.refused for each in router.proxy.backends.all) == 1)
             sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nlater")
 
     with rough(refuses) as first, rough(answers) as second:
         for ports in ((first.port, second.port), (second.port, first.port)):
-            refused.clear()
+            asked.clear()
             with routing(*ports, policy="least", hedging=_SOON) as router:
                 _slow_first(router, ports[0])
                 assert router.get("/hello").body == b"later"
-                _until(lambda router=router: sum(b.stats.refused for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
+                eventually(lambda router=router: sum(b.stats.refused for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
         with routing(first.port, hedging=_SOON) as router:
             assert router.get("/hello").status == 503
     with rough(_refuses_late) as first, rough(_refuses_late) as second:
@@ -173,8 +166,8 @@ def test_a_client_that_leaves_frees_both() -> None:
         with routing(one.port, two.port, policy="least", hedging=_SOON) as router:
             with socket.create_connection(("127.0.0.1", router.port)) as leaving:
                 leaving.sendall(b"GET /hello HTTP/1.1\r\nhost: x\r\n\r\n")
-                _until(lambda: all(each.outstanding == 1 for each in router.proxy.backends.all))
-            _until(lambda: all(each.stats.cancelled == 1 for each in router.proxy.backends.all))
+                eventually(lambda: all(each.outstanding == 1 for each in router.proxy.backends.all))
+            eventually(lambda: all(each.stats.cancelled == 1 for each in router.proxy.backends.all))
 
 
 def test_there_is_a_budget() -> None:
@@ -184,6 +177,17 @@ def test_there_is_a_budget() -> None:
         hedger.budget.earn()
         spent += hedger.budget.spend()
     assert 100 <= spent <= 111
+
+
+def test_without_budget_the_slow_one_is_waited_for() -> None:
+    with rough(_answers_late) as slow, serving(echo_site()) as quick:
+        with routing(slow.port, quick.port, policy="least", hedging=_SOON) as router:
+            hedger = router.proxy._forwarder.hedger
+            assert hedger is not None
+            hedger.budget.renew(RetrySettings(budget=0.0, reserve=0))
+            _slow_first(router, slow.port)
+            assert router.get("/hello").body == b"late"
+            assert (hedger.asked, hedger.budget.refused) == (0, 1)
 
 
 def test_the_delay_follows_a_percentile() -> None:

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import Any
 
 import pytest
-from support.ports import free_port
 from routing import ask, routing
-from support.serving import Serving, serving
 
 from headrace.core.errors import InvalidArgument
 from headrace.core.handing import HEADER, PREFILL_PATH, may_ask
@@ -28,11 +24,14 @@ from headrace.router.choosing.settings import HedgingSettings
 from headrace.router.discovery.files import read_backends
 from headrace.router.discovery.settings import DiscoverySettings
 from headrace.router.pairing.settings import PairingSettings
-from headrace.router.settings import BackendAddress, RouterSettings
+from headrace.router.settings import BackendAddress, RetrySettings, RouterSettings
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_JSON, ResponseHead
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.ports import free_port
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "the quick brown fox " * 200}]}).encode()
@@ -203,7 +202,7 @@ def test_a_prefill_that_hangs_is_not_asked_for_ever() -> None:
             assert by(router.get(CHAT, "POST", BODY)) == "decode"
         told = counts(router)
         assert told["late"] < 20 and told["late"] + told["no_prefill"] == 20
-        _until(lambda: len(prefill.asked) == told["late"])  # it may read the last one after it was given up
+        eventually(lambda: len(prefill.asked) == told["late"])  # it may read the last one after it was given up
 
 
 def test_an_error_of_a_prompts_own_says_nothing_of_a_prefills_health() -> None:
@@ -218,17 +217,10 @@ def test_a_client_that_goes_away_is_no_more_work_for_anybody() -> None:
         with socket.create_connection(("127.0.0.1", router.port)) as client:
             client.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(BODY)))
             client.sendall(BODY)
-            _until(lambda: prefill.asked)
-        _until(lambda: router.stats(0).cancelled == 1)
+            eventually(lambda: prefill.asked)
+        eventually(lambda: router.stats(0).cancelled == 1)
         assert decode.asked == []
         assert [each.outstanding for each in router.proxy.backends.all] == [0, 0]
-
-
-def _until(right: Callable[[], Any]) -> None:
-    end = monotonic() + 30
-    while not right():
-        assert monotonic() < end, "it did not come to that"
-        threading.Event().wait(0.005)
 
 
 def test_without_a_prefill_decoders_do_all_of_it() -> None:
@@ -269,6 +261,14 @@ def test_a_decoder_that_cannot_is_no_error_for_the_client(answer: Callable[[Exch
         assert prefill.paths == [PREFILL_PATH, CHAT]
         assert by(router.get("/v1/models")) == "prefill"
         assert [each.outstanding for each in router.proxy.backends.all] == [0, 0]
+
+
+def test_a_decoder_that_cannot_is_replaced_only_while_there_is_budget() -> None:
+    with paired(None, _error(503), retries=RetrySettings(budget=0.0, reserve=1)) as (router, prefill, decode):
+        assert by(router.get(CHAT, "POST", BODY)) == "prefill"
+        assert router.get(CHAT, "POST", BODY).status == 503
+        assert prefill.paths == [PREFILL_PATH, CHAT, PREFILL_PATH] and decode.paths == [CHAT, CHAT]
+        assert router.proxy.budget.refused == 1
 
 
 def test_an_error_that_is_the_requests_own_is_told() -> None:

@@ -8,13 +8,13 @@ import socket
 from typing import Any
 
 import pytest
-from support.ports import free_port
 from routing import Rough, routing
-from support.serving import echo_site, serving
 
 from headrace.core.errors import InvalidArgument
 from headrace.router.discovery.files import read_backends
 from headrace.router.settings import BackendAddress
+from support.ports import free_port
+from support.serving import echo_site, serving
 
 
 def status_of(code: int) -> Any:

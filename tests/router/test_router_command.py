@@ -4,24 +4,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import select
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from support.engines import builtin_plane
+from router_program import Running, run_router
 from routing import Answer, ask
-from support.serving import EchoHandlers, echo_site, serving
 
 from headrace.apps.protocols import build_site
 from headrace.apps.settings import ServerSettings
@@ -29,46 +24,49 @@ from headrace.cli.router_settings import read_router_file, router_settings
 from headrace.core.errors import InvalidArgument
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
+from support.engines import builtin_plane
+from support.programs import Program, run
+from support.serving import EchoHandlers, Serving, echo_site, serving
+from support.waiting import eventually
 
-_PROGRAM = "import typer; from headrace.cli.router import router; typer.run(router)"
 
-
-@contextmanager
-def _router(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    command = [sys.executable, "-c", _PROGRAM, "--port", "0", "--health-path", "", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    try:
-        text = b""
-        while not (found := re.search(rb"routing http://127\.0\.0\.1:(\d+) by", text)):
-            ready, _, _ = select.select([process.stdout], [], [], 100)
-            piece = os.read(process.stdout.fileno(), 65536) if ready else b""
-            assert piece, text
-            text += piece
-        yield process, int(found[1])
-    finally:
-        process.kill()
-        process.wait(100)
-        process.stdout.close()
+def _drain_while_a_request_waits(
+    port: int, server: Serving, handlers: EchoHandlers, terminate: Callable[[], None]
+) -> None:
+    """A request that has begun is answered after the signal."""
+    assert ask(port, "GET", "/hello").body == b"hello"
+    answers: list[Answer] = []
+    waiting = threading.Thread(target=lambda: answers.append(ask(port, "POST", "/hold", b"x")))
+    waiting.start()
+    eventually(lambda: handlers.held)
+    terminate()
+    time.sleep(0.1)
+    server.call(lambda: handlers.echo(handlers.held[0]))
+    waiting.join(60)
+    assert answers[0].body == b"x"
 
 
 def test_it_routes_and_drains_on_sigterm() -> None:
     handlers = EchoHandlers()
     with serving(echo_site(handlers=handlers)) as server:
-        with _router("--backend", f"http://127.0.0.1:{server.port}", "--policy", "least") as (process, port):
-            assert ask(port, "GET", "/hello").body == b"hello"
-            answers: list[Answer] = []
-            waiting = threading.Thread(target=lambda: answers.append(ask(port, "POST", "/hold", b"x")))
-            waiting.start()
-            while not handlers.held:
-                threading.Event().wait(0.005)
-            process.send_signal(signal.SIGTERM)
-            threading.Event().wait(0.1)
-            assert process.poll() is None
-            server.call(lambda: handlers.echo(handlers.held[0]))
-            waiting.join(60)
-            assert answers[0].body == b"x"
-            assert process.wait(100) == 0
+
+        def talk(router: Running) -> None:
+            _drain_while_a_request_waits(router.port, server, handlers, lambda: router.send(signal.SIGTERM))
+
+        options = ("--backend", f"http://127.0.0.1:{server.port}", "--policy", "least", "--health-path", "")
+        finished = run_router(*options, talk=talk)
+        assert finished.returncode == 0, finished.stderr
+        assert re.search(r"routing http://127\.0\.0\.1:\d+ by least to\n", finished.stdout)
+
+
+@pytest.mark.slow
+def test_the_process_drains_on_sigterm(tmp_path: Path) -> None:
+    handlers = EchoHandlers()
+    with serving(echo_site(handlers=handlers)) as server:
+        options = ("--backend", f"http://127.0.0.1:{server.port}", "--policy", "least", "--health-path", "")
+        with Program("router", "--port", "0", *options, log=tmp_path / "log", ready="routing http") as process:
+            _drain_while_a_request_waits(process.port, server, handlers, lambda: process.send(signal.SIGTERM))
+            assert process.wait() == 0, process.log
 
 
 async def _headrace() -> Site:
@@ -77,21 +75,24 @@ async def _headrace() -> Site:
 
 
 def test_http_and_grpc_on_one_port_before_real_servers() -> None:
+    def talk(router: Running) -> None:
+        http = tritonclient.http.InferenceServerClient(f"127.0.0.1:{router.port}")
+        grpc = tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{router.port}")
+        with http, grpc:
+            for kind, client in ((tritonclient.http, http), (tritonclient.grpc, grpc)):
+                for columns in (4, 200_000):
+                    given = np.full((1, columns), 2, np.float32)
+                    tensor = kind.InferInput("INPUT0", list(given.shape), "FP32")
+                    tensor.set_data_from_numpy(given)
+                    answer = client.infer("identity", [tensor]).as_numpy("OUTPUT0")
+                    assert np.array_equal(answer, given)
+        status = json.loads(ask(router.port, "GET", "/router/status").body)
+        assert [backend["ok"] for backend in status["backends"]] == [2, 2]
+
     with serving(_headrace) as one, serving(_headrace) as two:  # type: ignore[arg-type]
         backends = [f"--backend=http://127.0.0.1:{server.port}" for server in (one, two)]
-        with _router(*backends, "--policy", "round-robin") as (_, port):
-            http = tritonclient.http.InferenceServerClient(f"127.0.0.1:{port}")
-            grpc = tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}")
-            with http, grpc:
-                for kind, client in ((tritonclient.http, http), (tritonclient.grpc, grpc)):
-                    for columns in (4, 200_000):
-                        given = np.full((1, columns), 2, np.float32)
-                        tensor = kind.InferInput("INPUT0", list(given.shape), "FP32")
-                        tensor.set_data_from_numpy(given)
-                        answer = client.infer("identity", [tensor]).as_numpy("OUTPUT0")
-                        assert np.array_equal(answer, given)
-            status = json.loads(ask(port, "GET", "/router/status").body)
-            assert [backend["ok"] for backend in status["backends"]] == [2, 2]
+        finished = run_router(*backends, "--policy", "round-robin", "--health-path", "", talk=talk)
+        assert finished.returncode == 0, finished.stderr
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_http_and_grpc_on_one_port_before_real_servers() -> None:
     ],
 )
 def test_wrong_options_are_told_in_a_sentence(options: tuple[str, ...], says: str) -> None:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, *options], capture_output=True, text=True, timeout=60)
+    done = run("router", *options)
     assert done.returncode != 0 and says in done.stderr and "Traceback" not in done.stderr
 
 

@@ -10,13 +10,14 @@ from collections import Counter
 
 import pytest
 from routing import Routing, routing
-from support.serving import Serving, serving
 
 from headrace.router.settings import HealthSettings, OutlierSettings, RetrySettings
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_JSON, OK_PLAIN
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 CLIENTS = 16
 LONG_OUT = OutlierSettings(ejection_seconds=300)
@@ -60,12 +61,7 @@ class _Load:
             thread.join(60)
 
     def wait_for(self, count: int) -> None:
-        deadline = threading.Event()
-        for _ in range(10_000):
-            if sum(self.statuses.values()) >= count:
-                return
-            deadline.wait(0.005)
-        raise AssertionError(f"only {self.statuses} and {self.errors}")
+        eventually(lambda: sum(self.statuses.values()) >= count, message=f"{count} answers")
 
     def _run(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._router.port, timeout=60)

@@ -7,8 +7,6 @@ import http.client
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import h2.connection
 import h2.events
 import trustme
 from routing import Rough, Routing, ask, raw, rough, routing
-from support.serving import EchoHandlers, echo_site, serving
 
 from headrace.router.settings import HealthSettings, RouterSettings
 from headrace.wire.http.exchange import Exchange
@@ -26,14 +23,8 @@ from headrace.wire.http.routes import Routes
 from headrace.wire.http.sse import EventStream
 from headrace.wire.site import Site
 from headrace.wire.tls import TlsFiles
-
-
-def _until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        if time.monotonic() > deadline:
-            raise AssertionError("it did not come to pass")
-        time.sleep(0.005)
+from support.serving import EchoHandlers, echo_site, serving
+from support.waiting import eventually
 
 
 def _mirror_site() -> Site:
@@ -242,10 +233,10 @@ def test_a_client_that_leaves_cancels_the_backends_work() -> None:
     with serving(echo_site(handlers=handlers)) as server, routing(server.port) as router:
         sock = socket.create_connection(("127.0.0.1", router.port), timeout=30)
         sock.sendall(b"POST /hold HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nhi")
-        _until(lambda: bool(handlers.held))
+        eventually(lambda: bool(handlers.held))
         sock.close()
-        _until(lambda: handlers.events == ["disconnect"])
-        _until(lambda: router.stats().cancelled == 1)
+        eventually(lambda: handlers.events == ["disconnect"])
+        eventually(lambda: router.stats().cancelled == 1)
         assert router.proxy.backends.all[0].outstanding == 0
         assert router.get("/hello").body == b"hello"
 
@@ -257,7 +248,7 @@ def test_a_client_that_does_not_read_holds_the_backend_back() -> None:
             sock.sendall(b"GET /big/%d HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n" % size)
             sock.recv(1000, socket.MSG_PEEK)
             upstream = next(iter(router.proxy.pools[router.proxy.backends.all[0]].all))
-            _until(lambda: upstream._read_paused)
+            eventually(lambda: upstream._read_paused)
             received = 0
             while piece := sock.recv(1 << 20):
                 received += len(piece)
@@ -345,10 +336,10 @@ def test_checks_find_a_backend_that_comes_up() -> None:
     with serving(Site(routes)) as server, routing(server.port, health=checks) as router:
         assert router.get("/hello").status == 503
         healthy.append(True)
-        _until(lambda: router.proxy.backends.all[0].live)
+        eventually(lambda: router.proxy.backends.all[0].live)
         assert router.get("/hello").status == 200
         healthy.clear()
-        _until(lambda: not router.proxy.backends.all[0].live)
+        eventually(lambda: not router.proxy.backends.all[0].live)
 
 
 def test_http2_clients_are_served_over_http_1_1() -> None:

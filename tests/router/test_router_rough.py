@@ -7,16 +7,15 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
-from support.ports import free_port
-from routing import Rough, Routing, answering, raw, rough, routing
-from support.serving import EchoHandlers, echo_site, serving
+from routing import Answer, Rough, Routing, answering, raw, rough, routing
 
-from headrace.router.pools import Pool
 from headrace.router.settings import OutlierSettings, RetrySettings, TimeoutSettings
+from support.ports import free_port
+from support.serving import EchoHandlers, echo_site, serving
+from support.waiting import eventually
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 NO_EJECTION = OutlierSettings(consecutive_failures=0, error_rate=0)
@@ -181,7 +180,7 @@ def test_bytes_that_nobody_asked_for_close_the_connection() -> None:
     with rough(behave) as backend, routing(backend.port) as router:
         assert router.get("/").body == b"ok"
         pool = router.proxy.pools[router.proxy.backends.all[0]]
-        assert _eventually_empty(pool)
+        eventually(lambda: not pool.all)
         assert router.get("/").body == b"ok"
 
 
@@ -253,10 +252,18 @@ def test_retries_stop_when_the_budget_is_spent() -> None:
 
 def test_a_backend_that_does_not_answer_is_504_and_is_not_asked_again() -> None:
     handlers = EchoHandlers()
-    timeouts = TimeoutSettings(response_seconds=3)
+    timeouts = TimeoutSettings(response_seconds=300)
     with serving(echo_site(handlers=handlers)) as server, routing(server.port, timeouts=timeouts) as router:
-        answer = router.get("/hold")
-        assert answer.status == 504 and b"did not answer within 3 seconds" in answer.body
+        answers: list[Answer] = []
+        waiting = threading.Thread(target=lambda: answers.append(router.get("/hold")))
+        waiting.start()
+        eventually(lambda: handlers.held)
+        router.sweep(seconds_later=299)
+        assert router.proxy.backends.all[0].outstanding == 1
+        router.sweep(seconds_later=301)
+        waiting.join(60)
+        answer = answers[0]
+        assert answer.status == 504 and b"did not answer within 300 seconds" in answer.body
         assert len(handlers.held) == 1 and router.stats().failed == 1
         assert router.get("/hello").status == 200
 
@@ -290,14 +297,7 @@ def test_idle_connections_are_closed_in_time() -> None:
     with serving(echo_site()) as server, routing(server.port, timeouts=timeouts) as router:
         assert router.get("/hello").status == 200
         pool = router.proxy.pools[router.proxy.backends.all[0]]
-        assert _eventually_empty(pool)
-
-
-def _eventually_empty(pool: Pool) -> bool:
-    deadline = time.monotonic() + 30
-    while pool.all and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not pool.all
+        eventually(lambda: not pool.all)
 
 
 def test_failing_backends_are_ejected_and_others_take_over() -> None:

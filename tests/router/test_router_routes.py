@@ -6,11 +6,11 @@ from __future__ import annotations
 import gc
 
 from routing import routing
-from support.serving import echo_site, serving
 
 from headrace.router.flows import Flow
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.routes import Routes
+from support.serving import echo_site, serving
 
 
 def _handler(exchange: Exchange) -> None:

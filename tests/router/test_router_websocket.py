@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from routing import Rough, Routing, rough, routing
-from support.serving import Serving, serving
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -21,6 +19,8 @@ from headrace.wire.http.heads import OK_PLAIN
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
 from headrace.wire.websocket.accept import accept
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 
 def _echo_site() -> Site:
@@ -66,14 +66,8 @@ def test_the_close_code_of_the_backend_arrives(world: tuple[Serving, Routing]) -
         with pytest.raises(ConnectionClosed) as closed:
             client.recv(60)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 4000
-    _settled(router)
+    eventually(lambda: not router.server.connections())
     assert router.get("/hello").body == b"hello"
-
-
-def _settled(router: Routing) -> None:
-    deadline = time.monotonic() + 30
-    while router.server.connections() and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def test_both_ends_go_when_the_client_does(world: tuple[Serving, Routing]) -> None:
@@ -82,10 +76,7 @@ def test_both_ends_go_when_the_client_does(world: tuple[Serving, Routing]) -> No
         client.send("x")
         assert client.recv(60) == "x"
         client.socket.shutdown(socket.SHUT_RDWR)
-        deadline = time.monotonic() + 30
-        while (server.connections() > 1 or router.server.connections()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not router.server.connections()
+        eventually(lambda: server.connections() <= 1 and not router.server.connections())
 
 
 def test_a_refusal_passes_as_it_is(world: tuple[Serving, Routing]) -> None:
@@ -161,8 +152,4 @@ def test_an_end_that_does_not_read_what_is_left_is_cut_in_time() -> None:
             assert router.server.connections() == 1
             router.server.sweep(30.0)
             assert router.server.connections() == 1
-            deadline = time.monotonic() + 30
-            while router.server.connections() and time.monotonic() < deadline:
-                router.server.sweep(1000.0)
-                time.sleep(0.01)
-            assert not router.server.connections()
+            eventually(lambda: router.server.sweep(1000.0) or not router.server.connections())

@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 from routing import Routing, ask, routing
-from support.serving import echo_site, serving
 
 from headrace.router.choosing.settings import StickySettings
+from support.serving import echo_site, serving
 
 
 def _given(router: Routing) -> list[int]:

@@ -16,10 +16,8 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
-from support.ports import free_port
 from routing import Answer, ask
-from support.serving import EchoCalls, EchoHandlers, echo_site, serving
-from sleeping import TARGET, Nap, ToldScaler, napping, until
+from sleeping import TARGET, Nap, ToldScaler, napping
 from websockets.sync.client import connect
 
 from headrace.fleet.autoscaling.meter import CONCURRENCY
@@ -28,6 +26,9 @@ from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
 from headrace.wire.websocket.accept import accept
+from support.ports import free_port
+from support.serving import EchoCalls, EchoHandlers, echo_site, serving
+from support.waiting import eventually
 
 _pool = ThreadPoolExecutor(64)
 
@@ -49,9 +50,9 @@ def test_requests_wait_until_the_target_is_ready_and_a_backend_answers() -> None
         waiting = [later(nap) for _ in range(20)] + [later(nap, "POST", "/echo", b"x" * 1000) for _ in range(5)]
         nap.held(25)
         # The backend is there all the time: it is the target that is waited for.
-        until(lambda: nap.scaler.asked)  # it is held first, and then somebody is woken
+        eventually(lambda: nap.scaler.asked)  # it is held first, and then somebody is woken
         assert nap.scaler.asked == [(TARGET.name, 1)]
-        until(lambda: status(nap)["waking"]["held_bytes"] == 5000)  # a body may come after its head
+        eventually(lambda: status(nap)["waking"]["held_bytes"] == 5000)  # a body may come after its head
         assert status(nap)["active"] == 1
         nap.scaler.ready = 1
         bodies = {each.result(60).body for each in waiting}
@@ -63,13 +64,25 @@ def test_requests_wait_until_the_target_is_ready_and_a_backend_answers() -> None
 
 def test_after_idle_seconds_it_sleeps_and_is_woken_again() -> None:
     scaler = ToldScaler(wanted=1, ready=1)
-    with serving(echo_site()) as server, napping(server.port, scaler=scaler, idle_seconds=0.1) as nap:
+    with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
         for _ in range(5):
             assert ask(nap.port, "GET", "/hello").body == b"hello"
+            nap.idle_for(3500)
+            nap.idle_for(50)
+            assert nap.state == "awake"
+            nap.idle_for(100)
             nap.becomes("asleep")
             assert scaler.wanted[TARGET.name] == 0
-        numbers = [replicas for _, replicas in scaler.asked]
-        assert len(numbers) >= 9 and numbers == [0, 1] * (len(numbers) // 2) + [0]
+        assert [replicas for _, replicas in scaler.asked] == [0, 1] * 4 + [0]
+
+
+def test_the_clock_of_the_loop_puts_it_to_sleep() -> None:
+    """The same without any help."""
+    scaler = ToldScaler(wanted=1, ready=1)
+    with serving(echo_site()) as server, napping(server.port, scaler=scaler, idle_seconds=0.1) as nap:
+        for _ in range(2):
+            assert ask(nap.port, "GET", "/hello").body == b"hello"
+            nap.becomes("asleep")
 
 
 def test_requests_under_way_and_open_websockets_keep_it_awake() -> None:
@@ -82,20 +95,22 @@ def test_requests_under_way_and_open_websockets_keep_it_awake() -> None:
         return Site(routes)
 
     scaler = ToldScaler(wanted=1, ready=1)
-    with serving(site) as server, napping(server.port, scaler=scaler, idle_seconds=0.1) as nap:
+    with serving(site) as server, napping(server.port, scaler=scaler) as nap:
         waiting = later(nap, "POST", "/hold", b"x")
-        until(lambda: handlers.held)
-        asked = list(scaler.asked)
-        time.sleep(0.4)
-        assert nap.state == "awake" and scaler.asked == asked
+        eventually(lambda: handlers.held)
+        for _ in range(3):
+            nap.idle_for(10_000)
+        assert nap.state == "awake" and not scaler.asked
         server.call(lambda: handlers.echo(handlers.held[0]))
         assert waiting.result(60).body == b"x"
         with connect(f"ws://127.0.0.1:{nap.port}/socket") as client:
-            asked = list(scaler.asked)
-            time.sleep(0.4)
-            assert nap.state == "awake" and scaler.asked == asked
+            for _ in range(3):
+                nap.idle_for(10_000)
+            assert nap.state == "awake" and not scaler.asked
             client.send("hello")
             assert client.recv(60) == "hello"
+        eventually(lambda: nap.server.call(nap.waking._at_once) == 0)
+        nap.idle_for()
         nap.becomes("asleep")
 
 
@@ -188,7 +203,7 @@ def test_over_the_bounds_is_told_when_to_come_again() -> None:
     with serving(echo_site()) as server, napping(server.port, held_requests=2, held_bytes=1000) as nap:
         first = later(nap, "POST", "/echo", b"x" * 900)
         nap.held(1)
-        until(lambda: nap.waking.holding.bytes == 900)  # its body, too
+        eventually(lambda: nap.waking.holding.bytes == 900)  # its body, too
         big = ask(nap.port, "POST", "/echo", b"x" * 101)
         assert big.status == 503 and b"held_bytes" in big.body and int(big.fields["retry-after"]) >= 1
         second = later(nap)
@@ -302,16 +317,17 @@ def test_one_that_ends_is_not_taken_for_one_that_comes() -> None:
     """A request that comes during the fall waits until nothing counts as ready, and then for the next one."""
     scaler = ToldScaler(wanted=1, ready=1)
     scaler.follows = False
-    with serving(echo_site()) as server, napping(server.port, scaler=scaler, idle_seconds=0.2) as nap:
-        nap.becomes("falling asleep")
+    with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
+        nap.idle_for()
+        assert nap.state == "falling asleep"
         waiting = later(nap)
         nap.held(1)
-        until(lambda: scaler.asked == [(TARGET.name, 0)])
-        time.sleep(0.2)
+        eventually(lambda: scaler.asked == [(TARGET.name, 0)])
+        time.sleep(0.1)
         assert nap.state == "falling asleep" and not waiting.done()
         scaler.ready = 0
-        until(lambda: scaler.asked == [(TARGET.name, 0), (TARGET.name, 1)])
-        time.sleep(0.1)
+        eventually(lambda: scaler.asked == [(TARGET.name, 0), (TARGET.name, 1)])
+        time.sleep(0.05)
         assert not waiting.done()
         scaler.ready = 1
         assert waiting.result(60).body == b"hello"
@@ -320,24 +336,26 @@ def test_one_that_ends_is_not_taken_for_one_that_comes() -> None:
 def test_an_api_server_that_is_gone_takes_nothing_with_it() -> None:
     scaler = ToldScaler(wanted=1, ready=1)
     scaler.down = True
-    with serving(echo_site()) as server, napping(server.port, scaler=scaler, idle_seconds=1.0) as nap:
+    with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
         assert nap.state == "awake", "nobody knows that it sleeps"
         assert ask(nap.port, "GET", "/hello").status == 200
-        nap.becomes("falling asleep")
+        nap.idle_for()
+        assert nap.state == "falling asleep"
         # It could not be put to sleep: so it answers, and at once.
         assert ask(nap.port, "GET", "/hello").status == 200
         scaler.down = False
+        nap.idle_for()
         nap.becomes("asleep")
         assert scaler.wanted[TARGET.name] == 0
 
 
 def test_a_wake_that_fails_is_tried_again_and_told_in_the_end() -> None:
-    with serving(echo_site()) as server, napping(server.port, wait_seconds=2.0) as nap:
+    with serving(echo_site()) as server, napping(server.port, wait_seconds=0.5) as nap:
         nap.scaler.down = True
         answer = ask(nap.port, "GET", "/hello")
         assert answer.status == 503 and b"the test has cut the wire" in answer.body
         waiting = later(nap)
-        until(lambda: len(nap.waking.holding) == 1 or waiting.done())
+        eventually(lambda: len(nap.waking.holding) == 1 or waiting.done())
         nap.scaler.down, nap.scaler.ready = False, 1
         nap.becomes("awake")
         assert waiting.result(60).status in (200, 503)
@@ -349,10 +367,11 @@ def test_all_targets_are_waited_for_and_all_sleep() -> None:
     scaler = ToldScaler()
     scaler.wanted["chat-decoder"] = 1
     scaler.ready = 1
-    with serving(echo_site()) as server, napping(server.port, scaler=scaler, targets=targets, idle_seconds=0.2) as nap:
+    with serving(echo_site()) as server, napping(server.port, scaler=scaler, targets=targets) as nap:
         assert nap.state == "asleep"
         assert ask(nap.port, "GET", "/hello").status == 200
         assert scaler.asked[:1] == [(TARGET.name, 1)]
+        nap.idle_for()
         nap.becomes("asleep")
         assert scaler.asked[1:] == [(TARGET.name, 0), ("chat-decoder", 0)]
 
@@ -379,14 +398,16 @@ def test_those_who_wait_are_told_before_the_router_ends() -> None:
         nap.server.call(nap.proxy.stop_being_ready, 0.4)
         answers = [each.result(30) for each in waiting]
         assert [each.status for each in answers] == [503, 503] and b"shutting down" in answers[0].body
-    with serving(echo_site()) as server, napping(server.port, idle_seconds=0.2) as nap:
+    with serving(echo_site()) as server, napping(server.port) as nap:
         one = later(nap)
         nap.held(1)
         nap.server.call(nap.proxy.stop_being_ready, 30.0)
         nap.scaler.ready = 1
         assert one.result(60).status == 200, "there was time to finish"
-        time.sleep(0.5)
-        assert nap.scaler.asked == [(TARGET.name, 1)], "the next router may be busy: it is not put to sleep"
+        nap.idle_for()
+        assert nap.state == "awake" and nap.scaler.asked == [(TARGET.name, 1)], (
+            "the next router may be busy: it is not put to sleep"
+        )
 
 
 def test_many_at_once_get_as_many_replicas_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +418,7 @@ def test_many_at_once_get_as_many_replicas_as_they_need(monkeypatch: pytest.Monk
         waiting = [later(nap) for _ in range(21)]
         nap.held(21)
         # 21 at 7 of 10 each, while nobody is there yet.
-        until(lambda: nap.scaler.wanted[TARGET.name] == 3)
+        eventually(lambda: nap.scaler.wanted[TARGET.name] == 3)
         nap.scaler.ready = 4
         assert {each.result(60).status for each in waiting} == {200}
         nap.becomes("asleep")

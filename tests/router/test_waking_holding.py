@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from headrace.core.errors import HeadraceError
 from headrace.router.waking.holding import Holding
 from headrace.router.waking.settings import ActivationSettings
+from support.virtual_time import run_virtual
+from support.waiting import eventually_async
 
 
 class Waiting:
@@ -58,12 +60,11 @@ def test_all_go_in_order_without_those_that_left() -> None:
         requests[7].left = requests[150].left = True
         holding.release(lambda: True)
         assert 0 < len(log) < 100, "not all at once: they need connections"
-        while len(holding):
-            await asyncio.sleep(0.01)
+        await eventually_async(lambda: not len(holding))
         assert holding.dropped == 2 and holding.refused == 0
         return log
 
-    assert asyncio.run(run()) == [number for number in range(1, 201) if number not in (8, 151)]
+    assert run_virtual(run()) == [number for number in range(1, 201) if number not in (8, 151)]
 
 
 def test_who_falls_asleep_again_gets_no_more() -> None:
@@ -78,12 +79,11 @@ def test_who_falls_asleep_again_gets_no_more() -> None:
         first = len(log)
         assert first < 100 and len(holding) == 200 - first
         holding.release(lambda: True)
-        while len(holding):
-            await asyncio.sleep(0.01)
+        await eventually_async(lambda: not len(holding))
         assert log == list(range(1, 201))
         holding.close()
 
-    asyncio.run(run())
+    run_virtual(run())
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,17 +116,18 @@ def test_each_is_told_once_or_has_left(
         assert all(made[number - 1].left for number in missing)
         holding.close()
 
-    asyncio.run(run())
+    run_virtual(run())
 
 
 def test_those_who_wait_too_long_are_told() -> None:
     async def run() -> list[Any]:
         log: list[Any] = []
-        holding = held(wait_seconds=0.01)
+        holding = held(wait_seconds=600.0)
         for number in (1, 2):
             holding.add(Waiting(number, log))
-        while len(holding):
-            await asyncio.sleep(0.01)
+        await asyncio.sleep(599)
+        assert not log
+        await asyncio.sleep(2)
         return log
 
-    assert asyncio.run(run()) == [-1, -2]
+    assert run_virtual(run()) == [-1, -2]

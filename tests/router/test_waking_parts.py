@@ -10,13 +10,14 @@ from typing import Any
 import grpc
 import pytest
 from routing import ask
-from support.serving import EchoCalls, echo_site, serving
-from sleeping import TARGET, ToldScaler, napping, until
+from sleeping import TARGET, ToldScaler, napping
 
 from headrace.router.waking.parts import PARTS, Wake
 from headrace.router.waking.scaler import Replicas
 from headrace.router.waking.settings import Target
 from headrace.telemetry.tracing import Tracer
+from support.serving import EchoCalls, echo_site, serving
+from support.waiting import eventually
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -79,7 +80,7 @@ def test_the_status_the_metrics_and_the_trace_of_a_request(spans: Any) -> None:
             first = pool.submit(ask, nap.port, "GET", "/hello", None, {"traceparent": PARENT})
             second = pool.submit(ask, nap.port, "POST", "/echo", b"x")
             nap.held(2)
-            until(lambda: nap.waking.told.last.decided)
+            eventually(lambda: nap.waking.told.last.decided)
             held = nap.waking.told.last.held
             # Both are told by somebody else, whose clock is the machine's.
             scaler.moments = (nap.waking.told.last.decided, nap.waking.told.last.decided)
@@ -111,7 +112,7 @@ def test_a_grpc_call_is_traced_as_well(spans: Any) -> None:
             nap.held(1)
             nap.scaler.ready = 1
             assert call.result() == b"hello"
-        until(lambda: spans.get_finished_spans())
+        eventually(lambda: spans.get_finished_spans())
         (root,) = [each for each in spans.get_finished_spans() if each.name == "cold start"]
         assert f"{root.context.trace_id:032x}" == TRACE
 

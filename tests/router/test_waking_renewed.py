@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from routing import ask, routing
-from support.serving import echo_site, serving
-from sleeping import TARGET, ToldScaler, napping, until
+from sleeping import TARGET, ToldScaler, napping
 
 from headrace.router.waking.settings import ActivationSettings, Target
+from support.serving import echo_site, serving
+from support.waiting import eventually
 
 
 def renewed(nap: Any, activation: ActivationSettings | None) -> list[str]:
@@ -47,10 +48,10 @@ def test_another_target_is_waited_for_as_well() -> None:
     other = Target("other")
     with serving(echo_site()) as server, napping(server.port) as nap, ThreadPoolExecutor() as pool:
         assert renewed(nap, ActivationSettings((TARGET, other))) == []
-        until(lambda: nap.waking.targets.seen(other))
+        eventually(lambda: nap.waking.targets.seen(other))
         waiting = pool.submit(ask, nap.port, "GET", "/hello")
         nap.held(1)
-        until(lambda: set(nap.scaler.asked) == {("other", 1), (TARGET.name, 1)})
+        eventually(lambda: set(nap.scaler.asked) == {("other", 1), (TARGET.name, 1)})
         nap.scaler.ready = 1
         assert waiting.result(30).body == b"hello"
 
@@ -62,7 +63,7 @@ def test_what_never_slept_may_from_now_on() -> None:
         assert ask(router.port, "GET", "/hello").body == b"hello"
         changed = replace(router.proxy.settings, activation=ActivationSettings((TARGET,), idle_seconds=0.1))
         assert router.server.call(router.proxy.renew, changed) == []
-        until(lambda: (TARGET.name, 0) in scaler.asked)
+        eventually(lambda: (TARGET.name, 0) in scaler.asked)
         assert ask(router.port, "GET", "/hello").body == b"hello"
         assert json.loads(ask(router.port, "GET", "/router/status").body)["waking"]["wakes"] == 1
         assert "headrace_router_wakes_total 1" in ask(router.port, "GET", "/router/metrics").body.decode()

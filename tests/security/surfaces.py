@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,9 +16,7 @@ from typing import Any
 
 import psutil
 from job_api import EXPERIMENT, JOB, ORG
-from support.ports import free_port
 from raw_asking import Answer, ask, told
-from support.serving import Serving, serving
 
 from headrace.access.keys_file import create_key
 from headrace.access.settings import AccessSettings
@@ -57,6 +52,9 @@ from headrace.wire.http.routes import Routes
 from headrace.wire.server import WireServer
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
+from support.ports import free_port
+from support.programs import HEADRACE, Program
+from support.serving import Serving, serving
 
 SCOPES = ("infer", "read", "admin")
 _HERE = Address("127.0.0.1", 0)
@@ -167,64 +165,44 @@ def fleet_servers(folder: Path, sight: Any = _NOTHING) -> dict[str, WireServer]:
     }
 
 
-class Program:
-    """A verb in a process of its own."""
+class RunningVerb(Program):
+    """A verb in a process of its own, whose log tells its port."""
 
-    def __init__(self, process: psutil.Popen, log: Path) -> None:
-        self.process, self._log = process, log
-        self.port = 0
+    _port = 0
 
     @property
-    def log(self) -> str:
-        return self._log.read_text()
+    def port(self) -> int:
+        return self._port
 
     def command_lines(self) -> str:
         """What `ps` shows of it and of all that it has started."""
-        return "\n".join(" ".join(each.cmdline()) for each in (self.process, *self.process.children(recursive=True)))
+        own = psutil.Process(self.pid)
+        return "\n".join(" ".join(each.cmdline()) for each in (own, *own.children(recursive=True)))
 
 
 @contextmanager
 def program(
     log: Path, *words: str | Path, ready: str, python: tuple[str, ...] = (), environment: dict[str, str] | None = None
-) -> Iterator[Program]:
+) -> Iterator[RunningVerb]:
     """Start a verb and wait for a line of its log whose first group is its port; it has to live to the end."""
-    quiet = {"NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    script = str(Path(sys.executable).parent / "headrace")
-    with log.open("wb") as output:
-        process = psutil.Popen(
-            [sys.executable, *python, script, *map(str, words)],
-            env=os.environ | quiet | (environment or {}),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    running = Program(process, log)
-    try:
-        while (found := re.search(ready, running.log)) is None:
-            _still_runs(running)
-            time.sleep(0.02)
-        running.port = int(found[1])
+    running = RunningVerb(
+        *words,
+        log=log,
+        command=(sys.executable, *python, HEADRACE),
+        env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})},
+    )
+    with running:
+        running._port = int(running.wait_for(re.compile(ready))[1])
         yield running
-        _still_runs(running)
-    finally:
-        process.terminate()
-        try:
-            process.wait(100)
-        except psutil.TimeoutExpired:
-            process.kill()
-            process.wait(30)
-            raise
-
-
-def _still_runs(running: Program) -> None:
-    # No `assert`: these files are run under `python -O`, too, where only those of tests are left.
-    if running.process.poll() is not None:
-        raise RuntimeError(f"it has ended:\n{running.log}")
+        # No `assert`: these files are run under `python -O`, too, where only those of tests are left.
+        if running.process.poll() is not None:
+            raise RuntimeError(f"it has ended:\n{running.log}")
 
 
 class Fleet:
     """`headrace up`: its page by a port and a key, its verbs by a UNIX socket."""
 
-    def __init__(self, running: Program, root: Path) -> None:
+    def __init__(self, running: RunningVerb, root: Path) -> None:
         self.running, self.root, self.port = running, root, running.port
         (self.key,) = set(re.findall(r"/console#key=(\S+)", running.log))
 

@@ -6,40 +6,28 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import stat
 from pathlib import Path
 
 import psutil
 import pytest
-from support.ports import free_port
 from raw_asking import ask
-from surfaces import Program, fleet_servers, program, write_echo
+from surfaces import RunningVerb, fleet_servers, program, write_echo
+
+from support.ports import free_port
+from support.servers import ThreadServer, serve_in_thread
 
 
-def listens_on(running: Program) -> set[str]:
-    found = psutil.Process(running.process.pid).net_connections(kind="inet")
-    return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
-
-
-def serving(folder: Path, *more: str) -> tuple[tuple[str | Path, ...], str]:
-    """The words of a server of one model, and how its log says that it is ready."""
-    port = free_port()
-    words = (
-        "serve",
-        write_echo(folder / "models"),
-        "--http-port",
-        str(port),
-        "--grpc-port",
-        "0",
-        "--metrics-port",
-        "0",
-    )
-    return (*words, *more), rf"listening on [^ ]*:({port})\b(?s:.)*model\(s\)"
+def listens_on(running: RunningVerb | ThreadServer) -> set[str]:
+    found = psutil.Process(running.pid).net_connections(kind="inet")
+    listening = {each.laddr for each in found if each.status == psutil.CONN_LISTEN}
+    ours = set(running.ports) if isinstance(running, ThreadServer) else {address.port for address in listening}
+    return {address.ip for address in listening if address.port in ours}
 
 
 def test_a_server_is_for_this_machine_and_is_not_controlled(tmp_path: Path) -> None:
-    words, ready = serving(tmp_path)
-    with program(tmp_path / "log", *words, ready=ready) as running:
+    with serve_in_thread(write_echo(tmp_path / "models")) as running:
         assert listens_on(running) == {"127.0.0.1"}
         files = {
             "file:1/model.py": base64.b64encode(b"import os").decode(),
@@ -65,13 +53,18 @@ def test_a_server_is_for_this_machine_and_is_not_controlled(tmp_path: Path) -> N
             assert not canary.exists()
 
 
-def test_a_public_server_without_keys_has_no_administration_and_no_console(tmp_path: Path) -> None:
-    words, ready = serving(tmp_path, "--host", "0.0.0.0")  # noqa: S104
-    with program(tmp_path / "log", *words, ready=ready) as running:
+def test_a_public_server_without_keys_has_no_administration_and_no_console(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ("--host", "0.0.0.0")  # noqa: S104
+    with (
+        caplog.at_level(logging.WARNING),
+        serve_in_thread(write_echo(tmp_path / "models"), *words) as running,
+    ):
         assert listens_on(running) == {"0.0.0.0"}  # noqa: S104
         for path in ("/admin/traffic", "/admin/traffic/echo", "/console", "/console/api/live"):
             assert ask(running.port, "GET", path).status == 404, path
-        assert "others can connect, and no key is asked of them" in running.log
+        assert "others can connect, and no key is asked of them" in caplog.text
 
 
 def test_a_router_and_a_gateway_are_for_this_machine(tmp_path: Path) -> None:

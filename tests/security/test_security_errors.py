@@ -19,7 +19,6 @@ import pytest
 import routes_and_rights as rights
 from job_api import job_api
 from raw_asking import Answer, ask
-from support.serving import serving
 from surfaces import Served, fleet_servers, gateway_path, inference_server, microservice_routes, write_echo
 
 from headrace.core.errors import INTERNAL_TEXT
@@ -28,6 +27,7 @@ from headrace.fleet.cluster.webhooks import serving as webhooks
 from headrace.fleet.local.control import Control
 from headrace.microservice.service import Microservice
 from headrace.wire.site import Site
+from support.serving import serving
 
 SECRET = "/srv/secret/w31ghts.bin at 0x7f3a12345678"
 BODY = json.dumps(

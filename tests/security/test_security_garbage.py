@@ -17,13 +17,13 @@ import routes_and_rights as rights
 from bad_inputs import WRONG_TENSORS
 from raw_asking import ask
 from routing import routing
-from support.serving import serving
 from surfaces import fleet_servers, microservice_routes
 
 from headrace.fleet.cluster.webhooks.reviews import REVIEW_VERSION, Sight
 from headrace.fleet.words import ClusterFacts
 from headrace.microservice.service import Microservice
 from headrace.wire.site import Site
+from support.serving import serving
 
 
 def nested(depth: int) -> bytes:

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import grpc
 import pytest
 import routes_and_rights as rights
-from support.ports import free_port
 from raw_asking import ask
-from surfaces import Program, program, write_echo
+from surfaces import RunningVerb, program, write_echo
 from typer.testing import CliRunner
 
 from headrace.access.keys_file import create_key
 from headrace.core.errors import InvalidArgument
 from headrace.router.settings import BackendAddress
+from support.ports import free_port
 
 CANARIES = {
     "the password of Redis": "canary-redis-7d1f",
@@ -47,7 +47,7 @@ safeguards:
 
 
 class Shown(NamedTuple):
-    running: Program
+    running: RunningVerb
     key: str
     answers: dict[str, str]
     """By route."""

@@ -18,12 +18,12 @@ import routes_and_rights as rights
 from job_api import StandInJobs, job_api
 from raw_asking import Answer, ask, exchange
 from routing import routing
-from support.serving import serving
 from surfaces import fleet_servers, gateway_path, microservice_routes
 
 from headrace.core.limits import Limits
 from headrace.microservice.service import Microservice
 from headrace.wire.site import Site
+from support.serving import serving
 
 MOST = 1 << 20
 REFUSED = (400, 413)

@@ -1,45 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace` as a user runs it: a server process on free ports, and commands that end by themselves."""
+"""`headrace` for the seed's examples: commands and servers inside this process, or (`serve_process`) as a process."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from support.ports import free_port
+from support import programs
+from support.programs import Program
+from support.servers import ThreadServer, serve_in_thread
+from support.waiting import eventually
 
-HEADRACE = Path(sys.executable).parent / "headrace"
-_LISTENING = re.compile(r"listening on [\d.]+:(\d+)")
-PLAIN = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCE_")} | {
-    "NO_COLOR": "1",
-    "TERM": "dumb",
-    "COLUMNS": "200",
-}
 ROW = [1.0, 2.0, 3.0, 4.0]
 
 
 def run(*arguments: str | Path, folder: Path | None = None, env: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Run a command to its end: its status, and all that it wrote."""
-    done = subprocess.run(
-        [HEADRACE, *arguments],
-        cwd=folder,
-        env=PLAIN | dict(env or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = programs.run(*arguments, cwd=folder, env={"COLUMNS": "200", **(env or {})}, merged=True)
     return done.returncode, done.stdout
 
 
@@ -82,34 +69,22 @@ class Client:
         self._connection.close()
 
 
-class Program:
-    """A running `headrace serve`."""
+class Asked:
+    """Requests to a server that has a port."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.process = process
-        self._log = log
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
+    ports: list[int]
 
     @property
     def port(self) -> int:
-        return int(_LISTENING.findall(self.log)[0])
+        return self.ports[0]
 
     @property
     def grpc_port(self) -> int:
-        return int(_LISTENING.findall(self.log)[1])
+        return self.ports[1]
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    def wait_for(self, text: str) -> None:
-        """Return when the log has a text; the test's own time-out is the limit."""
-        while text not in self.log:
-            assert self.process.poll() is None, self.log
-            time.sleep(0.02)
 
     @contextmanager
     def client(self, source: str = "127.0.0.1") -> Iterator[Client]:
@@ -143,33 +118,76 @@ class Program:
         return total
 
 
+class Server(Asked):
+    """A `headrace serve` in a thread of this process."""
+
+    def __init__(self, running: ThreadServer, log: _Log) -> None:
+        self.ports = running.ports
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self._log.lines)
+
+    def wait_for(self, text: str) -> None:
+        """Return when the log has a text."""
+        eventually(lambda: text in self.log, message=f"{text!r} in the log")
+
+
+class ServerProcess(Asked, Program):
+    """A `headrace serve` as a process."""
+
+    @property
+    def ports(self) -> list[int]:  # type: ignore[override]
+        """See `Program.ports`; those for other machines too."""
+        return [int(port) for port in re.findall(r"listening on [\d.]+:(\d+)", self.log)]
+
+
+class _Log(logging.Handler):
+    """Keeps all that is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
 @contextmanager
-def serve(
+def serve(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Start a server on free ports in a thread of this process, with its models loaded. Paths have to be absolute."""
+    log, logger = _Log(), logging.getLogger("headrace")
+    logger.addHandler(log)
+    try:
+        with ExitStack() as stack:
+            with _environment(env):
+                running = stack.enter_context(serve_in_thread(*arguments))
+            yield Server(running, log)
+    finally:
+        logger.removeHandler(log)
+
+
+@contextmanager
+def _environment(env: Mapping[str, str] | None) -> Iterator[None]:
+    """While a server starts: these variables, and no other `INFERENCE_*`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCE_")}
+    with patch.dict(os.environ, kept | dict(env or {}), clear=True):
+        yield
+
+
+@contextmanager
+def serve_process(
     log: Path,
     *arguments: str | Path,
     folder: Path | None = None,
     env: Mapping[str, str] | None = None,
-    until: str = "ready: ",
-) -> Iterator[Program]:
-    """Start a server on free ports, wait for a line of its log, and end it well."""
-    command = [HEADRACE, "serve", *arguments, "--http-port", "0", "--grpc-port", str(free_port())]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=folder, env=PLAIN | dict(env or {}), stdout=output, stderr=subprocess.STDOUT
-        )
-    program = Program(process, log)
-    try:
-        program.wait_for(until)
-        yield program
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        try:
-            code = process.wait(180)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-    assert code == 0, program.log
+    ready: str = "ready: ",
+) -> Iterator[ServerProcess]:
+    """Start a server process on free ports, wait for a line of its log, and end it well."""
+    words = ("serve", *arguments, "--http-port", "0", "--grpc-port", "0")
+    with ServerProcess(*words, log=log, cwd=folder, env=env, ready=ready) as running:
+        yield running
 
 
 def together(functions: Sequence[Callable[[], Any]]) -> list[Any]:

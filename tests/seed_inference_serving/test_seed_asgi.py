@@ -3,55 +3,97 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
-from support.ports import free_port
+import uvicorn
 from seed_models import expected
-from seed_programs import PLAIN, ROW, Client
+from seed_programs import ROW, Client
+
+from headrace.apps.hosted import HostedServer
+from headrace.asgi import _settings
+from support.ports import free_port
+from support.programs import Program
+from support.waiting import eventually
 
 
-def test_uvicorn_serves_the_model(tmp_path: Path, seed_models: Path) -> None:
+class Uvicorn:
+    """The application under a uvicorn in a thread of this process."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        config = uvicorn.Config(HostedServer(_settings), host="127.0.0.1", port=self.port, log_config=None)
+        self.server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run)
+        self.ended_by: BaseException | None = None
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except BaseException as error:
+            self.ended_by = error
+
+    def __enter__(self) -> Uvicorn:
+        self._thread.start()
+        eventually(lambda: self.server.started or not self._thread.is_alive())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self._thread.join(100)
+
+
+def check(port: int) -> None:
+    client = Client(port)
+    eventually(lambda: client.ask("/healthz").status == 200)
+    assert client.ask("/healthz").document == {"status": "healthy", "model_version": "v1.2.0"}
+    answer = client.ask(body={"inputs": ROW})
+    assert answer.document["predictions"] == pytest.approx(expected(ROW, "v1.2.0"))
+    assert client.ask(body={"inputs": []}).error == "inputs cannot be empty"
+    client.close()
+
+
+def test_uvicorn_serves_the_model(seed_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCE_MODEL_PATH", str(seed_models / "versions/production"))
+    with Uvicorn() as hosted:
+        check(hosted.port)
+
+
+def test_a_wrong_setting_is_told_by_the_host(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("INFERENCE_MAX_BATCH_SIZE", "many")
+    with Uvicorn() as hosted:
+        assert not hosted.server.started
+        assert hosted.ended_by is not None
+    assert "INFERENCE_MAX_BATCH_SIZE: takes a whole number" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.slow
+def test_uvicorn_as_a_process_serves_the_model(tmp_path: Path, seed_models: Path) -> None:
     port = free_port()
-    environment = PLAIN | {"INFERENCE_MODEL_PATH": str(seed_models / "versions/production")}
-    command = [sys.executable, "-m", "uvicorn", "headrace.asgi:app", "--host", "127.0.0.1", "--port", str(port)]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    program = Program(
+        command=(sys.executable, "-m", "uvicorn", "headrace.asgi:app", "--host", "127.0.0.1", "--port", str(port)),
+        env={"INFERENCE_MODEL_PATH": str(seed_models / "versions/production")},
+        log=tmp_path / "log",
+        cwd=tmp_path,
+        ready="Uvicorn running on",
+    ).start()
     try:
-        answer = None
-        while answer is None or answer.status == 503:
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            client = Client(port)
-            try:
-                answer = client.ask("/healthz")
-            except ConnectionRefusedError:
-                time.sleep(0.05)
-            finally:
-                client.close()
-        assert answer.document == {"status": "healthy", "model_version": "v1.2.0"}
-        client = Client(port)
-        answer = client.ask(body={"inputs": ROW})
-        assert answer.document["predictions"] == pytest.approx(expected(ROW, "v1.2.0"))
-        assert client.ask(body={"inputs": []}).error == "inputs cannot be empty"
-        client.close()
+        check(port)
     finally:
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGTERM)
-    # uvicorn ends itself by the signal, once its applications have ended.
-    assert process.wait(180) in (0, -signal.SIGTERM)
+        # uvicorn ends itself by the signal, once its applications have ended.
+        assert program.stop() in (0, -signal.SIGTERM)
 
 
-def test_a_wrong_setting_is_told_by_the_host(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_wrong_setting_ends_the_process_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCE_MAX_BATCH_SIZE", "many")
     command = [sys.executable, "-m", "uvicorn", "headrace.asgi:app", "--host", "127.0.0.1", "--port", str(free_port())]
-    environment = PLAIN | {"INFERENCE_MAX_BATCH_SIZE": "many"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode != 0
     assert "INFERENCE_MAX_BATCH_SIZE: takes a whole number" in done.stderr
     assert "Traceback" not in done.stderr

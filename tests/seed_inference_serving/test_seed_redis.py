@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from seed_programs import serve_process
+
 from support.redis_servers import redis_process
-from seed_programs import serve
 
 BODY = {"inputs": [1.0]}
 LIMIT = 60
@@ -19,8 +20,8 @@ def test_a_limit_holds_across_two_servers(tmp_path: Path) -> None:
     with redis_process(tmp_path) as redis:
         options = ("--rate-limit-per-minute", str(LIMIT), "--rate-limit-redis-url", redis.url)
         with (
-            serve(tmp_path / "one", *options) as one,
-            serve(tmp_path / "two", *options) as two,
+            serve_process(tmp_path / "one", *options) as one,
+            serve_process(tmp_path / "two", *options) as two,
             one.client() as first,
             two.client() as second,
         ):

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from seed_programs import Answer, Program, serve
+from seed_programs import Answer, Server, serve, serve_process
+
+from support.waiting import eventually
 
 SLOW = """
 import os
@@ -50,9 +52,9 @@ def made_in(folder: Path, config: str) -> Path:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Program]:
+def serving(folder: Path) -> Iterator[Server]:
     environment = {"SEEN": str(folder / "seen")}
-    with serve(folder / "log", "models", "--config", "inference.yaml", folder=folder, env=environment) as running:
+    with serve(folder / "models", "--config", folder / "inference.yaml", env=environment) as running:
         yield running
 
 
@@ -62,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Program]:
+def server(folder: Path) -> Iterator[Server]:
     with serving(folder) as running:
         yield running
 
@@ -81,12 +83,12 @@ def held(folder: Path, value: float) -> Iterator[None]:
 class Asked:
     """A request under way, from an address of its own."""
 
-    def __init__(self, server: Program, value: float, source: str) -> None:
+    def __init__(self, server: Server, value: float, source: str) -> None:
         self._thread = threading.Thread(target=self._ask, args=(server, value, source))
         self._answer: list[Answer] = []
         self._thread.start()
 
-    def _ask(self, server: Program, value: float, source: str) -> None:
+    def _ask(self, server: Server, value: float, source: str) -> None:
         self._answer.append(server.ask(body={"inputs": [value]}, source=source))
 
     def answer(self) -> Answer:
@@ -95,11 +97,11 @@ class Asked:
 
 
 def wait_until_computed(folder: Path, value: float) -> None:
-    while not (folder / "seen").exists() or f"{value:g}" not in (folder / "seen").read_text().split():
-        time.sleep(0.005)
+    seen = folder / "seen"
+    eventually(lambda: seen.exists() and f"{value:g}" in seen.read_text().split())
 
 
-def test_a_hundred_a_minute(server: Program) -> None:
+def test_a_hundred_a_minute(server: Server) -> None:
     with server.client("127.0.0.21") as client:
         answers = [client.ask(body={"inputs": [0.0]}) for _ in range(100)]
         assert {answer.status for answer in answers} == {200}
@@ -118,6 +120,7 @@ def test_a_hundred_a_minute(server: Program) -> None:
     assert server.metric("headrace_rate_limited_total", by="address") >= 1
 
 
+@pytest.mark.slow  # in `tests/api/predict` time is moved: `test_timeout_handling_frees_the_queue`
 def test_timeout_frees_the_queue_slot(tmp_path: Path) -> None:
     """The one that computes cannot be stopped, but is not waited for; those behind it leave the queue."""
     folder = made_in(tmp_path, CONFIG.replace("inference_timeout_s: 60", "inference_timeout_s: 3"))
@@ -140,13 +143,12 @@ def test_timeout_frees_the_queue_slot(tmp_path: Path) -> None:
     assert not {"0.011", "0.012", "0.013"}.intersection(seen)
 
 
-def test_too_many_at_once_are_refused_at_once(server: Program, folder: Path) -> None:
+def test_too_many_at_once_are_refused_at_once(server: Server, folder: Path) -> None:
     with held(folder, 0.4):
         first = Asked(server, 0.4, "127.0.0.41")
         wait_until_computed(folder, 0.4)
         others = [Asked(server, 0.0, "127.0.0.41") for _ in range(2)]
-        while server.metric("nv_inference_pending_request_count", model="slow") < 2:
-            time.sleep(0.005)
+        eventually(lambda: server.metric("nv_inference_pending_request_count", model="slow") >= 2)
         # It does not wait for the three, which cannot come to an end yet.
         refused = server.ask(body={"inputs": [0.0]}, source="127.0.0.41")
         assert refused.status == 429
@@ -156,8 +158,9 @@ def test_too_many_at_once_are_refused_at_once(server: Program, folder: Path) -> 
     assert server.metric("headrace_shed_total") >= 1
 
 
+@pytest.mark.slow  # `tests/access/test_rate_table.py` has several processes without servers
 def test_workers_count_together(tmp_path: Path) -> None:
-    with serve(tmp_path / "log", "--workers", "2", "--rate-limit-per-minute", "50") as server:
+    with serve_process(tmp_path / "log", "--workers", "2", "--rate-limit-per-minute", "50") as server:
         server.wait_for('"worker":1}')
         # A connection each, which either worker may get.
         began = time.monotonic()

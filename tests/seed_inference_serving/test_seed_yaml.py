@@ -6,11 +6,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from seed_models import expected
-from seed_programs import ROW, Answer, Program, run, serve, together
+from seed_programs import ROW, Answer, Server, run, serve, together
 
 SEEDS_YAML = """\
 server:
@@ -47,10 +48,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory, seed_models: Path) -> Path:
     return made
 
 
+@contextmanager
+def serving(folder: Path, **env: str) -> Iterator[Server]:
+    options = ("--config", folder / "config/inference.yaml", "--device", "cpu", "--workers", "1")
+    with serve(*options, "--model-path", folder / "models/production", env=env) as running:
+        yield running
+
+
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Program]:
-    options = ("--config", "config/inference.yaml", "--device", "cpu", "--workers", "1")
-    with serve(folder / "log", *options, folder=folder) as running:
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder) as running:
         yield running
 
 
@@ -98,7 +105,7 @@ def test_cuda_without_a_gpu_is_refused(folder: Path) -> None:
     assert "config/inference.yaml:8: model.device: cuda asks for a GPU" in told
 
 
-def test_the_named_version_answers_in_half_precision(server: Program) -> None:
+def test_the_named_version_answers_in_half_precision(server: Server) -> None:
     answer = server.ask(body={"inputs": ROW})
     assert answer.status == 200
     assert answer.document["model_version"] == "v1.2.0"
@@ -106,33 +113,31 @@ def test_the_named_version_answers_in_half_precision(server: Program) -> None:
     assert server.ask("/healthz").document == {"status": "healthy", "model_version": "v1.2.0"}
 
 
-def test_a_version_that_is_not_served(server: Program) -> None:
+def test_a_version_that_is_not_served(server: Server) -> None:
     answer = server.ask(body={"inputs": ROW, "model_version": "v1.0.0"})
     assert answer.status == 404
     assert answer.error.startswith("model 'production' has no version 'v1.0.0': it has v1.2.0")
 
 
-def test_concurrent_predictions_are_joined(server: Program) -> None:
-    before = server.counted("production")
+def test_concurrent_predictions_are_joined(folder: Path) -> None:
     rows = [[float(number % 50), 1.0, 2.0, 3.0] for number in range(100)]
-    asked = [lambda row=row: server.ask(body={"inputs": row}) for row in rows]
-    for row, answer in zip(rows, together(asked), strict=True):
-        assert answer.status == 200
-        # Each gets the answer to its own question.
-        assert answer.document["predictions"] == pytest.approx(expected(row, "v1.2.0"), rel=2e-3)
-    after = server.counted("production")
-    assert after["rows"] - before["rows"] == 100
-    assert after["batches"] - before["batches"] < 100
-    assert 1 < after["largest"] <= 64
+    with serving(folder, TRITONSERVER_DELAY_SCHEDULER="100") as server:
+        asked = [lambda row=row: server.ask(body={"inputs": row}) for row in rows]
+        for row, answer in zip(rows, together(asked), strict=True):
+            assert answer.status == 200
+            # Each gets the answer to its own question.
+            assert answer.document["predictions"] == pytest.approx(expected(row, "v1.2.0"), rel=2e-3)
+        # A full batch, and the rest.
+        assert server.counted("production") == {"rows": 100, "batches": 2, "largest": 64}
 
 
-def test_a_part_batch_does_not_wait_for_ever(server: Program) -> None:
+def test_a_part_batch_does_not_wait_for_ever(server: Server) -> None:
     answer = server.ask(body={"inputs": ROW})
     assert answer.status == 200
     assert answer.document["latency_ms"] >= 45
 
 
-def test_one_wrong_prediction_does_not_disturb_those_it_could_be_joined_with(server: Program) -> None:
+def test_one_wrong_prediction_does_not_disturb_those_it_could_be_joined_with(server: Server) -> None:
     asked = [lambda row=row: server.ask(body={"inputs": row}) for row in (ROW, [1.0, 2.0]) for _ in range(10)]
     answers = together(asked)
     assert [answer.status for answer in answers] == [200] * 10 + [400] * 10
@@ -140,18 +145,18 @@ def test_one_wrong_prediction_does_not_disturb_those_it_could_be_joined_with(ser
     assert "mat1" not in answers[-1].error
 
 
-def test_max_sequence_length(server: Program) -> None:
+def test_max_sequence_length(server: Server) -> None:
     answer = server.ask(body={"inputs": [1.0] * 513})
     assert answer.status == 413
     assert "513" in answer.error and "max_sequence_length, 512" in answer.error
 
 
-def test_max_request_size(server: Program) -> None:
+def test_max_request_size(server: Server) -> None:
     answer = server.ask(body=b'{"inputs": [' + b"1.0, " * 2_200_000 + b"1.0]}")
     assert answer.status == 413
 
 
-def test_a_thousand_requests_a_minute(server: Program) -> None:
+def test_a_thousand_requests_a_minute(server: Server) -> None:
     """From an address of its own, so that the other tests have theirs."""
 
     def ask_until_refused() -> list[Answer]:

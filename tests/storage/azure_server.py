@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from obstore.store import AzureStore
-from support.ports import free_port
 from storage.s3_server import INSTALLED, program, running
+
+from support.ports import free_port
 
 ACCOUNT = "devstoreaccount1"
 # The key that every Azurite has, printed in its manual.

@@ -13,14 +13,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from obstore.store import S3Store
+
 from support.ports import free_port
+from support.waiting import eventually
 
 INSTALLED = Path(__file__).parents[2] / "build" / "object_stores"
 """By scripts/platforms/object_stores.sh install."""
@@ -78,6 +79,14 @@ def program(variable: str, installed: Path) -> str:
     return found
 
 
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def running(words: list[str], port: int, log: Path) -> Iterator[None]:
     """Until it listens, and to its end."""
@@ -86,14 +95,8 @@ def running(words: list[str], port: int, log: Path) -> Iterator[None]:
     with log.open("ab") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output, env=os.environ | {"PATH": path})
     try:
-        end = time.monotonic() + 180
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < end, log.read_text()
-                time.sleep(0.1)
+        eventually(lambda: _listens(port) or process.poll() is not None, within=180)
+        assert process.poll() is None, log.read_text()
         yield
     finally:
         process.terminate()

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from headrace.storage.bringing import BringSettings, bring
 from headrace.storage.credentials import CloudCredentials
 from headrace.storage.journal import Journal, missing
 from headrace.telemetry.progress import ProgressEvent
+from support.waiting import eventually
 
 PART = 10_000
 BODY = bytes(range(256)) * 400  # 102,400 bytes: 11 parts
@@ -87,9 +87,8 @@ def kill_after(store: StoreStub, folder: Path, parts: int) -> None:
     try:
         assert reached.wait(120)
         journal = next(folder / name for name in hidden(folder) if name.endswith(".parts"))
-        while len(journal.read_text().splitlines()) < parts + 1:
-            assert child.poll() is None
-            time.sleep(0.01)
+        eventually(lambda: len(journal.read_text().splitlines()) >= parts + 1 or child.poll() is not None)
+        assert child.poll() is None
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait(120)

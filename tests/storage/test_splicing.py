@@ -88,7 +88,7 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     made = Shop()
-    thread = threading.Thread(target=made.server.serve_forever)
+    thread = threading.Thread(target=made.server.serve_forever, args=(0.02,))
     thread.start()
     yield made
     made.server.shutdown()

@@ -15,8 +15,13 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from packageurl import PackageURL
 
+LARGE = ("test", "all")
+"""Seconds of validation."""
 
-@pytest.mark.parametrize("name", lock.LOCKS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in lock.LOCKS]
+)
 def test_it_is_valid_and_whole(name: str) -> None:
     text = make_sbom.text_of(name)
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None

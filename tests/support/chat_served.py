@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.llm_models import tiny_llama
-from support.serving import Serving, serving
-
 from headrace.api.openai.http import OpenAiHttp
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.llm_models import tiny_llama
+from support.serving import Serving, serving
 
 
 @contextmanager

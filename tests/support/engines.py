@@ -4,6 +4,7 @@
 plane = await builtin_plane()
 plane = await plane_of([(config_of("double", max_batch_size=4), lambda inputs: {"OUTPUT0": inputs["INPUT0"] * 2})])
 answer = await ask(plane, "double", INPUT0=array)
+run_engine(main)                           # in virtual time: queue delays, time-outs and idle limits take no time
 
 In place of a function there may be an object with `close`: an instance, used as it is. For the parts below the
 plane there are `pending_of`, a request that belongs to no version, and `Asked`, a caller that notes what it is told.
@@ -12,10 +13,11 @@ plane there are `pending_of`, a request that belongs to no version, and `Asked`,
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,6 +47,7 @@ from headrace.modelconfig.types import (
 )
 from headrace.telemetry.progress import Reporter, silent
 from headrace.telemetry.registry import Registry
+from support.virtual_time import LoopClock, run_virtual
 
 Compute = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -128,6 +131,19 @@ async def plane_of(
             directory.put(ServedModel(config.name), {1: version})
     services.plane = DataPlane(directory)
     return services.plane
+
+
+def run_engine(main: Callable[[LoopClock], Coroutine[Any, Any, None]]) -> None:
+    """Run a test of the engine in virtual time: its clock and that of the loop are the one that `main` is given.
+
+    For models that compute in the loop's thread, or for runners of the test's own: time does not wait for other threads.
+    """
+    clock = LoopClock()
+    with ExitStack() as patched:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("headrace.engine.") and hasattr(module, "monotonic_ns"):
+                patched.enter_context(patch.object(module, "monotonic_ns", lambda: round(clock.monotonic() * 1e9)))
+        run_virtual(main(clock), clock)
 
 
 async def builtin_plane() -> DataPlane:

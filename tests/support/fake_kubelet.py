@@ -31,12 +31,13 @@ from typing import Any
 import httpx2
 import msgspec
 import trustme
-from support.kubernetes_server import PATIENCE, KubernetesServer
 from lightkube import ApiError, Client, KubeConfig
 from lightkube.models.core_v1 import ObjectReference
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources import core_v1
 from lightkube.types import PatchType
+
+from support.kubernetes_server import PATIENCE, KubernetesServer
 
 MISSING = "registry.invalid/"
 """Images that begin so cannot be pulled."""

@@ -5,19 +5,17 @@ folder = tiny_llama(tmp_path / "llama")                        # a LlamaForCausa
 folder = tiny_qwen2(tmp_path / "qwen2", hidden_size=32)        # any field of the model's configuration
 folder = tiny_mistral(tmp_path / "m", sliding_window=8)
 
-A folder that was made before in this session with the same arguments is linked, not made again. The weights are wide
-(a standard deviation of 0.3), so that greedy answers wander and a mistake of a key or a position shows.
+A folder is made once per machine (`support.model_cache`) and copied. The weights are wide (a standard deviation of 0.3), so
+that greedy answers wander and a mistake of a key or a position shows.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import warnings
-from functools import cache
 from pathlib import Path
 from typing import Any
+
+from support.model_cache import copy_of
 
 VOCABULARY = 512
 CHAT_TEMPLATE = (
@@ -44,16 +42,6 @@ _CORPUS = (
     'json looks like {"name": "value", "list": [1, 2, 3], "true": false, "null": null}',
     "Grüße aus Köln, naïve café, 日本語のテキスト, emoji 🙂🚀 and numbers 0123456789",
 )
-
-
-@cache
-def _made() -> Path:
-    """Where the models of this session are; removed when the process ends."""
-    import atexit
-
-    folder = Path(tempfile.mkdtemp(prefix="headrace-tiny-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 def tiny_tokenizer(folder: Path, *, chat: bool = True) -> Any:
@@ -126,40 +114,19 @@ def tiny_config(kind: str, **overrides: Any) -> Any:
 
 
 def _tiny(folder: Path, config_kind: str, model_kind: str, overrides: dict[str, Any]) -> Path:
-    key = "-".join([model_kind, *(f"{name}={overrides[name]}" for name in sorted(overrides))])
-    made = _made() / "".join(letter if letter.isalnum() or letter in "=-_." else "_" for letter in key)
-    if not made.exists():
-        _save(made, config_kind, model_kind, overrides)
-    return linked(made, folder)
+    return copy_of(folder, _save, config_kind, model_kind, sorted(overrides.items()))
 
 
-def _save(made: Path, config_kind: str, model_kind: str, overrides: dict[str, Any]) -> None:
+def _save(folder: Path, config_kind: str, model_kind: str, overrides: list[tuple[str, Any]]) -> None:
     import torch
     import transformers
 
     settings = dict(overrides)
     seed, chat = int(settings.pop("seed", 7)), bool(settings.pop("chat", True))
-    building = made.with_name(made.name + ".new")
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         model = getattr(transformers, model_kind)(tiny_config(config_kind, **settings))
         model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
-        model.save_pretrained(building)
-        tiny_tokenizer(building, chat=chat)
-    building.rename(made)
-
-
-def linked(made: Path, folder: Path) -> Path:
-    """The files of a folder in another one: links, or copies on another file system."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(made.iterdir()):
-        target = folder / file.name
-        if file.suffix == ".safetensors":
-            try:
-                os.link(file, target)
-                continue
-            except OSError:
-                pass
-        shutil.copyfile(file, target)  # small ones are copied: a test may change them
-    return folder
+        model.save_pretrained(folder)
+        tiny_tokenizer(folder, chat=chat)

@@ -16,6 +16,7 @@ import io
 import logging
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -101,6 +102,11 @@ class Program:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def grpc_url(self) -> str:
+        """The port of a server that it tells last."""
+        return f"grpc://127.0.0.1:{self.ports[-1]}"
+
     def wait_for(self, text: str | re.Pattern[str]) -> re.Match[str]:
         """Return when the log has a text; fail at once if the process ends before."""
         pattern = text if isinstance(text, re.Pattern) else re.compile(re.escape(text))
@@ -160,11 +166,18 @@ class Finished:
     stderr: str
 
 
-def run(*args: str | Path, env: Mapping[str, str] | None = None, input: str = "", cwd: Path | None = None) -> Finished:
-    """Run a `headrace` command to its end inside this process."""
+def run(
+    *args: str | Path,
+    env: Mapping[str, str] | None = None,
+    input: str = "",
+    cwd: Path | None = None,
+    merged: bool = False,
+) -> Finished:
+    """Run a `headrace` command to its end inside this process. `merged`: standard error goes to standard output."""
     from headrace.cli.main import app
 
-    out, err = _Text(), _Text()
+    out = _Text()
+    err = out if merged else _Text()
     words = [str(each) for each in args]
     with (
         patch.dict(os.environ, {**PLAIN, "COLUMNS": "120", **(env or {})}),
@@ -174,6 +187,7 @@ def run(*args: str | Path, env: Mapping[str, str] | None = None, input: str = ""
         contextlib.redirect_stderr(err),
         contextlib.chdir(cwd or Path.cwd()),
         _logging_kept(),
+        _process_kept(*words[:1]),
     ):
         try:
             code = app(args=words, prog_name="headrace", standalone_mode=True)
@@ -182,15 +196,35 @@ def run(*args: str | Path, env: Mapping[str, str] | None = None, input: str = ""
     out.flush()
     err.flush()
     if isinstance(code, str):
-        return Finished(1, out.text(), err.text() + code + "\n")
-    return Finished(code or 0, out.text(), err.text())
+        err.write(code + "\n")
+        code = 1
+    return Finished(code or 0, out.text(), "" if merged else err.text())
 
 
-def run_process(*args: str | Path, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
+def run_process(
+    *args: str | Path, env: Mapping[str, str] | None = None, **more: Any
+) -> subprocess.CompletedProcess[str]:
     """Run a `headrace` command to its end in a process of its own: for what only a process shows (signals, start, exit)."""
     environ = {**os.environ, **PLAIN, **(env or {})}
     words = [HEADRACE, *args]
     return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=240, check=False, **more)
+
+
+def run_script(path: Path, *args: str) -> Finished:
+    """Run a Python script to its end inside this process, which has imported most of what it needs."""
+    out, err = _Text(), _Text()
+    with (
+        patch.object(sys, "argv", [str(path), *args]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        else:
+            code = 0
+    return Finished(code if isinstance(code, int) else int(code is not None), out.text(), err.text())
 
 
 class _Text(io.TextIOWrapper):
@@ -203,6 +237,16 @@ class _Text(io.TextIOWrapper):
         self.flush()
         buffer = self.buffer
         return buffer.getvalue().decode() if isinstance(buffer, io.BytesIO) else ""
+
+
+@contextlib.contextmanager
+def _process_kept(verb: str = "") -> Iterator[None]:
+    """Some verbs see to it that their process ends soon, whatever still runs in it: this process is to live on."""
+    if verb not in ("batch", "microservice"):
+        yield
+        return
+    with patch("headrace.microservice.app.end_process", lambda code: None):
+        yield
 
 
 @contextlib.contextmanager

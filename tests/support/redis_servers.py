@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.ports import free_port
-
 from headrace.access.redis_wire import RedisAddress, RedisWire
 from headrace.core.errors import Unavailable
+from support.ports import free_port
 
 PASSWORD = "for-this-test"
 Answer = Callable[[list[bytes]], bytes | None]

@@ -7,13 +7,12 @@ Made once for all tests: protobuf has one pool for all modules of a program, and
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from grpc_tools import protoc
 
 SEEDS_PROTO = """
 syntax = "proto3";
@@ -38,10 +37,14 @@ def seed_stubs() -> tuple[Any, Any]:
     """`inference_pb2` and `inference_pb2_grpc`."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "inference.proto").write_text(SEEDS_PROTO)
-        arguments = ["protoc", f"-I{folder}", f"--python_out={folder}", f"--grpc_python_out={folder}"]
-        assert protoc.main([*arguments, "inference.proto"]) == 0
+        run_protoc(f"-I{folder}", f"--python_out={folder}", f"--grpc_python_out={folder}", "inference.proto")
         sys.path.insert(0, folder)
         try:
             return importlib.import_module("inference_pb2"), importlib.import_module("inference_pb2_grpc")
         finally:
             sys.path.remove(folder)
+
+
+def run_protoc(*arguments: str) -> None:
+    """Run protoc in a process of its own: beside a framework that has loaded another protobuf library, it crashes."""
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments], check=True)

@@ -83,7 +83,13 @@ class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc,valid-ty
         return events
 
 
-def run_virtual(main: Coroutine[Any, Any, T], clock: LoopClock | None = None, *, real_seconds: float = 60.0) -> T:
+def run_virtual(
+    main: Coroutine[Any, Any, T],
+    clock: LoopClock | None = None,
+    *,
+    real_seconds: float = 60.0,
+    loop: Callable[[LoopClock], VirtualLoop] = VirtualLoop,
+) -> T:
     """Run a coroutine to its end in virtual time; `real_seconds` bounds how long that may really take."""
     clock = clock or LoopClock()
     ends = time.monotonic() + real_seconds
@@ -97,5 +103,5 @@ def run_virtual(main: Coroutine[Any, Any, T], clock: LoopClock | None = None, *,
                 raise TimeoutError(f"a scenario in virtual time took more than {real_seconds:g} real seconds")
         return task.result()
 
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner:
+    with asyncio.Runner(loop_factory=lambda: loop(clock)) as runner:
         return runner.run(bounded())

@@ -18,8 +18,11 @@ _WITHIN = 100.0
 """Seconds. Generous, since a busy machine must not fail a test: a check that comes true returns at once."""
 
 
-def eventually(check: Callable[[], Any], *, within: float = _WITHIN, message: str = "") -> Any:
-    """Call `check` until its result is true, and return that result. An AssertionError inside `check` means "not yet"."""
+def eventually(check: Callable[[], Any], *, within: float = _WITHIN, message: str | Callable[[], object] = "") -> Any:
+    """Call `check` until its result is true, and return that result. An AssertionError inside `check` means "not yet".
+
+    `message` is part of the failure; a function is called for it then.
+    """
     for pause in _pauses(within):
         found, why = _try(check)
         if found:
@@ -28,9 +31,15 @@ def eventually(check: Callable[[], Any], *, within: float = _WITHIN, message: st
     raise AssertionError(_explain(check, within, message, *_try(check)))
 
 
-async def eventually_async(check: Callable[[], Any], *, within: float = _WITHIN, message: str = "") -> Any:
-    """As `eventually`, for a coroutine; `check` may be a coroutine function."""
-    for pause in _pauses(within):
+async def eventually_async(
+    check: Callable[[], Any],
+    *,
+    within: float = _WITHIN,
+    message: str | Callable[[], object] = "",
+    longest_pause: float = _LONGEST_PAUSE,
+) -> Any:
+    """As `eventually`, for a coroutine; `check` may be a coroutine function. Seconds are those of the loop."""
+    for pause in _pauses(within, asyncio.get_running_loop().time, longest_pause):
         found, why = _try(check)
         if inspect.isawaitable(found):
             try:
@@ -43,13 +52,15 @@ async def eventually_async(check: Callable[[], Any], *, within: float = _WITHIN,
     raise AssertionError(_explain(check, within, message, None, None))
 
 
-def _pauses(within: float) -> Iterator[float]:
+def _pauses(
+    within: float, now: Callable[[], float] = time.monotonic, longest: float = _LONGEST_PAUSE
+) -> Iterator[float]:
     """Short pauses first, so that quick things are seen quickly; longer ones later."""
-    end = time.monotonic() + within
+    end = now() + within
     pause = _FIRST_PAUSE
-    while time.monotonic() < end:
+    while now() < end:
         yield pause
-        pause = min(pause * 1.5, _LONGEST_PAUSE)
+        pause = min(pause * 1.5, longest)
 
 
 def _try(check: Callable[[], Any]) -> tuple[Any, AssertionError | None]:
@@ -59,6 +70,13 @@ def _try(check: Callable[[], Any]) -> tuple[Any, AssertionError | None]:
         return None, error
 
 
-def _explain(check: Callable[[], Any], within: float, message: str, last: Any, why: AssertionError | None) -> str:
+def _explain(
+    check: Callable[[], Any],
+    within: float,
+    message: str | Callable[[], object],
+    last: Any,
+    why: AssertionError | None,
+) -> str:
+    told = message() if callable(message) else message
     name = getattr(check, "__qualname__", repr(check))
-    return f"{message or name} was not true within {within:g} s; last: {why if why is not None else last!r}"
+    return f"{told or name} was not true within {within:g} s; last: {why if why is not None else last!r}"

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import numpy as np
 import uvloop
-from support.engines import Asked, FunctionBackend, config_of, tensors_of
 
 from headrace.backends.contract import ModelFiles
 from headrace.core.clock import Clock, SystemClock
@@ -30,6 +29,7 @@ from headrace.telemetry.progress import Reporter, silent
 from headrace.telemetry.registry import Registry
 from headrace.traffic.settings import Split
 from headrace.traffic.traffic import Traffic
+from support.engines import Asked, FunctionBackend, config_of, tensors_of
 
 ONE = np.ones((1, 4), np.float32)
 PLAIN: dict[str, Any] = {

@@ -14,7 +14,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.engines import Asked, Streamed
 from split_planes import ONE, PLAIN, World, in_a_loop, same, world_of
 
 from headrace.core.errors import NotFound
@@ -22,6 +21,7 @@ from headrace.core.messages import InferRequest
 from headrace.modelconfig.types import DynamicBatching, SequenceBatching
 from headrace.traffic.choosing import Chooser, Points
 from headrace.traffic.settings import StickyBy
+from support.engines import Asked, Streamed
 
 
 def within(count: int, total: int, share: float) -> bool:

@@ -16,7 +16,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.engines import Gate
 from split_planes import World, failing, in_a_loop, same, world_of
 
 from headrace.core.clock import ManualClock
@@ -27,6 +26,7 @@ from headrace.modelconfig.types import DynamicBatching, InstanceGroup
 from headrace.traffic.accounts import Window
 from headrace.traffic.settings import Rollback, Split, TrafficSettings
 from headrace.traffic.traffic import Traffic
+from support.engines import Gate
 
 
 @in_a_loop

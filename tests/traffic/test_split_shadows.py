@@ -14,7 +14,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.engines import Gate, Streamed
 from split_planes import ONE, World, failing, in_a_loop, same, world_of
 
 from headrace.core.dtypes import BF16, float32_to_bf16
@@ -22,6 +21,7 @@ from headrace.core.tensors import Tensor
 from headrace.modelconfig.types import DynamicBatching, InputSpec, InstanceGroup, OutputSpec
 from headrace.traffic.comparing import compare
 from headrace.traffic.shadowing import MOST_IN_FLIGHT
+from support.engines import Gate, Streamed
 
 
 async def quiet(world: World) -> None:

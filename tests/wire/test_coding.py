@@ -63,7 +63,7 @@ def test_other_codings_are_refused_with_what_is_supported(name: bytes) -> None:
         inflate(name, b"whatever", 100)
 
 
-@pytest.mark.parametrize(("name", "body"), [(b"gzip", gzip.compress(TEXT)), (b"deflate", zlib.compress(TEXT))])
+@pytest.mark.parametrize(("name", "body"), [(b"gzip", gzip.compress(TEXT, mtime=0)), (b"deflate", zlib.compress(TEXT))])
 def test_exactly_the_limit_is_allowed_and_one_more_is_not(name: bytes, body: bytes) -> None:
     assert len(inflate(name, body, len(TEXT))) == len(TEXT)
     with pytest.raises(TooLarge, match=str(len(TEXT) - 1)):
@@ -75,7 +75,7 @@ def test_exactly_the_limit_is_allowed_and_one_more_is_not(name: bytes, body: byt
 def test_a_bomb_never_gets_more_memory_than_the_limit() -> None:
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     zeros = bytes(1 << 20)
-    bomb = b"".join(packer.compress(zeros) for _ in range(256)) + packer.flush()
+    bomb = b"".join(packer.compress(zeros) for _ in range(64)) + packer.flush()
     limit = 1 << 20
     tracemalloc.start()
     try:
@@ -86,7 +86,7 @@ def test_a_bomb_never_gets_more_memory_than_the_limit() -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("packed", [gzip.compress(TEXT), zlib.compress(TEXT), raw_deflate(TEXT)])
+@pytest.mark.parametrize("packed", [gzip.compress(TEXT, mtime=0), zlib.compress(TEXT), raw_deflate(TEXT)])
 def test_a_truncated_body_is_refused_wherever_it_is_cut(packed: bytes) -> None:
     name = b"gzip" if packed[:2] == b"\x1f\x8b" else b"deflate"
     for end in range(1, len(packed)):
@@ -95,7 +95,7 @@ def test_a_truncated_body_is_refused_wherever_it_is_cut(packed: bytes) -> None:
 
 
 @pytest.mark.parametrize("tail", [b"x", b"\0\0\0", b"\x1f\x8b", b"\x1f\x8bxxxxxxxxxxxxxxxx"])
-@pytest.mark.parametrize("packed", [gzip.compress(TEXT), zlib.compress(TEXT), raw_deflate(TEXT)])
+@pytest.mark.parametrize("packed", [gzip.compress(TEXT, mtime=0), zlib.compress(TEXT), raw_deflate(TEXT)])
 def test_bytes_after_the_end_are_refused(packed: bytes, tail: bytes) -> None:
     name = b"gzip" if packed[:2] == b"\x1f\x8b" else b"deflate"
     with pytest.raises(InvalidArgument):

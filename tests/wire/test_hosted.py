@@ -5,7 +5,6 @@ import asyncio
 import gzip
 import http.client
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -19,6 +18,7 @@ from headrace.wire.hosted.app import HostedRoutes
 from headrace.wire.http.heads import OK_PLAIN
 from headrace.wire.http.routes import Routes
 from headrace.wire.websocket.accept import accept
+from support.waiting import eventually
 
 LIMITS = Limits(body_bytes=1_000_000, message_bytes=10_000)
 
@@ -112,8 +112,7 @@ def hosted(app):
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.005)
+    eventually(lambda: server.started)
     try:
         yield server.servers[0].sockets[0].getsockname()[1]
     finally:
@@ -188,13 +187,6 @@ def test_a_response_that_breaks_off_is_seen_to_be_cut(running):
         ask(running[0], "GET", "/breaks-off")
 
 
-def closed_by(seen):
-    deadline = time.monotonic() + 30
-    while not seen.closed and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return seen.closed
-
-
 def test_messages_go_both_ways_and_in_order(running):
     with connect(f"ws://127.0.0.1:{running[0]}/talk", subprotocols=["one", "two"]) as socket:
         assert socket.subprotocol == "two"
@@ -216,7 +208,7 @@ def test_a_socket_is_closed_with_a_code(running, message, code):
         with pytest.raises(ConnectionClosed) as closed:
             socket.recv(timeout=30)
     assert closed.value.rcvd.code == code and "secret" not in closed.value.rcvd.reason
-    assert [code for code, _ in closed_by(seen)] == [code]
+    assert [code for code, _ in eventually(lambda: seen.closed)] == [code]
 
 
 def test_the_owner_is_told_when_the_client_closes(running):
@@ -224,7 +216,7 @@ def test_the_owner_is_told_when_the_client_closes(running):
     seen.closed.clear()
     with connect(f"ws://127.0.0.1:{port}/talk") as socket:
         socket.close(3999, "enough")
-    assert closed_by(seen) == [(3999, "enough")]
+    assert eventually(lambda: seen.closed) == [(3999, "enough")]
 
 
 @pytest.mark.parametrize(("path", "origin", "status"), [("/nowhere", None, 404), ("/talk", "http://evil.example", 403)])

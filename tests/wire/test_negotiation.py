@@ -6,14 +6,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
-from support.serving import EchoHandlers, Serving, echo_site, serving
 
 from headrace.core.limits import Limits
 from headrace.wire.http1.protocol import Http1Protocol
@@ -21,6 +19,8 @@ from headrace.wire.http2.connection import Http2Connection
 from headrace.wire.negotiation import NegotiatingProtocol, feed
 from headrace.wire.site import Site
 from headrace.wire.tls import TlsFiles
+from support.serving import EchoHandlers, Serving, echo_site, serving
+from support.waiting import eventually
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -223,13 +223,6 @@ def receive_until(client: socket.socket, end: bytes) -> bytes:
     return received
 
 
-def wait_for(server: Serving, connections: int) -> None:
-    deadline = time.monotonic() + 30
-    while server.connections() != connections:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
     with serving(echo_site()) as running:
@@ -250,10 +243,10 @@ class TestSockets:
 
     def test_a_silent_connection_is_closed_by_the_sweep(self) -> None:
         with serving(echo_site()) as server, self.connect(server) as silent:
-            wait_for(server, 1)
+            eventually(lambda: server.connections() == 1)
             server.sweep(11.0)
             assert silent.recv(100) == b""
-            wait_for(server, 0)
+            eventually(lambda: server.connections() == 0)
 
     def test_the_receive_buffer_is_shared_and_not_mixed(self) -> None:
         """One connection's half-read request survives another connection's traffic."""
@@ -324,12 +317,11 @@ class TestTls:
         """TLS has no half-close in uvloop: the request is dropped, and nobody warns about it."""
         with self.connect(tls, []) as client:
             client.sendall(b"GET /hold HTTP/1.1\r\nHost: test\r\n\r\n")
-            wait_for(tls[0], 1)
-            while not HANDLERS.held:
-                time.sleep(0.002)
+            eventually(lambda: tls[0].connections() == 1)
+            eventually(lambda: HANDLERS.held)
             tls[0].call(setattr, HANDLERS.held[0], "on_disconnect", None)
             client.unwrap()
-        wait_for(tls[0], 0)
+        eventually(lambda: tls[0].connections() == 0)
         assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
 
     def test_plain_http_on_a_tls_port_and_the_reverse(self, tls: tuple[Serving, trustme.CA], server: Serving) -> None:

@@ -10,7 +10,6 @@ import re
 import select
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -29,6 +28,9 @@ from headrace.wire.negotiation import NegotiatingProtocol
 from headrace.wire.server import REST_SECONDS, SWEEP_SECONDS, WireServer, drain_servers, run_until_signal
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address, Listener, reserve_port
+from support.programs import Program
+from support.virtual_time import run_virtual
+from support.waiting import eventually_async
 
 LOOPBACK = Address("127.0.0.1", 0)
 ROOT = Path(__file__).parents[2]
@@ -109,7 +111,9 @@ def _close_clients() -> Iterator[None]:
             left.close()
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
+def run(main: Coroutine[Any, Any, None], *, virtual: bool = False) -> None:
+    """Run a test in uvloop, or in virtual time."""
+
     async def bounded() -> None:
         try:
             await asyncio.wait_for(main, 200)
@@ -117,17 +121,12 @@ def run(main: Coroutine[Any, Any, None]) -> None:
             for left in OPEN:
                 if isinstance(left, WireServer):
                     left.abort()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
 
-    uvloop.run(bounded())
-
-
-async def until(condition: Any, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError("it did not happen in time")
-        await asyncio.sleep(0.01)
+    if virtual:
+        run_virtual(bounded())
+    else:
+        uvloop.run(bounded())
 
 
 async def started(site: Site, address: Address = LOOPBACK, **options: Any) -> WireServer:
@@ -178,7 +177,7 @@ def test_tcp_serves_with_nodelay(host: str) -> None:
         assert server.port == server.address.port > 0
         client = connected(server.address)
         asked(client, b"a")
-        await until(lambda: site.connections)
+        await eventually_async(lambda: site.connections)
         (line,) = lines_of(site)
         sock = line.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
@@ -198,7 +197,7 @@ def test_a_unix_path_serves_and_is_gone_after_the_drain(tmp_path: Path) -> None:
         assert server.port == 0
         client = connected(address)
         asked(client, b"a")
-        await until(lambda: site.connections)
+        await eventually_async(lambda: site.connections)
         assert await server.drain(30) == 0
         assert await answers(client) == [b"ok a\n"]
         assert not (tmp_path / "s").exists()
@@ -220,13 +219,13 @@ def test_the_clock_is_set_before_the_first_connection_and_goes_on() -> None:
         site = Site()
         before = asyncio.get_running_loop().time()
         server = await started(site)
-        assert site.now >= before > 0
+        assert site.now == before > 0
         connected(server.address)
-        await until(lambda: lines_of(site) and lines_of(site)[0].swept)
+        await eventually_async(lambda: lines_of(site) and lines_of(site)[0].swept)
         (line,) = lines_of(site)
-        assert line.swept[-1] == site.now and line.swept[0] >= before + 0.9
+        assert line.swept == [site.now] and site.now == pytest.approx(before + SWEEP_SECONDS, abs=0.1)
 
-    run(main())
+    run(main(), virtual=True)
 
 
 def test_a_sweep_that_fails_is_logged_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -235,17 +234,17 @@ def test_a_sweep_that_fails_is_logged_and_the_others_go_on(caplog: pytest.LogCap
         server = await started(site)
         for _ in range(5):
             connected(server.address)
-        await until(lambda: len(site.connections) == 5)
+        await eventually_async(lambda: len(site.connections) == 5)
         broken, *sound = lines_of(site)
 
         def fail(now: float) -> None:
             raise RuntimeError("broken sweep")
 
         broken.sweep = fail  # type: ignore[method-assign]
-        await until(lambda: all(len(line.swept) >= 2 for line in sound))  # the sweep after the failure, too
+        await eventually_async(lambda: all(len(line.swept) >= 2 for line in sound))  # the sweep after the failure, too
         assert "broken sweep" in caplog.text
 
-    run(main())
+    run(main(), virtual=True)
 
 
 def test_a_server_without_connections_rests_and_has_the_right_time_when_one_comes() -> None:
@@ -258,11 +257,11 @@ def test_a_server_without_connections_rests_and_has_the_right_time_when_one_come
         site.tick(0.0)  # as if it had rested for long
         before = asyncio.get_running_loop().time()
         connected(server.address)
-        await until(lambda: site.connections)
+        await eventually_async(lambda: site.connections)
         assert site.now >= before
-        await until(lambda: lines_of(site)[0].swept)
+        await eventually_async(lambda: lines_of(site)[0].swept)
 
-    run(main())
+    run(main(), virtual=True)
 
 
 def test_servers_of_one_site_sweep_it_once_a_second_together() -> None:
@@ -270,13 +269,13 @@ def test_servers_of_one_site_sweep_it_once_a_second_together() -> None:
         site = Site()
         servers = [await started(site) for _ in range(3)]
         connected(servers[0].address)
-        await until(lambda: site.connections)
+        await eventually_async(lambda: site.connections)
         (line,) = lines_of(site)
-        await until(lambda: len(line.swept) >= 5)
+        await eventually_async(lambda: len(line.swept) >= 5)
         # If each of the three swept, there would be three at nearly the same time.
         assert min(late - early for early, late in itertools.pairwise(line.swept)) >= SWEEP_SECONDS / 2
 
-    run(main())
+    run(main(), virtual=True)
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
@@ -298,13 +297,13 @@ def test_connections_in_the_backlog_are_answered(
         assert not site.connections
         caplog.set_level("INFO")
         draining = asyncio.ensure_future(server.drain(30))
-        await until(lambda: "waiting connections" in caplog.text)
+        await eventually_async(lambda: "waiting connections" in caplog.text)
         # Not quite all: the loop takes one at each turn, and it turns once or twice on the way.
         adopted = re.search(r"adopted (\d+) waiting", caplog.text)
         assert adopted is not None
         assert int(adopted[1]) >= 10
         if kind == "tcp":
-            await until(lambda: site.connections)
+            await eventually_async(lambda: site.connections)
             sock = lines_of(site)[0].transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
         asked(late, b"late")
@@ -359,8 +358,9 @@ def test_a_draining_port_lets_no_connection_begin() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("rounds", [1, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shared_port", [False, True])
-def test_nobody_is_reset_when_a_busy_server_drains(shared_port: bool) -> None:
+def test_nobody_is_reset_when_a_busy_server_drains(shared_port: bool, rounds: int) -> None:
     """Clients connect as fast as they can. Every connection that `connect` promised must be answered."""
     stop = threading.Event()
     answered, refused, lost = [0], [0], []
@@ -388,13 +388,13 @@ def test_nobody_is_reset_when_a_busy_server_drains(shared_port: bool) -> None:
         with held:
             sibling = await started(Site(), address, reuse_port=True) if shared_port else None
             threads = [threading.Thread(target=hammer, args=(address,)) for _ in range(4)]
-            for round_number in range(4):
+            for round_number in range(rounds):
                 server = await started(Site(), address, reuse_port=True)
                 if not round_number:
                     for thread in threads:
                         thread.start()
                 goal = answered[0] + 15
-                await until(lambda goal=goal: answered[0] >= goal)  # type: ignore[misc]
+                await eventually_async(lambda goal=goal: answered[0] >= goal)  # type: ignore[misc]
                 assert await server.drain(30) == 0
             stop.set()
             await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in threads))
@@ -403,7 +403,7 @@ def test_nobody_is_reset_when_a_busy_server_drains(shared_port: bool) -> None:
 
     run(main())
     assert lost == []
-    assert answered[0] >= 60
+    assert answered[0] >= 15 * rounds
     if shared_port:
         assert refused == [0]
 
@@ -415,12 +415,12 @@ def test_work_in_flight_is_finished_and_each_connection_is_told_once() -> None:
         busy, idle, other = connected(first.address), connected(first.address), connected(second.address)
         asked(busy, b"hold")
         asked(other, b"hold")
-        await until(lambda: len(site.connections) == 3 and sum(line.held for line in lines_of(site)) == 2)
+        await eventually_async(lambda: len(site.connections) == 3 and sum(line.held for line in lines_of(site)) == 2)
         everyone = lines_of(site)
         draining = asyncio.ensure_future(drain_servers([first, second], 20))
-        await until(lambda: len(site.connections) == 2)
+        await eventually_async(lambda: len(site.connections) == 2)
         assert site.draining
-        await asyncio.sleep(1.0)  # many looks later
+        await asyncio.sleep(0.1)  # some looks later
         assert not draining.done()
         for line in lines_of(site):
             line.release()
@@ -436,7 +436,7 @@ def test_a_request_that_lies_unread_when_the_drain_begins_is_answered() -> None:
         site = Site()
         server = await started(site)
         client = connected(server.address)
-        await until(lambda: site.connections)
+        await eventually_async(lambda: site.connections)
         asked(client, b"unread")  # in the socket, not yet in the loop; closing now would reset it
         assert await server.drain(30) == 0
         assert await answers(client) == [b"ok unread\n"]
@@ -451,7 +451,7 @@ def test_when_the_grace_is_over_the_rest_is_cut_and_counted(caplog: pytest.LogCa
         clients = [connected(server.address) for _ in range(3)]
         for client in clients:
             asked(client, b"hold")
-        await until(lambda: sum(line.held for line in lines_of(site)) == 3)
+        await eventually_async(lambda: sum(line.held for line in lines_of(site)) == 3)
         clock = asyncio.get_running_loop().time  # that by which the grace is counted
         begun = clock()
         assert await server.drain(1.5) == 3
@@ -459,7 +459,7 @@ def test_when_the_grace_is_over_the_rest_is_cut_and_counted(caplog: pytest.LogCa
         assert "3 connections were cut" in caplog.text
         assert not site.connections
 
-    run(main())
+    run(main(), virtual=True)
 
 
 def test_a_drain_that_fails_is_logged_and_the_others_drain(caplog: pytest.LogCaptureFixture) -> None:
@@ -468,7 +468,7 @@ def test_a_drain_that_fails_is_logged_and_the_others_drain(caplog: pytest.LogCap
         server = await started(site)
         for _ in range(3):
             connected(server.address)
-        await until(lambda: len(site.connections) == 3)
+        await eventually_async(lambda: len(site.connections) == 3)
         broken = lines_of(site)[0]
 
         def fail() -> None:
@@ -478,12 +478,99 @@ def test_a_drain_that_fails_is_logged_and_the_others_drain(caplog: pytest.LogCap
         assert await server.drain(2) == 1
         assert caplog.text.count("broken drain") >= 1
 
+    run(main(), virtual=True)
+
+
+@pytest.fixture
+def _same_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals count as one within a tenth of a second, not within one second."""
+    monkeypatch.setattr("headrace.wire.server.SAME_SIGNAL_SECONDS", 0.1)
+
+
+async def signalled(number: signal.Signals) -> None:
+    """Send this process a signal, when `run_until_signal` takes it."""
+    await eventually_async(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+async def signals_given_back() -> None:
+    """Later signals end the process again, as before."""
+    await eventually_async(lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+
+
+@pytest.mark.usefixtures("_same_signal")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_every_server_and_returns_zero(
+    number: signal.Signals, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    async def main() -> None:
+        sites = [Site(), Site()]
+        addresses = [LOOPBACK, Address(path=str(tmp_path / "s"))]
+        servers = [await started(site, address) for site, address in zip(sites, addresses, strict=True)]
+        clients = [connected(server.address) for server in servers]
+        for client in clients:
+            asked(client, b"hold")
+        await eventually_async(lambda: all(line.held for site in sites for line in lines_of(site) or [Line(site)]))
+        ending = asyncio.ensure_future(run_until_signal(servers, 100))
+        await signalled(number)
+        os.kill(os.getpid(), number)  # as from a terminal and a supervisor: one and the same
+        await eventually_async(lambda: all(line.drains for site in sites for line in lines_of(site)))
+        for site in sites:
+            lines_of(site)[0].release()
+        assert await answers(*clients) == [b"ok hold\n"] * 2
+        assert await ending == 0
+        await signals_given_back()
+        assert f"{number.name}: draining" in caplog.text
+        assert not (tmp_path / "s").exists()
+
+    run(main())
+
+
+@pytest.mark.usefixtures("_same_signal")
+def test_a_second_signal_aborts_every_connection() -> None:
+    async def main() -> None:
+        site = Site()
+        server = await started(site)
+        asked(connected(server.address), b"hold")
+        await eventually_async(lambda: any(line.held for line in lines_of(site)))
+        ending = asyncio.ensure_future(run_until_signal([server], 1000))
+        await signalled(signal.SIGTERM)
+        await eventually_async(lambda: site.draining)
+        await asyncio.sleep(0.15)  # longer than what counts as one signal
+        assert not ending.done()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await ending == 128 + signal.SIGTERM
+        await eventually_async(lambda: not site.connections)
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else we stood still for long, and it would end us
+            os.kill(os.getpid(), signal.SIGTERM)  # a copy that comes late must not kill the program while it tidies up
+        await asyncio.sleep(0.05)
+        await signals_given_back()
+
+    run(main())
+
+
+@pytest.mark.usefixtures("_same_signal")
+def test_a_grace_that_is_too_short_returns_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        site = Site()
+        server = await started(site)
+        for _ in range(2):
+            asked(connected(server.address), b"hold")
+        await eventually_async(lambda: sum(line.held for line in lines_of(site)) == 2)
+        ending = asyncio.ensure_future(run_until_signal([server], 0.3))
+        await signalled(signal.SIGTERM)
+        assert await ending == 1
+        await signals_given_back()
+        assert "2 connections were cut" in caplog.text
+
     run(main())
 
 
 SERVER_SCRIPT = """
     import asyncio, logging, sys
-    sys.path[:0] = [{root!r}, {here!r}]
+    sys.path[:0] = [{root!r}, {tests!r}, {here!r}]
     import uvloop
     from test_server import Line
     from headrace.wire.server import WireServer, run_until_signal
@@ -503,106 +590,65 @@ SERVER_SCRIPT = """
             site = Site()
             servers.append(WireServer(site, Address.parse(text), lambda site=site: Held(site)))
             await servers[-1].start()
-        print(servers[0].port, flush=True)
         return await run_until_signal(servers, {grace})
 
     sys.exit(uvloop.run(main()))
 """
 
 
-class Process:
+class Process(Program):
     """A server as a process of its own, on a TCP port and a UNIX path."""
 
     def __init__(self, path: Path, *, hold: float, grace: float) -> None:
-        here = str(Path(__file__).parent)
-        script = textwrap.dedent(SERVER_SCRIPT).format(root=str(ROOT), here=here, path=path, hold=hold, grace=grace)
-        self._errors = path.with_name("errors")
-        with self._errors.open("wb") as errors:
-            self.process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=errors)
-        if self.process.stdout is None:
-            raise RuntimeError("no pipe")
-        self.addresses = [Address("127.0.0.1", int(self.process.stdout.readline())), Address(path=str(path))]
+        here = Path(__file__).parent
+        script = textwrap.dedent(SERVER_SCRIPT).format(
+            root=str(ROOT), tests=str(here.parent), here=str(here), path=path, hold=hold, grace=grace
+        )
+        command = (sys.executable, "-c", script)
+        super().__init__(command=command, log=path.with_name("log"), ready=f"listening on unix:{path}")
+        self._path = path
 
     def busy_clients(self) -> list[socket.socket]:
         """Clients whose request is surely in the server's hands."""
-        clients = [connected(address) for address in self.addresses]
+        clients = [connected(address) for address in (Address("127.0.0.1", self.port), Address(path=str(self._path)))]
         for client in clients:
             client.sendall(b"first\nhold\n")
             assert client.recv(100) == b"ok first\n"
         return clients
 
-    def drains(self) -> None:
-        """Return when it has had a signal."""
-        deadline = time.monotonic() + 100
-        while "draining" not in self._errors.read_text():
-            assert time.monotonic() < deadline, "it never had one"
-            time.sleep(0.01)
 
-    def ended(self) -> tuple[int, str]:
-        try:
-            self.process.communicate(timeout=100)
-        finally:
-            self.process.kill()
-        return self.process.returncode, self._errors.read_text()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_every_server_and_exits_zero(number: signal.Signals, tmp_path: Path) -> None:
-    process = Process(tmp_path / "s", hold=1.0, grace=20)
-    clients = process.busy_clients()
-    os.kill(process.process.pid, number)
-    os.kill(process.process.pid, number)  # as from a terminal and a supervisor: one and the same
-    assert [read_all(client) for client in clients] == [b"ok hold\n"] * 2
-    code, errors = process.ended()
-    assert code == 0, errors
-    assert f"{number.name}: draining" in errors
+    with Process(tmp_path / "s", hold=0.5, grace=20) as process:
+        clients = process.busy_clients()
+        process.send(number)
+        process.send(number)  # as from a terminal and a supervisor: one and the same
+        assert [read_all(client) for client in clients] == [b"ok hold\n"] * 2
+        assert process.wait() == 0, process.log
+        assert f"{number.name}: draining" in process.log
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 def test_a_second_signal_cuts_at_once(tmp_path: Path) -> None:
-    process = Process(tmp_path / "s", hold=1000, grace=1000)
-    process.busy_clients()
-    os.kill(process.process.pid, signal.SIGTERM)
-    process.drains()
-    time.sleep(1.5)  # longer than what counts as one signal
-    assert process.process.poll() is None
-    os.kill(process.process.pid, signal.SIGINT)
-    code, errors = process.ended()
-    assert code == 128 + signal.SIGINT, errors
-    assert "stopped without waiting" in errors
-    assert "Traceback" not in errors
+    with Process(tmp_path / "s", hold=1000, grace=1000) as process:
+        process.busy_clients()
+        process.send(signal.SIGTERM)
+        process.wait_for("draining")
+        time.sleep(1.5)  # longer than what counts as one signal
+        assert process.process.poll() is None
+        process.send(signal.SIGINT)
+        assert process.wait() == 128 + signal.SIGINT, process.log
+        assert "stopped without waiting" in process.log
+        assert "Traceback" not in process.log
     assert not (tmp_path / "s").exists()
 
 
-def test_a_second_signal_aborts_every_connection() -> None:
-    async def main() -> None:
-        site = Site()
-        server = await started(site)
-        asked(connected(server.address), b"hold")
-        await until(lambda: any(line.held for line in lines_of(site)))
-        ending = asyncio.ensure_future(run_until_signal([server], 1000))
-        await until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: site.draining)
-        await asyncio.sleep(1.5)
-        assert not ending.done()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert await ending == 128 + signal.SIGTERM
-        await until(lambda: not site.connections)
-        if (
-            signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        ):  # else we stood still for a second, and it would end us
-            os.kill(os.getpid(), signal.SIGTERM)  # a copy that comes late must not kill the program while it tidies up
-        await asyncio.sleep(0.1)
-        await until(lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)  # later ones may
-
-    run(main())
-
-
+@pytest.mark.slow
 def test_a_grace_that_is_too_short_exits_one(tmp_path: Path) -> None:
-    process = Process(tmp_path / "s", hold=1000, grace=1)
-    process.busy_clients()
-    os.kill(process.process.pid, signal.SIGTERM)
-    code, errors = process.ended()
-    assert code == 1, errors
-    assert "2 connections were cut" in errors
+    with Process(tmp_path / "s", hold=1000, grace=1) as process:
+        process.busy_clients()
+        process.send(signal.SIGTERM)
+        assert process.wait() == 1, process.log
+        assert "2 connections were cut" in process.log

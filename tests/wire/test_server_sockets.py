@@ -190,7 +190,7 @@ def test_turning_away_keeps_the_backlog_and_begins_nothing_new(host: str) -> Non
     if not listener.turn_away():
         pytest.skip("this kernel takes no socket filters")
     with pytest.raises(TimeoutError):
-        socket.create_connection((host, listener.address.port), timeout=0.5)
+        socket.create_connection((host, listener.address.port), timeout=0.2)
     (taken,) = listener.take_backlog()
     listener.close()
     taken.setblocking(True)

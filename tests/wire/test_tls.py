@@ -7,7 +7,6 @@ import asyncio
 import os
 import socket
 import ssl
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +27,7 @@ from headrace.wire.server import WireServer
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address, Listener
 from headrace.wire.tls import TlsContexts, TlsFiles, make_context
+from support.waiting import eventually_async
 
 VERSIONS = [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3]
 CA = trustme.CA()
@@ -151,6 +151,12 @@ def refused(server: WireServer, context: ssl.SSLContext, name: str | None = "loc
 
 
 @pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers look at their files every 20 milliseconds, not every second."""
+    monkeypatch.setattr("headrace.wire.server.SWEEP_SECONDS", 0.02)
+
+
+@pytest.fixture(autouse=True)
 def _close_clients() -> Iterator[None]:
     yield
     while OPEN:
@@ -167,7 +173,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
             for left in OPEN:
                 if isinstance(left, WireServer):
                     left.abort()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
 
     uvloop.run(bounded())
 
@@ -180,19 +186,11 @@ async def started(files: TlsFiles, *, limits: Limits | None = None) -> WireServe
     return server
 
 
-async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError("it did not happen in time")
-        await asyncio.sleep(0.01)
-
-
 async def until_reloaded(server: WireServer, change: Callable[[], object]) -> None:
     """Make a change and wait until the server accepts with a new context."""
     before = server._accepting
     change()
-    await until(lambda: server._accepting is not before)
+    await eventually_async(lambda: server._accepting is not before)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -261,7 +259,7 @@ def test_connections_waiting_or_shaking_hands_during_a_reload_succeed(tmp_path: 
         )  # for the one that is silent until later
         half = socket.create_connection(("127.0.0.1", server.port), timeout=30)  # accepted, silent until later
         OPEN.append(half)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         visits: list[bytes | None] = []
 
         async def visitor() -> None:
@@ -344,12 +342,14 @@ def test_broken_files_are_reported_once_and_the_old_ones_stay(tmp_path: Path, ca
         server = await started(files.tls)
         good = files.der
         files.put("cert.pem", b"-----BEGIN CERTIFICATE-----\nnot one\n-----END CERTIFICATE-----\n")
-        await until(lambda: "old ones stay in use" in caplog.text)
-        await asyncio.sleep(3)  # three more looks
+        await eventually_async(lambda: "old ones stay in use" in caplog.text)
+        assert server._tls is not None
+        for _ in range(3):
+            server._tls.refresh()
         assert caplog.text.count("old ones stay in use") == 1
         assert await there(visit, server, client_context()) == good
         (tmp_path / "cert.pem").unlink()
-        await until(lambda: caplog.text.count("old ones stay in use") == 2)
+        await eventually_async(lambda: caplog.text.count("old ones stay in use") == 2)
         assert "No such file" in caplog.text
         assert await there(visit, server, client_context()) == good
         await until_reloaded(server, files.renew)
@@ -405,7 +405,7 @@ def test_tls_connections_in_the_backlog_are_served(
         waiting = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(10)]
         OPEN.extend(waiting)
         draining = asyncio.ensure_future(server.drain(30))
-        await until(lambda: "waiting connections" in caplog.text)
+        await eventually_async(lambda: "waiting connections" in caplog.text)
         assert server.site.draining
 
         def finish(plain: socket.socket) -> bytes:
@@ -427,9 +427,10 @@ def test_a_handshake_that_began_before_the_drain_may_end_after_it(tmp_path: Path
         server = await started(Files(tmp_path).tls)
         plain = socket.create_connection(("127.0.0.1", server.port), timeout=30)
         OPEN.append(plain)
-        await asyncio.sleep(0.2)  # the loop has accepted it and waits for its first bytes
+        await asyncio.sleep(0.05)  # the loop has accepted it and waits for its first bytes
         draining = asyncio.ensure_future(server.drain(30))
-        await asyncio.sleep(1)
+        await eventually_async(lambda: server._listener is None)  # it accepts no more, and waits for those it has
+        await asyncio.sleep(0.1)
         assert not draining.done()
 
         def finish() -> bytes:
@@ -447,9 +448,9 @@ def test_a_handshake_that_began_before_the_drain_may_end_after_it(tmp_path: Path
 
 def test_a_handshake_that_never_comes_does_not_hold_the_drain(tmp_path: Path) -> None:
     async def main() -> None:
-        server = await started(Files(tmp_path).tls, limits=Limits(header_seconds=2.0))
+        server = await started(Files(tmp_path).tls, limits=Limits(header_seconds=0.3))
         OPEN.append(socket.create_connection(("127.0.0.1", server.port), timeout=30))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
         assert await server.drain(40) == 0
 
     run(main())

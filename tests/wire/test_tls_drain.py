@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import socket
 import ssl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import trustme
-from support.serving import Serving, echo_site, serving
 
 from headrace.core.limits import Limits
 from headrace.wire.tls import TlsFiles
+from support.serving import Serving, echo_site, serving
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -39,13 +39,6 @@ def connected(server: Serving, authority: trustme.CA) -> ssl.SSLSocket:
     return context.wrap_socket(sock, server_hostname="localhost")
 
 
-def emptied(server: Serving) -> bool:
-    deadline = time.monotonic() + 30
-    while server.connections() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return server.connections() == 0
-
-
 def test_an_idle_client_that_ignores_our_goodbye_is_gone_after_the_linger(
     server: Serving, authority: trustme.CA
 ) -> None:
@@ -56,7 +49,7 @@ def test_an_idle_client_that_ignores_our_goodbye_is_gone_after_the_linger(
         server.call(lambda: [connection.drain() for connection in server.site.connections])
         server.sweep(1.0)
         server.sweep(5.0)
-        assert emptied(server), "the linger is over, and the client was idle"
+        eventually(lambda: server.connections() == 0, message="the linger is over, and the client was idle: its end")
 
 
 def test_a_slow_reader_gets_all_of_a_last_response(server: Serving, authority: trustme.CA) -> None:

@@ -44,6 +44,11 @@ class Roster:
         """All that are not over."""
         return list(self._live)
 
+    @property
+    def backlog_requests(self) -> int:
+        """Requests of sequences that wait for a seat."""
+        return sum(len(sequence.queue) for sequence in self._backlog)
+
     def enter(self, sequence: LiveSequence) -> LiveSequence | None:
         """Give a new sequence a seat, or a place in the backlog. Returns the one that it has closed, if it has."""
         previous = sequence.before = self._latest.get(sequence.id)

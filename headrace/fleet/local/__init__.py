@@ -5,6 +5,7 @@
 the objects of a plan, and shows what it sees as Kubernetes documents, so that `fleet.status` tells the same of it.
 
     settings      where it is and how patient
+    system        the time, processes and sockets of the operating system
     store         documents on disk, one file each
     commands      pure: a container as a command line and variables of this machine
     volumes       the folders and files that a container finds

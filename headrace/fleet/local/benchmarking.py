@@ -20,7 +20,7 @@ from headrace.fleet.benchmarks.states import benchmark_status, is_over, news
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.jobs import JobRun, Site, found_job, make_job
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.store import Store, each_folder, utc_now
+from headrace.fleet.local.store import Store, each_folder
 from headrace.fleet.words import ClusterFacts, Document, Problem, annotations_of, kind_of, name_of, part, text
 
 log = logging.getLogger("headrace.fleet")
@@ -172,7 +172,7 @@ class Benchmarks:
         """Write the status if it changed, and an event if there is news."""
         before = part(benchmark, "status")
         job, pods, where = (run.shown(), run.pods(), run.state.results) if run is not None else (None, [], "")
-        after = benchmark_status(benchmark, planned, job, pods, utc_now(), where)
+        after = benchmark_status(benchmark, planned, job, pods, self._site.system.now(), where)
         if before == after:
             return
         self._store.told({**benchmark, "status": after})

@@ -24,7 +24,7 @@ from headrace.fleet.local.probes import Failed, Probe, follow_liveness, follow_r
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.sight import CRASH_LOOP, ContainerState, Role, Seen, terminated
 from headrace.fleet.local.states import restated, state_in
-from headrace.fleet.local.store import utc_now
+from headrace.fleet.local.system import System
 from headrace.fleet.status.conditions import time_text
 from headrace.fleet.words import Document, items, part, text, whole
 from headrace.launch.logs import keep_end, last_lines
@@ -37,6 +37,10 @@ _RETRY_DOUBLINGS = 5
 
 class Pod(Protocol):
     """What a container needs of its pod."""
+
+    @property
+    def system(self) -> System:
+        """Where it runs."""
 
     @property
     def ports(self) -> Mapping[int, int]:
@@ -156,7 +160,7 @@ class Container:
             self._pod.ended(self)
             self.state.restarts += not self.state.ended
         if self._running is not None and not self.state.started_at:  # the daemon before had no time to say so
-            self._say(started_at=time_text(utc_now()))
+            self._say(started_at=time_text(self._now()))
         while not self.state.ended:
             self._again.clear()
             if self._running is None:
@@ -194,7 +198,7 @@ class Container:
                 self._pod.tell("Warning", "Failed", said)
             self._say(reason="CreateContainerError", message=f"{said}; its folder is {self.folder}")
         else:
-            self._say(reason="", message="", started_at=time_text(utc_now()), started=False, ready=False)
+            self._say(reason="", message="", started_at=time_text(self._now()), started=False, ready=False)
             self._pod.tell("Normal", "Started", f"{self.name}: {running.label}")
             return running
         return None
@@ -291,11 +295,11 @@ class Container:
 
     def _note_end(self, how: Ended, said: str) -> None:
         state = self.state
-        ran = (utc_now() - _time(state.started_at)).total_seconds() if state.started_at else 0.0
+        ran = (self._now() - _time(state.started_at)).total_seconds() if state.started_at else 0.0
         if ran >= self._settings.healthy_seconds:
             state.crashes = 0
         well = how.code == 0 and not how.reason
-        last = terminated(how.code, state.started_at, time_text(utc_now()), "" if well else said, how.reason)
+        last = terminated(how.code, state.started_at, time_text(self._now()), "" if well else said, how.reason)
         policy = "Always" if self.role == "sidecar" else self._pod.policy
         if policy == "Never" or (well and (self.role == "init" or policy == "OnFailure")):
             self._say(reason="", message="", started_at="", started=False, ready=False, ended=last)
@@ -314,6 +318,9 @@ class Container:
     def _say(self, **changes: Any) -> None:
         if restated(self.state, self.folder, changes, lambda said: self._pod.tell("Warning", "DiskPressure", said)):
             self._pod.changed()
+
+    def _now(self) -> datetime:
+        return self._pod.system.now()
 
     def _turn_log(self) -> None:
         self.rotate()

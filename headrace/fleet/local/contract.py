@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.fleet.local.machine import Placement
+from headrace.fleet.local.system import System
 from headrace.fleet.words import Document
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ class Moments:
 
 class Around(Protocol):
     """What a pod needs of the rest."""
+
+    @property
+    def system(self) -> System:
+        """Where it runs."""
 
     def find(self, namespace: str, kind: str, name: str) -> Document | None:
         """A ConfigMap or a Secret."""

@@ -27,7 +27,8 @@ from headrace.fleet.local.scaling.autoscaling import Autoscaling, Note
 from headrace.fleet.local.scaling.telling import with_scaling
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.stepping import Stepping
-from headrace.fleet.local.store import Store, utc_now
+from headrace.fleet.local.store import Store
+from headrace.fleet.local.system import System
 from headrace.fleet.local.units import Units
 from headrace.fleet.local.workloads import scaler_of, wanted_of
 from headrace.fleet.names import COMPONENT_LABEL
@@ -84,6 +85,7 @@ class Controller:
         routers: Routers,
         objects: Objects,
         events: Events,
+        system: System,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -91,7 +93,8 @@ class Controller:
         self._routers = routers
         self._objects = objects
         self._events = events
-        self._units = Units(kubelet, objects)
+        self._now = system.now
+        self._units = Units(kubelet, objects, system.clock)
         self._autoscaling = Autoscaling(objects, kubelet, routers, self._scaled, self._noted)
         self.questions = Questions(self.replicas)
         self._ready: dict[Service, set[str]] = {}
@@ -257,17 +260,17 @@ class Controller:
         self.questions.look(key)
         give_way()
         if isinstance(planned, Problem):
-            told = status_of_problems(service, [planned], utc_now(), reason="InternalError")
+            told = status_of_problems(service, [planned], self._now(), reason="InternalError")
         elif trouble:
             asyncio.get_running_loop().call_later(self._settings.retry_seconds, self.ask, key)
             problem = Problem("", trouble, "it is tried again")
-            told = status_of_problems(service, [problem], utc_now(), reason="ReconcileError")
+            told = status_of_problems(service, [problem], self._now(), reason="ReconcileError")
         else:
             told = self._status(key, service, planned)
         give_way()
         scaling = self._autoscaling
         scaling.changed()
-        self._tell(service, with_scaling(told, scaling.components(key), scaling.notes(key), utc_now()))
+        self._tell(service, with_scaling(told, scaling.components(key), scaling.notes(key), self._now()))
 
     def _scaled(self, key: Service, workload: Document, replicas: int) -> None:
         self._objects.scale(key, workload, replicas)
@@ -318,10 +321,10 @@ class Controller:
         if planned.objects:
             planned = replace(planned, urls=Urls(url, url, components))
         pods = tuple(each.shown() for each in self._kubelet.of(key))
-        service, notes = rolled_on(service, planned, self._stepping.counted(key), utc_now())
+        service, notes = rolled_on(service, planned, self._stepping.counted(key), self._now())
         for each in notes:
             self._events.record(service, each.kind, each.reason, each.message)
-        return status(service, planned, Observed(tuple(seen), pods), utc_now())
+        return status(service, planned, Observed(tuple(seen), pods), self._now())
 
     def _tell(self, service: Document, told: Document) -> None:
         before, after = part(service, "status"), json.loads(json.dumps(told))

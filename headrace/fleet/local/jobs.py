@@ -25,11 +25,12 @@ from typing import Any, Protocol
 from headrace.core.errors import FailedPrecondition, ResourceExhausted
 from headrace.fleet.local import once
 from headrace.fleet.local.commands import CannotRun, Surroundings, line_of
-from headrace.fleet.local.processes import Command, Process, headrace_words, passed_on, spawn
+from headrace.fleet.local.processes import Command, headrace_words, passed_on
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.sight import UNSCHEDULABLE, terminated
 from headrace.fleet.local.states import restated, state_in
-from headrace.fleet.local.store import read_json, utc_now, write_json
+from headrace.fleet.local.store import read_json, write_json
+from headrace.fleet.local.system import System
 from headrace.fleet.local.volumes import mounted
 from headrace.fleet.status.conditions import time_text
 from headrace.fleet.words import Document, items, name_of, part, text, whole
@@ -64,6 +65,10 @@ class JobState:
 class Site(Protocol):
     """What a Job needs of the rest of the fleet."""
 
+    @property
+    def system(self) -> System:
+        """Where it runs."""
+
     def find(self, namespace: str, kind: str, name: str) -> Document | None:
         """A ConfigMap or a Secret."""
 
@@ -88,12 +93,13 @@ class JobRun:
         self._pod = part(record, "pod")
         self._settings = settings
         self._site = site
+        self._now = site.system.now
         self._changed = changed
-        self._process = Process.found(read_json(folder / "process.json"))
+        self._process = site.system.found(read_json(folder / "process.json"))
         self._again = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         if self._process is not None and not self.state.started_at:
-            self._say(started_at=time_text(utc_now()))
+            self._say(started_at=time_text(self._now()))
         elif self._process is None and not self.ended and (self.state.started_at or self._code() is not None):
             self._note_end()
 
@@ -195,7 +201,7 @@ class JobRun:
             self._site.room_for(text(self._pod, "metadata", "uid"), self._pod)
             command, results = self._command()
             path = self.folder / "process.json"
-            self._process = spawn(
+            self._process = self._site.system.spawn(
                 command, self.folder / "log", lambda known: write_json(path, dict(known), lasting=False)
             )
         except ResourceExhausted as error:
@@ -208,7 +214,7 @@ class JobRun:
             said = error.message if isinstance(error, FailedPrecondition) else os.strerror(error.errno or 0)
             self._say(reason="CreateContainerError", message=f"{said}; its folder is {self.folder}")
             return False
-        self._say(unschedulable="", reason="", message="", started_at=time_text(utc_now()), results=results)
+        self._say(unschedulable="", reason="", message="", started_at=time_text(self._now()), results=results)
         return True
 
     def _command(self) -> tuple[Command, str]:
@@ -236,7 +242,7 @@ class JobRun:
         limit = whole(self.job, "spec", "activeDeadlineSeconds")
         if limit is None:
             return None
-        return max(0.0, limit - (utc_now() - _time(self.state.started_at)).total_seconds())
+        return max(0.0, limit - (self._now() - _time(self.state.started_at)).total_seconds())
 
     def _code(self) -> int | None:
         try:
@@ -252,7 +258,7 @@ class JobRun:
             said = f"it took longer than {whole(self.job, 'spec', 'activeDeadlineSeconds')} s and was ended"
         elif code is None:
             said = "it was killed, or the machine was restarted: delete the benchmark and apply it again"
-        last = terminated(code, self.state.started_at, time_text(utc_now()), said if code != 0 else "")
+        last = terminated(code, self.state.started_at, time_text(self._now()), said if code != 0 else "")
         self._say(started_at="", last=last)
 
     def _say(self, **changes: Any) -> None:
@@ -270,7 +276,7 @@ def make_job(
     folder: Path, planned: Document, settings: LocalSettings, site: Site, changed: Callable[[], None]
 ) -> JobRun:
     """A new one, on disk before it is anything else. Raises FailedPrecondition."""
-    namespace, now = text(planned, "metadata", "namespace"), time_text(utc_now())
+    namespace, now = text(planned, "metadata", "namespace"), time_text(site.system.now())
     job = {**planned, "metadata": {**part(planned, "metadata"), "uid": str(uuid.uuid4()), "creationTimestamp": now}}
     template = part(planned, "spec", "template")
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name_of(job), "uid": text(job, "metadata", "uid")}

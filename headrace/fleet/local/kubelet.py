@@ -8,7 +8,6 @@ import base64
 import binascii
 import logging
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from headrace.fleet.local.replica import Replica, found_replica, make_replica
 from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import Store, each_folder
+from headrace.fleet.local.system import System
 from headrace.fleet.planning.site import live_key
 from headrace.fleet.words import Document, kind_of, part, text
 
@@ -43,7 +43,9 @@ class Kubelet:
         routers: Routers,
         events: Events,
         driver: Driver,
+        system: System,
     ) -> None:
+        self.system = system
         self._settings = settings
         self._folder = settings.root / "pods"
         self._store = store
@@ -219,7 +221,7 @@ class Kubelet:
 
     def changed(self, replica: Replica) -> None:
         """See `Around.changed`."""
-        uid, now = replica.record.uid, time.time()
+        uid, now = replica.record.uid, self.system.clock.wall()
         known = self.moments.get(uid, Moments())
         if all(each.runs is None for each in replica.containers):
             self.moments.pop(uid, None)

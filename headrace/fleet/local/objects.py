@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ WORKLOADS = ("Deployment", "LeaderWorkerSet")
 class Objects:
     """See the module."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, now: Callable[[], datetime] = utc_now) -> None:
         self._folder = folder
+        self._now = now
         self._all: dict[Service, dict[str, Document]] = {}
 
     def load(self) -> None:
@@ -55,7 +57,7 @@ class Objects:
     def bring(self, service: Service, planned: Iterable[Document]) -> None:
         """What was planned takes the place of what was there. Raises FailedPrecondition; then nothing has changed."""
         before = self._all.get(service, {})
-        after = {_key(each): _merged(before.get(_key(each)), each) for each in planned}
+        after = {_key(each): _merged(before.get(_key(each)), each, self._now()) for each in planned}
         for name, each in after.items():
             if kind_of(each) in WORKLOADS:
                 after[name] = _scaled(each, list(before.values()), list(after.values()))
@@ -87,10 +89,10 @@ class Objects:
         return self._folder / service[0] / f"{service[1]}.json"
 
 
-def _merged(before: Document | None, planned: Document) -> Document:
+def _merged(before: Document | None, planned: Document, now: datetime) -> Document:
     metadata = {**part(planned, "metadata")}
     if before is None:
-        metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": time_text(utc_now()), "generation": 1}
+        metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": time_text(now), "generation": 1}
         return {**planned, "metadata": metadata}
     for name in ("uid", "creationTimestamp"):
         metadata[name] = text(before, "metadata", name)

@@ -15,6 +15,7 @@ from typing import IO
 
 import uvloop
 
+from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition, HeadraceError
 from headrace.fleet.local.benchmarking import BENCHMARK, Benchmarks
 from headrace.fleet.local.control import Control
@@ -28,6 +29,7 @@ from headrace.fleet.local.process_driver import ProcessDriver
 from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import Store, each_folder, read_json, write_json
+from headrace.fleet.local.system import System
 from headrace.fleet.words import Document, kind_of
 from headrace.launch.ports import Ports
 from headrace.wire.server import WireServer, run_until_signal
@@ -40,18 +42,29 @@ FAILED = 1
 class Daemon:
     """All parts. Used from one loop."""
 
-    def __init__(self, settings: LocalSettings, machine: Machine | None = None) -> None:
+    def __init__(
+        self,
+        settings: LocalSettings,
+        machine: Machine | None = None,
+        driver: Driver | None = None,
+        system: System | None = None,
+    ) -> None:
         self.settings = settings
         self._lock: IO[bytes] | None = None
         root = settings.root
-        self.events = Events(root / "events.json", settings.events)
-        self.store = Store(root / "documents")
-        self.objects = Objects(root / "objects")
-        self.routers = Routers(settings)
+        self.system = system = system or System(SystemClock())
+        self.events = Events(root / "events.json", settings.events, system.now)
+        self.store = Store(root / "documents", system.now)
+        self.objects = Objects(root / "objects", system.now)
+        self.routers = Routers(settings, system)
         ports = Ports(root / "ports" / "pods", settings.host, *settings.pod_ports)
-        self.driver = _driver(settings)
-        self.kubelet = Kubelet(settings, self.store, machine or Machine(ports), self.routers, self.events, self.driver)
-        self.controller = Controller(settings, self.store, self.kubelet, self.routers, self.objects, self.events)
+        self.driver = driver or _driver(settings)
+        self.kubelet = Kubelet(
+            settings, self.store, machine or Machine(ports), self.routers, self.events, self.driver, system
+        )
+        self.controller = Controller(
+            settings, self.store, self.kubelet, self.routers, self.objects, self.events, system
+        )
         self.benchmarks = Benchmarks(settings, self.store, self.kubelet, self.events, lambda: self.controller.facts)
         self.store.on_change = self._changed
         parts = (self.store, self.kubelet, self.controller, self.benchmarks, self.events)

@@ -26,7 +26,8 @@ from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.sight import State, all_ready, pod_shown, roles_of
 from headrace.fleet.local.starting import Starting
 from headrace.fleet.local.states import restated, state_in
-from headrace.fleet.local.store import read_json, utc_now, write_json
+from headrace.fleet.local.store import read_json, write_json
+from headrace.fleet.local.system import System
 from headrace.fleet.planning.pods import main_container
 from headrace.fleet.planning.site import digest_of
 from headrace.fleet.status.conditions import time_text
@@ -99,7 +100,7 @@ class Replica:
     def delete(self) -> None:
         """End it, soon. Kept on disk before anything is done."""
         if not self.record.deleting:
-            gone = replace(self.record, deleting=time_text(utc_now()))
+            gone = replace(self.record, deleting=time_text(self.system.now()))
             with contextlib.suppress(FailedPrecondition):  # a full disk is no reason to keep it
                 self._keep(gone)
             self.record = gone
@@ -199,6 +200,11 @@ class Replica:
         self._around.changed(self)
 
     # What its containers need: see `container.Pod`
+
+    @property
+    def system(self) -> System:
+        """See `Pod.system`."""
+        return self._around.system
 
     @property
     def ports(self) -> Mapping[int, int]:

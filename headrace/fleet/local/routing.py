@@ -22,9 +22,10 @@ from typing import Any
 from headrace.core.errors import FailedPrecondition, ResourceExhausted
 from headrace.fleet.local.asking import router_status
 from headrace.fleet.local.commands import ADDRESS
-from headrace.fleet.local.processes import Command, Process, headrace_words, passed_on, spawn
+from headrace.fleet.local.processes import Command, headrace_words, passed_on
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import each_folder, read_json, write_json
+from headrace.fleet.local.system import System
 from headrace.fleet.planning.site import CLUSTER_DOMAIN
 from headrace.fleet.words import Document
 from headrace.launch.logs import keep_end
@@ -55,7 +56,9 @@ class Backend:
 class Router:
     """One of them."""
 
-    def __init__(self, folder: Path, service: Service, name: str, settings: LocalSettings, ports: Ports) -> None:
+    def __init__(
+        self, folder: Path, service: Service, name: str, settings: LocalSettings, ports: Ports, system: System
+    ) -> None:
         self.folder = folder
         self.service = service
         self.name = name
@@ -64,7 +67,8 @@ class Router:
         self.port = said["port"] if isinstance(said.get("port"), int) else 0
         self._settings = settings
         self._ports = ports
-        self._process = Process.found(read_json(folder / "process.json"))
+        self._system = system
+        self._process = system.found(read_json(folder / "process.json"))
         self._backends = _listed(folder / "backends.json") if self._process is not None else None
         self.leads = bool(self._backends)
         """Whether it knows of somebody to send requests to."""
@@ -197,7 +201,7 @@ class Router:
         """At once, for one of the daemon before. If its port is another's by now, `_start` chooses one."""
         if self._listener is None:
             with contextlib.suppress(FailedPrecondition):
-                self._listener = Listener(Address(self._settings.host, self.port))
+                self._listener = self._system.listen(Address(self._settings.host, self.port))
 
     def _listen_no_more(self) -> None:
         if self._listener is not None:
@@ -209,7 +213,7 @@ class Router:
         if self._listener is None:
             self._ports.release(self.id)
             self._choose(known)
-            self._listener = Listener(Address(self._settings.host, self.port))
+            self._listener = self._system.listen(Address(self._settings.host, self.port))
         if not (self.folder / "backends.json").exists():
             write_json(self.folder / "backends.json", [], lasting=False)
         said = read_json(self.folder / "router.yaml") or {}
@@ -218,7 +222,7 @@ class Router:
         environment = passed_on(os.environ) | {"PYTHONUNBUFFERED": "1"}
         command = Command(words, environment, self.folder, self._listener.fileno())
         path = self.folder / "process.json"
-        self._process = spawn(
+        self._process = self._system.spawn(
             command, self.folder / "log", lambda record: write_json(path, dict(record), lasting=False)
         )
 
@@ -269,8 +273,9 @@ class Router:
 class Routers:
     """All routers. Used from the loop's thread only."""
 
-    def __init__(self, settings: LocalSettings) -> None:
+    def __init__(self, settings: LocalSettings, system: System) -> None:
         self._settings = settings
+        self._system = system
         self._folder = settings.root / "routers"
         self._ports = Ports(settings.root / "ports" / "routers", settings.host, settings.port, 65535)
         self._all: dict[tuple[str, str], Router] = {}
@@ -287,7 +292,7 @@ class Routers:
                     shutil.rmtree(folder, ignore_errors=True)  # its making was cut short
                     continue
                 service = (str(said["service"][0]), str(said["service"][1]))
-                router = Router(folder, service, folder.name, self._settings, self._ports)
+                router = Router(folder, service, folder.name, self._settings, self._ports, self._system)
                 self._all[(space.name, folder.name)] = router
                 if router.pid is not None:
                     log.info("the router of %s runs already, as process %d", router.name, router.pid)
@@ -308,7 +313,8 @@ class Routers:
             if key in {(each.service[0], each.name) for each in self._ends.values()}:
                 continue  # the one before still has its folder and its port; its end brings another look
             if key not in self._all:
-                self._all[key] = Router(self._folder / service[0] / name, service, name, self._settings, self._ports)
+                folder = self._folder / service[0] / name
+                self._all[key] = Router(folder, service, name, self._settings, self._ports, self._system)
             self._all[key].begin(self._known, lambda: self.on_change(service))
 
     def get(self, namespace: str, name: str) -> Router | None:

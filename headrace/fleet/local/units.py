@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from headrace.core.clock import Clock
 from headrace.core.errors import FailedPrecondition
 from headrace.fleet.local.commands import ADDRESS, LEADER_ADDRESS
 from headrace.fleet.local.contract import Record
@@ -17,7 +17,6 @@ from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.objects import Objects
 from headrace.fleet.local.replica import Replica
 from headrace.fleet.local.routes import is_front
-from headrace.fleet.local.store import utc_now
 from headrace.fleet.local.workloads import Unit, bounds_of, scaler_of, steps, templates_of, wanted_of, workload_status
 from headrace.fleet.planning.site import digest_of
 from headrace.fleet.status.conditions import time_text
@@ -34,7 +33,7 @@ _DEADLINE = 600
 class Units:
     """See the module."""
 
-    def __init__(self, kubelet: Kubelet, objects: Objects, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, kubelet: Kubelet, objects: Objects, clock: Clock) -> None:
         self._kubelet = kubelet
         self._objects = objects
         self._clock = clock
@@ -125,7 +124,7 @@ class Units:
                 "uid": uid,
                 "labels": labels,
                 "annotations": dict(part(template, "metadata", "annotations")),
-                "creationTimestamp": time_text(utc_now()),
+                "creationTimestamp": time_text(self._kubelet.system.now()),
                 "ownerReferences": [
                     {
                         "apiVersion": text(workload, "apiVersion"),
@@ -146,7 +145,7 @@ class Units:
 
     def _stuck(self, key: Service, workload: Document, wanted: int, newest: str, units: Sequence[Unit]) -> str:
         """Why nothing moves, when nothing has for too long."""
-        now = self._clock()
+        now = self._clock.monotonic()
         state = (newest, wanted, len(units), sum(each.ready for each in units))
         place = (key, name_of(workload))
         if self._moved.get(place, (None, 0.0))[0] != state:

@@ -14,7 +14,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "traffic"))
 
-from support.serving import Serving, serving
 from split_planes import World, same, world_of
 
 from headrace.api.admin.describing import admin_table
@@ -23,6 +22,7 @@ from headrace.api.openapi.document import base_document, undescribed
 from headrace.api.v2.http import V2Http
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.serving import Serving, serving
 
 REQUEST = {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
 Ask = Any

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support.waiting import eventually_async
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "traffic"))
 
 from split_planes import World, failing, in_a_loop, same
@@ -144,9 +146,7 @@ async def test_what_one_finds_bad_all_roll_back(tmp_path: Path) -> None:
         except HeadraceError:
             failed += 1
     assert failed == 5
-    async with asyncio.timeout(30):
-        while first.world.of("2")["state"] != "rolled_back":
-            await asyncio.sleep(0.001)
+    await eventually_async(lambda: first.world.of("2")["state"] == "rolled_back")
     assert first.world.of("2")["reason"] == second.world.of("2")["reason"]
     assert {await first.world.ask() for _ in range(50)} == {"1"}
     # Counted where it was found, once.

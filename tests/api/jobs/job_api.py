@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from support.serving import Serving, serving
 
 from headrace.access.logins import Access, open_access
 from headrace.access.users import KeyHasher
@@ -34,6 +31,7 @@ from headrace.jobs.store.store import Store
 from headrace.telemetry.registry import Registry
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.serving import Serving, serving
 
 ORG = "acme"
 EXPERIMENT, JOB = "11111111-1111-4111-8111-111111111111", "22222222-2222-4222-8222-222222222222"
@@ -139,11 +137,6 @@ class Api:
         got = self.ask("POST", "/api/v1/login", {"ngc_key": self.keys[name], "ngc_org_name": org})
         assert got.status == 200, got.body
         return str(got.json["token"])
-
-    def until(self, condition: Any) -> None:
-        """Wait for something that is on its way; the test's own time-out is the limit."""
-        while not condition():
-            time.sleep(0.01)
 
 
 @contextmanager

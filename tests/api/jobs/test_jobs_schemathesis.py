@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schemathesis over the gateway's document: it has no accident and says what it does.
+"""The gateway's document, by schemathesis and by a few requests of our own: no accident, and only what the document says.
 
 Once with ids made up, and once with those of real records. As bearer a raw key, which a logout does not end.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 from job_api import ORG, Api, job_api
 
 from headrace.jobs.records import ExperimentWish, WorkspaceWish
+from support.conformance import disagreement, operations
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 SETTINGS = """
@@ -44,6 +47,27 @@ def real_names(api: Api, folder: Path) -> str:
     )
 
 
+@pytest.mark.parametrize("real", [False, True], ids=["ids made up", "ids of records"])
+def test_every_answer_is_described(api: Api, tmp_path: Path, real: bool, caplog: pytest.LogCaptureFixture) -> None:
+    document = api.ask("GET", "/openapi.json").json
+    names = tomllib.loads(real_names(api, tmp_path))["parameters"] if real else {"path.org": ORG}
+    found = []
+    for method, path, operation in operations(document):
+        target = re.sub(r"\{(\w+)\}", lambda part: _one(names.get(f"path.{part[1]}", str(uuid.uuid4()))), path)
+        for body in [b"", b"{}", b"[1]", b"nonsense"] if method in ("POST", "PUT", "PATCH") else [None]:
+            got = api.ask(method, target, body, api.keys["alice"])
+            text = disagreement(document, operation, got.status, got.fields.get("content-type", ""), got.body)
+            if text:
+                found.append(f"{method} {target} with {body!r}: {text}")
+    assert found == []
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
+def _one(names: str | list[str]) -> str:
+    return names if isinstance(names, str) else names[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("phases", ["examples,coverage", "examples,fuzzing"])
 def test_nothing_breaks_the_gateway(api: Api, tmp_path: Path, phases: str, caplog: pytest.LogCaptureFixture) -> None:
     settings = real_names(api, tmp_path) if "fuzzing" in phases else f'[parameters]\n"path.org" = "{ORG}"\n'

@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import ask, builtin_plane, config_of
 from scraped import QUIET, Scraped, metrics_of, scrape
-from support.serving import Serving, serving
 
 from headrace.api.metrics.collector import TURN_SECONDS
 from headrace.core.clock import SystemClock
@@ -25,6 +23,8 @@ from headrace.telemetry.exposition import Format
 from headrace.telemetry.registry import Registry
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.engines import ask, builtin_plane, config_of
+from support.serving import Serving, serving
 
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"

@@ -7,11 +7,10 @@ import gc
 import weakref
 from typing import Any
 
-from support.engines import config_of
-
 from headrace.api.metrics.ledger import KEPT_SECONDS, Ledger
 from headrace.core.clock import ManualClock
 from headrace.engine.statistics import VersionStatistics
+from support.engines import config_of
 
 
 class FakeVersion:

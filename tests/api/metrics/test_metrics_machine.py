@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-from support.engines import builtin_plane
 from scraped import metrics_of, scrape
 
 from headrace.api.metrics.gpus import Gpus, open_gpus
@@ -22,6 +21,8 @@ from headrace.api.metrics.machine import CpuMeter, process_samples
 from headrace.api.metrics.sampler import Sampler
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.telemetry.samples import Samples
+from support.engines import builtin_plane
+from support.waiting import eventually_async
 
 
 def values(metrics: list[Samples]) -> dict[str, Any]:
@@ -218,8 +219,11 @@ def test_the_sampler_looks_in_a_thread_of_its_own_and_a_scrape_waits_for_its_fir
             assert scraped("nv_cpu_memory_total_bytes") > scraped("nv_cpu_memory_used_bytes") > 0
             assert 0 <= scraped("nv_cpu_utilization") <= 1
             library.millijoules += 1000
-            while not (await scrape(metrics))("nv_energy_consumption"):
-                await asyncio.sleep(0.001)
+
+            async def energy() -> Any:
+                return (await scrape(metrics))("nv_energy_consumption")
+
+            await eventually_async(energy)
         finally:
             metrics.close()
         assert library.open == 0

@@ -12,20 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import (
-    Gate,
-    Recorder,
-    Streamed,
-    answers,
-    ask,
-    builtin_plane,
-    config_of,
-    counted,
-    ensemble,
-    serving_plane,
-    step,
-    submit,
-)
 from scraped import QUIET, metrics_of, scrape
 
 from headrace.api.metrics.http import Metrics
@@ -41,6 +27,20 @@ from headrace.engine.repository.settings import RepositorySettings
 from headrace.modelconfig.types import DynamicBatching, InputSpec, InstanceGroup, OutputSpec, QueuePolicy
 from headrace.telemetry.exposition import Format
 from headrace.telemetry.registry import Registry
+from support.engines import (
+    Gate,
+    Recorder,
+    Streamed,
+    answers,
+    ask,
+    builtin_plane,
+    config_of,
+    counted,
+    ensemble,
+    serving_plane,
+    step,
+    submit,
+)
 
 TRITON = {
     "nv_inference_request_success": "counter",

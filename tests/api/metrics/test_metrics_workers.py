@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import ask, builtin_plane
 from scraped import QUIET, Scraped, metrics_of, scrape
 
 from headrace.api.metrics.http import Metrics
@@ -23,6 +22,7 @@ from headrace.telemetry.exposition import Format, pieces
 from headrace.telemetry.merging import lasting, merge, pack, unpack
 from headrace.telemetry.registry import Registry
 from headrace.telemetry.samples import HistogramValue, Samples, SummaryValue, samples_of
+from support.engines import ask, builtin_plane
 
 
 def full_registry() -> Registry:

@@ -8,7 +8,6 @@ import json
 import socket
 import time
 from base64 import b64encode
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,7 @@ from headrace.core.generation import OutputFormat, Picture
 from headrace.media.reader import MediaReader
 from headrace.media.settings import MediaSettings
 from headrace.telemetry.registry import Registry
-
-
-def waited(condition: Callable[[], bool]) -> bool:
-    """Whether it came true, within ten seconds."""
-    until = time.monotonic() + 30
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.005)
-    return condition()
-
+from support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello"}
@@ -129,10 +120,11 @@ def test_media_that_cannot_be_read(wordy: Wordy) -> None:
     wrong = {"type": "image_url", "image_url": {"url": "data:nothing"}}
     waiting = {"type": "image_url", "image_url": {"url": "data:wait"}}
     message = {"role": "user", "content": [{"type": "text", "text": "x"}, waiting, wrong]}
+    before = wordy.colours.cancelled
     status, body, _ = wordy.ask(CHAT, {"model": "parrot", "messages": [message]})
     assert (status, body["error"]["param"]) == (400, "messages[0].content[2].image_url")
     assert "this is not an image" in body["error"]["message"]
-    assert wordy.colours.cancelled == 1  # the one that was still being read
+    assert wordy.colours.cancelled == before + 1  # the one that was still being read
     with wordy_served(OpenAiSettings(media_bytes=100)) as small:
         message = {"role": "user", "content": [IMAGE]}
         status, body, _ = small.ask(CHAT, {"model": "parrot", "messages": [message]})
@@ -183,20 +175,20 @@ def test_clients_that_leave_end_their_requests(wordy: Wordy, stream: bool) -> No
         for sock in socks:
             assert b"200 OK" in sock.recv(4096)
     else:
-        assert waited(lambda: wordy.parrot.running >= 20)
+        eventually(lambda: wordy.parrot.running >= 20)
     for sock in socks:
         sock.close()
-    assert waited(lambda: wordy.parrot.cancelled == before + 20)
-    assert waited(lambda: wordy.parrot.running == 0)
+    eventually(lambda: wordy.parrot.cancelled == before + 20)
+    eventually(lambda: wordy.parrot.running == 0)
 
 
 def test_a_client_that_leaves_while_its_media_are_read(wordy: Wordy) -> None:
     before, waiting, given = wordy.colours.cancelled, wordy.colours.waiting, len(wordy.parrot.given)
     message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:wait"}}]}
     sock = begun(wordy, CHAT, {"model": "parrot", "messages": [message]})
-    assert waited(lambda: wordy.colours.waiting == waiting + 1)
+    eventually(lambda: wordy.colours.waiting == waiting + 1)
     sock.close()
-    assert waited(lambda: wordy.colours.cancelled == before + 1)
+    eventually(lambda: wordy.colours.cancelled == before + 1)
     assert len(wordy.parrot.given) == given
 
 
@@ -206,7 +198,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         body = {"model": "parrot", "messages": [{"role": "user", "content": word}], "stream": True}
         sock = begun(server, CHAT, body)
         try:
-            assert waited(lambda: server.parrot.cancelled == 1)
+            eventually(lambda: server.parrot.cancelled == 1)
         finally:
             sock.close()
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.llm_models import tiny_llama
 from openai import AsyncOpenAI, OpenAI
-from support.serving import Serving, serving
 
 from headrace.api.openai.http import OpenAiHttp
 from headrace.api.v2.http import V2Http
@@ -20,6 +18,8 @@ from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.llm_models import tiny_llama
+from support.serving import Serving, serving
 
 CONFIG = """
 backend: "llm"

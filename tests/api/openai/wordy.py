@@ -19,8 +19,6 @@ from http.client import HTTPConnection
 from typing import Any
 
 import numpy as np
-from support.engines import config_of, plane_of
-from support.serving import Serving, serving
 
 from headrace.api.openai.http import OpenAiHttp
 from headrace.api.openai.settings import OpenAiSettings
@@ -34,6 +32,8 @@ from headrace.core.tensors import Tensor
 from headrace.modelconfig.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.engines import config_of, plane_of
+from support.serving import Serving, serving
 
 
 def text_tensor(*texts: str) -> Tensor:

@@ -15,9 +15,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from described_server import make_models
-from support.engines import config_of, plane_of
 from raw_asking import ask, routes_of
-from support.serving import Serving, serving
 
 from headrace.api.admin.describing import admin_table
 from headrace.api.metrics.settings import MetricsSettings
@@ -41,6 +39,8 @@ from headrace.telemetry.tracing import NO_TRACING
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
+from support.engines import config_of, plane_of
+from support.serving import Serving, serving
 
 ADDRESS = Address.parse("127.0.0.1:0")
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.engines import builtin_plane
 from raw_asking import Answer, ask
-from support.serving import Serving, serving
 
 from headrace.api.openapi.service import OpenApi
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.engines import builtin_plane
+from support.serving import Serving, serving
 
 
 async def _site() -> Site:

@@ -27,6 +27,9 @@ REAL_NAMES = """
 """
 
 
+pytestmark = pytest.mark.slow  # the same checks, for fewer requests: `tests/api/test_bad_input_corpus.py`
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DescribedServer]:
     folder = tmp_path_factory.mktemp("schemathesis")

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from predicting import torch_served
+
 from support.serving import Serving
 
 

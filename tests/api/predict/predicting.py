@@ -7,19 +7,21 @@ with predict_served([(config, function)], settings) as server: ...
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import math
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import torch
-from support.engines import plane_of
-from support.serving import Serving, serving
 
 from headrace.api.predict.grpc import PredictGrpc
 from headrace.api.predict.http import PredictHttp
@@ -33,6 +35,9 @@ from headrace.wire.grpc.reflection import ReflectionService
 from headrace.wire.grpc.services import Services
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.engines import Gate, plane_of
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 WEIGHTS = [[0.5, -0.25, 1.0, 0.0], [0.0, 0.75, -0.5, 2.0]]
 
@@ -88,6 +93,7 @@ def site_of(plane: DataPlane, settings: PredictSettings | None = None, **more: A
     ReflectionService(services, [predict_schema()]).add_to(services)
     site = Site(routes, services=services)
     site.calls = calls  # type: ignore[attr-defined]
+    site.deadlines = (predict._asking.deadlines, calls.asking.deadlines)  # type: ignore[attr-defined]
     return site
 
 
@@ -130,6 +136,29 @@ def predict_served(
     with serving(site) as running:
         yield running
         running.call(retire)
+
+
+@contextmanager
+def timing_out(server: Serving, gate: Gate, waiting: int = 1) -> Iterator[None]:
+    """While a request is made: when the model computes it and so many wait for an answer, their time is over."""
+    deadlines = server.site.deadlines  # type: ignore[attr-defined]
+    in_the_future = SimpleNamespace(time=lambda: math.inf)
+
+    def end() -> None:
+        asyncio.run(gate.entered())
+        eventually(lambda: sum(len(each._waiting) for each in deadlines) == waiting)
+        server.call(lambda: [each._sweep(in_the_future) for each in deadlines])
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    yield
+    thread.join()
+
+
+def streams_of(server: Serving) -> list[Any]:
+    """What serves each open WebSocket of `/predict/stream`."""
+    callbacks = [getattr(connection, "on_message", None) for connection in list(server.site.connections)]
+    return [callback.__self__ for callback in callbacks if callback is not None]  # type: ignore[attr-defined]
 
 
 def ask(

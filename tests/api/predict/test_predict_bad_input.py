@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import config_of
 from predicting import ask, ask_raw, predict_served
-from support.serving import Serving
 
 from headrace.api.predict.settings import InputChecks, PredictSettings
 from headrace.core.dtypes import BOOL, BYTES, FP16, FP32, INT8, INT32
 from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from support.engines import config_of
+from support.serving import Serving
 
 ROW = [1.0, 2.0, 3.0, 4.0]
 

@@ -12,11 +12,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from support.engines import Gate, config_of
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from grpc_tools import protoc
-from predicting import Calls, calls_to, predict_served
-from support.serving import Serving
+from predicting import Calls, calls_to, predict_served, timing_out
 
 from headrace.api.predict.grpc_codec import PredictCodec
 from headrace.api.predict.schema import predict_schema
@@ -25,6 +22,9 @@ from headrace.core.dtypes import BF16, BOOL, BYTES, FP16, FP32, FP64, INT8, INT3
 from headrace.core.errors import InvalidArgument
 from headrace.core.tensors import Tensor
 from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from support.engines import Gate, config_of
+from support.serving import Serving
+from support.waiting import eventually
 
 WAIT = 30
 
@@ -173,11 +173,11 @@ def test_what_is_written_protobuf_reads(count: int) -> None:
 
 
 def test_the_schema_is_the_seeds(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from support.seed_stubs import SEEDS_PROTO  # the one text of it
+    from support.seed_stubs import SEEDS_PROTO, run_protoc  # the one text of it
 
     folder = tmp_path_factory.mktemp("seed")
     (folder / "seed.proto").write_text(SEEDS_PROTO)
-    assert protoc.main(["protoc", f"-I{folder}", f"--descriptor_set_out={folder / 'set'}", "seed.proto"]) == 0
+    run_protoc(f"-I{folder}", f"--descriptor_set_out={folder / 'set'}", "seed.proto")
     from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
     (seed,) = FileDescriptorSet.FromString((folder / "set").read_bytes()).file
@@ -217,11 +217,11 @@ def slow() -> tuple[Any, Gate]:
 
 def test_a_call_that_takes_too_long_is_told() -> None:
     model, gate = slow()
-    with predict_served([model], PredictSettings(timeout_seconds=3)) as server, calls_to(server) as calls:
-        with pytest.raises(grpc.RpcError) as failed:
+    with predict_served([model], PredictSettings(timeout_seconds=60)) as server, calls_to(server) as calls:
+        with timing_out(server, gate), pytest.raises(grpc.RpcError) as failed:
             predict(calls, [1.0, 2.0])
         assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "no prediction within 3 seconds" in failed.value.details()
+        assert "no prediction within 60 seconds" in failed.value.details()
         gate.let(2)
         assert list(predict(calls, [3.0, 4.0]).predictions) == [3.0, 4.0]
 
@@ -235,13 +235,9 @@ def test_a_cancelled_stream_gives_up_its_questions() -> None:
             asked.put(calls.request(inputs=[number, 0]))
         asyncio.run(gate.entered())
         plane = server.site.plane  # type: ignore[attr-defined]
-
-        async def until(settled: int) -> None:
-            while plane.find("slow").statistics.settled != settled:
-                await asyncio.sleep(0.005)
-
+        eventually(lambda: server.call(lambda: plane.find("slow").waiting) == 2)
         stream.cancel()
-        server.call(until, 3)
+        eventually(lambda: server.call(lambda: plane.find("slow").statistics.settled) == 3)
         asked.put(None)
         gate.let(2)
         assert list(predict(calls, [7.0, 0.0]).predictions) == [7.0, 0.0]
@@ -258,8 +254,7 @@ def test_a_client_that_does_not_stop_sending_is_held_back(monkeypatch: pytest.Mo
         stream = calls.predict_stream(rows)
         asyncio.run(gate.entered())
         plane = server.site.plane  # type: ignore[attr-defined]
-        while server.call(lambda: plane.find("slow").waiting) < 63:
-            server.call(asyncio.sleep, 0.01)
+        eventually(lambda: server.call(lambda: plane.find("slow").waiting) >= 63)
         server.call(asyncio.sleep, 0.1)
         assert server.call(lambda: plane.find("slow").waiting) == 63
         stream.cancel()

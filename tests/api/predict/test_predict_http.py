@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Gate, Recorder, config_of
-from predicting import Repeats, ask, ask_raw, predict_served
-from support.serving import Serving
+from predicting import Repeats, ask, ask_raw, predict_served, timing_out
 
 from headrace.api.predict.settings import PredictSettings
 from headrace.core.dtypes import BF16, BOOL, BYTES, FP32, FP64, INT64
 from headrace.core.messages import InferRequest
 from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from support.engines import Gate, Recorder, config_of
+from support.serving import Serving
+from support.waiting import eventually
 
 
 def config(name: str, dtype: Any, dims: Any, out: Any = None, **more: Any) -> Any:
@@ -192,16 +193,19 @@ def slow_model() -> tuple[Any, Gate]:
 
 def test_timeout_handling_frees_the_queue() -> None:
     model, gate = slow_model()
-    with predict_served([model], PredictSettings(timeout_seconds=3)) as server:
+    with predict_served([model], PredictSettings(timeout_seconds=60)) as server:
         # The second waits in the queue, behind the first that is computed: both are told, the queue is empty then.
         bodies = [json.dumps({"inputs": [float(number)]}).encode() for number in range(2)]
         sockets = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in bodies]
-        for one, body in zip(sockets, bodies, strict=True):
-            one.sendall(b"POST /predict HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        with timing_out(server, gate, waiting=2):
+            head = b"POST /predict HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+            sockets[0].sendall(head % len(bodies[0]) + bodies[0])
+            eventually(lambda: server.site.deadlines[0]._waiting)  # type: ignore[attr-defined]
+            sockets[1].sendall(head % len(bodies[1]) + bodies[1])
         for one in sockets:
             answer = one.recv(65536)
             assert answer.startswith(b"HTTP/1.1 504 ")
-            assert b"no prediction within 3 seconds: try again later" in answer
+            assert b"no prediction within 60 seconds: try again later" in answer
             one.close()
         gate.let()
         gate.let()
@@ -211,8 +215,9 @@ def test_timeout_handling_frees_the_queue() -> None:
 
 def test_a_batch_of_parts_times_out_as_a_whole() -> None:
     model, gate = slow_model()
-    with predict_served([model], PredictSettings(timeout_seconds=3)) as server:
-        status, _ = ask(server, body={"batch": [[1.0], [2.0], [3.0]]})
+    with predict_served([model], PredictSettings(timeout_seconds=60)) as server:
+        with timing_out(server, gate):
+            status, _ = ask(server, body={"batch": [[1.0], [2.0], [3.0]]})
         assert status == 504
         gate.let(2)
         assert ask(server, body={"inputs": [7.0]})[0] == 200
@@ -228,19 +233,9 @@ def test_a_client_that_goes_away_leaves_the_queue() -> None:
         sockets[1].sendall(b'POST /predict HTTP/1.1\r\nhost: x\r\ncontent-length: 15\r\n\r\n{"inputs": [1]}')
         plane = server.site.plane  # type: ignore[attr-defined]
 
-        async def until(waiting: int) -> None:
-            while plane.find("slow").waiting != waiting:
-                await asyncio.sleep(0.005)
-
-        server.call(until, 1)
+        eventually(lambda: server.call(lambda: plane.find("slow").waiting) == 1)
         sockets[1].close()
-        statistics = server.call(lambda: plane.find("slow").statistics)
-
-        async def settled() -> None:
-            while statistics.settled != 1:
-                await asyncio.sleep(0.005)
-
-        server.call(settled)
+        eventually(lambda: server.call(lambda: plane.find("slow").statistics.settled) == 1)
         gate.let(2)
         assert sockets[0].recv(65536).startswith(b"HTTP/1.1 200")
         sockets[0].close()

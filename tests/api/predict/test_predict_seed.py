@@ -11,17 +11,17 @@ import json
 import urllib.error
 import urllib.request
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import grpc
 import pytest
-from predicting import ask, expected, predict_served, torch_served
-from support.seed_stubs import seed_stubs
-from support.serving import Serving
+from predicting import ask, expected, predict_served, streams_of, torch_served
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from headrace.api.predict.settings import PredictSettings, StreamSettings
+from support.seed_stubs import seed_stubs
+from support.serving import Serving
 
 
 def test_fastapi_inference_server_predict(production: Serving) -> None:
@@ -163,14 +163,13 @@ def test_example_4_streaming_inference_missing_inputs(production: Serving) -> No
         assert "predictions" in json.loads(socket.recv(timeout=30))
 
 
-def test_example_4_streaming_inference_timeout(tmp_path: Path) -> None:
-    settings = PredictSettings(stream=StreamSettings(idle_seconds=1.0))
-    with (
-        torch_served(tmp_path, {1: 1.0}, settings) as server,
-        connect(f"ws://127.0.0.1:{server.port}/predict/stream") as socket,
-    ):
+def test_example_4_streaming_inference_timeout(production: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connect(f"ws://127.0.0.1:{production.port}/predict/stream") as socket:
         socket.send(json.dumps({"inputs": [1.0, 2.0, 3.0, 4.0]}))
         assert "predictions" in json.loads(socket.recv(timeout=30))
+        # The seed's 60 seconds pass.
+        monkeypatch.setattr("headrace.api.predict.websocket.perf_counter", lambda: perf_counter() + 60)
+        production.call(lambda: [stream._look() for stream in streams_of(production)])
         with pytest.raises(ConnectionClosed) as closed:
             socket.recv(timeout=30)
     assert closed.value.rcvd is not None

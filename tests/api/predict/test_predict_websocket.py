@@ -8,20 +8,22 @@ import contextlib
 import json
 import logging
 import struct
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Gate, config_of
-from predicting import Repeats, predict_served
-from support.serving import Serving
+from predicting import Repeats, predict_served, streams_of, timing_out
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from headrace.api.predict import lanes, pacing
+from headrace.api.predict import lanes, pacing, websocket
 from headrace.api.predict.settings import InputChecks, PredictSettings, StreamSettings
 from headrace.core.dtypes import BYTES, FP32, INT32
 from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from support.engines import Gate, config_of
+from support.serving import Serving
+from support.waiting import eventually_async
 
 WAIT = 30
 
@@ -184,8 +186,9 @@ def test_a_decoupled_model_answers_several_times(empty_last: bool) -> None:
 def test_a_timeout_is_a_message() -> None:
     gate = Gate()
     slow = config(instance_groups=(InstanceGroup("m", runs="thread"),), max_batch_size=1, scheduling=None)
-    with predict_served([(slow, gate)], PredictSettings(timeout_seconds=3)) as server, opened(server) as socket:
-        assert "no prediction within 3 seconds" in tell(socket, {"inputs": [1, 2]})["error"]
+    with predict_served([(slow, gate)], PredictSettings(timeout_seconds=60)) as server, opened(server) as socket:
+        with timing_out(server, gate):
+            assert "no prediction within 60 seconds" in tell(socket, {"inputs": [1, 2]})["error"]
         gate.let(2)
         assert tell(socket, {"inputs": [1, 2]})["predictions"] == [1, 2]
 
@@ -229,8 +232,12 @@ def test_who_does_not_read_is_held_back() -> None:
         computed.extend([1] * len(inputs["INPUT0"]))  # it may be several at once
         return {"OUTPUT0": inputs["INPUT0"]}
 
-    async def main(port: int) -> int:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    def held_back(connection: Any) -> bool:
+        """Its answers are not read, and so no more of its questions are."""
+        return bool(getattr(connection, "_write_paused", False) and getattr(connection, "_paused", False))
+
+    async def main(server: Serving) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(
             b"GET /predict/stream HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
             b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
@@ -239,10 +246,7 @@ def test_who_does_not_read_is_held_back() -> None:
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         frame = b"\x82\xff" + struct.pack(">Q", len(given)) + b"\0\0\0\0" + given
         sender = asyncio.create_task(_send_all(writer, frame, count))
-        before = -1
-        while before != len(computed) or not before:  # until nothing moves any more
-            before = len(computed)
-            await asyncio.sleep(0.5)
+        await eventually_async(lambda: all(map(held_back, server.site.connections)))
         held_at = len(computed)
         reader._transport.resume_reading()  # type: ignore[attr-defined]
         left = count * (len(given) + 10)
@@ -255,7 +259,7 @@ def test_who_does_not_read_is_held_back() -> None:
         return held_at
 
     with predict_served([(config(dims=(-1,)), note)], settings) as server:
-        held_at = asyncio.run(main(server.port))
+        held_at = asyncio.run(main(server))
     assert held_at < count / 2
     assert len(computed) == count
 
@@ -302,14 +306,34 @@ def test_a_draining_server_says_1001() -> None:
         assert close_of(socket)[0] == 1001
 
 
-def test_a_client_that_waits_for_us_is_not_idle() -> None:
+def test_a_client_that_waits_for_us_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     slow = config(instance_groups=(InstanceGroup("m", runs="thread"),), max_batch_size=1, scheduling=None)
-    settings = PredictSettings(stream=StreamSettings(idle_seconds=1.0))
+    settings = PredictSettings(stream=StreamSettings(idle_seconds=600.0))
+    passed = 0.0
+    monkeypatch.setattr(websocket, "perf_counter", lambda: perf_counter() + passed)
+
+    def look(seconds: float) -> None:
+        """Time passes, and the stream's timer rings."""
+        nonlocal passed
+        passed += seconds
+        (stream,) = streams_of(server)
+        server.call(stream._look)
+
     with predict_served([(slow, gate)], settings) as server, opened(server) as socket:
         socket.send(json.dumps({"inputs": [1, 2]}))
-        with pytest.raises(TimeoutError):
-            socket.recv(timeout=1.5)
+        asyncio.run(gate.entered())
+        look(1000.0)
         gate.let()
         assert json.loads(socket.recv(timeout=WAIT))["predictions"] == [1, 2]
+        look(500.0)
+        gate.let()
+        assert tell(socket, {"inputs": [3, 4]})["predictions"] == [3, 4]
+        look(1000.0)
+        assert close_of(socket) == (1000, "Timeout")
+
+
+def test_an_idle_client_is_closed_by_the_stream_s_own_timer() -> None:
+    settings = PredictSettings(stream=StreamSettings(idle_seconds=0.05))
+    with predict_served([(config(), same)], settings) as server, opened(server) as socket:
         assert close_of(socket) == (1000, "Timeout")

@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from support.serving import Serving, serving
 from trtis import LABELS, TrtisSite, ask, make_repository
 
 from headrace.api.v1.schema import SERVICE, message_class
 from headrace.api.v1.shared_memory import control
+from support.serving import Serving, serving
 
 Method = Callable[..., Any]
 FOUR = np.arange(4, dtype=np.int32).tobytes()

@@ -13,11 +13,11 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.serving import Serving
 from trtis import LABELS, Answer, TrtisSite, ask, infer
 
 from headrace.api.v1.headers import header_from_bytes, header_from_text
 from headrace.api.v1.schema import message_class
+from support.serving import Serving
 
 PAIR = np.arange(16, dtype=np.int32).tobytes()
 """Two rows of A, then two of B."""

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from support.serving import Serving
 
 COMMAND = shlex.split(os.environ.get("TENSORRTSERVER_PYTHON", ""))

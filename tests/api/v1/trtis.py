@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
-from support.serving import Serving
 
 from headrace.api.shared_memory.regions import SharedMemory
 from headrace.api.v1.accounts import V1Accounts, V1Settings
@@ -21,6 +20,7 @@ from headrace.engine.repository.settings import RepositorySettings
 from headrace.wire.grpc.services import Services
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.serving import Serving
 
 MODELS = {
     # The seed's example, with a tenth of its size.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+
 from support.engines import builtin_plane
 from support.serving import Serving, serving
 

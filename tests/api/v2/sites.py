@@ -14,9 +14,6 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from support.engines import plane_of
-from support.serving import Serving, serving
-
 from headrace.api.v2.grpc import V2Grpc
 from headrace.api.v2.http import V2Http
 from headrace.api.v2.settings import V2Settings
@@ -28,6 +25,8 @@ from headrace.telemetry.tracing import NO_TRACING, Tracer
 from headrace.wire.grpc.services import Services
 from headrace.wire.http.routes import Routes
 from headrace.wire.site import Site
+from support.engines import plane_of
+from support.serving import Serving, serving
 
 
 def site_of(plane: DataPlane, settings: V2Settings | None = None, tracer: Tracer = NO_TRACING) -> Site:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import Serving
 from sites import ask, models_served, write_model
+
+from support.serving import Serving
 
 IDENTITY = """
 backend: "identity"

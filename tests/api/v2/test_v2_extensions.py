@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from support.engines import config_of
-from support.serving import Serving
 from sites import ask, functions_served, models_served, write_model
 from tensors import SPECIAL, same
 from tritonclient.utils import InferenceServerException
@@ -25,6 +23,8 @@ from headrace.core.dtypes import FP32
 from headrace.core.errors import FailedPrecondition
 from headrace.core.tensors import Tensor
 from headrace.modelconfig.types import InputSpec, OutputSpec
+from support.engines import config_of
+from support.serving import Serving
 
 IDENTITY = """
 backend: "identity"

@@ -21,10 +21,11 @@ import tritonclient.grpc
 import tritonclient.grpc.aio
 import tritonclient.http
 import tritonclient.http.aio
-from support.serving import Serving
 from sites import models_served, write_model
 from tensors import ARRAYS, same
 from tritonclient.utils import InferenceServerException
+
+from support.serving import Serving
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 IDENTITY = """

@@ -6,7 +6,6 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ import pytest
 import tritonclient.http
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.serving import Serving
 from sites import ask, models_served, write_model
 
 from headrace.api.v2.settings import V2Settings
+from support.serving import Serving
+from support.waiting import eventually
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "models"
 CONFIG = """
@@ -227,13 +227,6 @@ def settled(server: Serving, model: str) -> int:
         return int(stats["success"]["count"] + stats["fail"]["count"])
 
 
-def until_settled(server: Serving, model: str, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while settled(server, model) != count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_client_that_goes_away_cancels_its_request(server: Serving) -> None:
     before = settled(server, "repeat")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
@@ -243,7 +236,7 @@ def test_a_client_that_goes_away_cancels_its_request(server: Serving) -> None:
     assert answer.read(6) == b"data: "
     answer.close()
     connection.close()
-    until_settled(server, "repeat", before + 1)
+    eventually(lambda: settled(server, "repeat") == before + 1)
 
 
 def test_a_client_that_does_not_read_is_cut_off(server: Serving) -> None:
@@ -251,7 +244,7 @@ def test_a_client_that_does_not_read_is_cut_off(server: Serving) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.request("POST", "/v2/models/words/generate_stream", json.dumps({"PROMPT": "big " * 200}))
     answer = connection.getresponse()
-    until_settled(server, "words", before + 1)
+    eventually(lambda: settled(server, "words") == before + 1)
     with pytest.raises((http.client.HTTPException, OSError)):
         while answer.read(1 << 20):
             pass

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.serving import Serving
 from tritonclient.grpc import service_pb2
+
+from support.serving import Serving
 
 CODE = grpc.StatusCode
 PADDING = b"\xc2\x3e\xa8\x46" + bytes(9000)

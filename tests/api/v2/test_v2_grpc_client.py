@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc as client
 import tritonclient.grpc.aio
-from support.serving import Serving
 from tensors import ARRAYS, SPECIAL, Array, same
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
+
+from support.serving import Serving
 
 MB = 1_000_000
 

@@ -15,9 +15,10 @@ import tritonclient.grpc
 import tritonclient.grpc.aio
 import tritonclient.http
 import tritonclient.http.aio
-from support.serving import Serving
 from sites import models_served, write_model
 from tritonclient.utils import InferenceServerException
+
+from support.serving import Serving
 
 CONFIG = """
 backend: "identity"

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import tritonclient.http as client
 import tritonclient.http.aio
-from support.serving import Serving
 from tensors import ARRAYS, SPECIAL, Array, same
 from tritonclient.utils import InferenceServerException
+
+from support.serving import Serving
 
 MB = 1_000_000
 

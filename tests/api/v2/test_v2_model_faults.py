@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from support.engines import config_of, plane_of
-from support.serving import Serving, serving
 from tritonclient.utils import InferenceServerException
 
 from headrace.apps.server import ServerSettings, build_site
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
+from support.engines import config_of, plane_of
+from support.serving import Serving, serving
 
 
 def raises(_: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.http
-from support.serving import Serving, serving
 from tritonclient.utils import InferenceServerException
 
 from headrace.apps.server import ServerSettings, build_site
@@ -21,6 +20,7 @@ from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
+from support.serving import Serving, serving
 
 CONFIG = """
 backend: "identity"

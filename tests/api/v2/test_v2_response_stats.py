@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc
-from support.serving import Serving
 from sites import ask, models_served
+
+from support.serving import Serving
 
 REPEAT = Path(__file__).parents[3] / "examples" / "models" / "repeat"
 PARTS = {"compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"}

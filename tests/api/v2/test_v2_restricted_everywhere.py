@@ -9,13 +9,13 @@ from contextlib import contextmanager, suppress
 
 import grpc
 import pytest
-from support.engines import config_of
-from support.serving import Serving
 from sites import ask, functions_served
 
 from headrace.api.v2.restrictions import APIS, Restriction
 from headrace.api.v2.schema import SERVICE
 from headrace.api.v2.settings import V2Settings
+from support.engines import config_of
+from support.serving import Serving
 
 ALL = (Restriction.parse(f"{','.join(APIS)}:x-key=secret"),)
 RIGHT_CALL = (("triton-grpc-protocol-x-key", "secret"),)

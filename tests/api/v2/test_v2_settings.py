@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from support.engines import config_of
-from support.serving import Serving
 from sites import ask, functions_served
 from tritonclient.utils import InferenceServerException
 
 from headrace.api.v2.settings import TraceDefaults, V2Settings
 from headrace.telemetry import logs
+from support.engines import config_of
+from support.serving import Serving
 
 MODELS = [(config_of(name), lambda inputs: {"OUTPUT0": inputs["INPUT0"]}) for name in ("one", "two")]
 

@@ -19,14 +19,14 @@ import tritonclient.grpc.aio
 import tritonclient.http
 import tritonclient.http.aio
 import tritonclient.utils.shared_memory as shm
-from support.engines import config_of
-from support.serving import Serving
 from sites import ask, functions_served
 from tensors import ARRAYS
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 from headrace.api.v2.settings import V2Settings
 from headrace.modelconfig.types import InputSpec, OutputSpec
+from support.engines import config_of
+from support.serving import Serving
 
 RESERVED = "triton_python_backend_shm_region_"
 TWO = config_of(

@@ -7,8 +7,7 @@ import asyncio
 import queue
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.grpc.aio
-from support.engines import Gate, config_of, plane_of
-from support.serving import Serving, serving
 from sites import functions_served, models_served, write_model
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
@@ -29,6 +26,9 @@ from headrace.api.v2.settings import V2Settings
 from headrace.modelconfig.types import InstanceGroup
 from headrace.wire.grpc.services import Services
 from headrace.wire.site import Site
+from support.engines import Gate, config_of, plane_of
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "models"
 FLOOD_CONFIG = """
@@ -248,13 +248,6 @@ def settled(server: Serving, model: str) -> int:
         return int(stats.success.count + stats.fail.count)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_cancelling_a_stream_cancels_its_requests(server: Serving, stub: Any) -> None:
     before = settled(server, "repeat")
     request = raw_request("repeat", "IN", ints(*range(10_000)))
@@ -263,7 +256,7 @@ def test_cancelling_a_stream_cancels_its_requests(server: Serving, stub: Any) ->
     call = stub.ModelStreamInfer(requests_of(request), timeout=60)
     next(call)
     call.cancel()
-    until(lambda: settled(server, "repeat") == before + 1)
+    eventually(lambda: settled(server, "repeat") == before + 1)
 
 
 def test_a_client_that_does_not_read_is_broken_off(server: Serving, stub: Any) -> None:
@@ -275,7 +268,7 @@ def test_a_client_that_does_not_read_is_broken_off(server: Serving, stub: Any) -
         for _ in call:
             got += 1
             if got == 1:
-                until(lambda: settled(server, "flood") == before + 1)
+                eventually(lambda: settled(server, "flood") == before + 1)
     assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "not read" in failure.value.details() and got < 200
 
@@ -301,7 +294,7 @@ def test_answers_of_plain_models_keep_the_order_of_their_requests() -> None:
         stream.send("quick", "INPUT0", ints(2).reshape(1, 1), request_id="2")
         running.call(gate.entered)
         with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{running.port}") as client:
-            until(lambda: client.get_inference_statistics("quick").model_stats[0].inference_count == 1)
+            eventually(lambda: client.get_inference_statistics("quick").model_stats[0].inference_count == 1)
         assert stream.answers.empty()
         gate.let()
         assert [stream.response().id for _ in range(2)] == ["1", "2"]
@@ -336,7 +329,7 @@ def test_an_answer_that_cannot_be_written_ends_its_request(server: Serving, stub
     assert first.infer_response.id == "t" and "class result not available" in first.error_message
     assert next(call).infer_response.outputs[0].datatype == "BYTES"
     call.cancel()
-    until(lambda: settled(server, "repeat") == before + 1)
+    eventually(lambda: settled(server, "repeat") == before + 1)
 
 
 def test_a_server_that_stops_ends_its_streams_when_all_is_answered() -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from support.engines import Asked, config_of, serving_plane
 
 from headrace.api.v2.tracing import infer_traced
 from headrace.core.dtypes import FP32
@@ -18,6 +17,7 @@ from headrace.core.tensors import Tensor
 from headrace.modelconfig.types import DynamicBatching, InputSpec, OutputSpec
 from headrace.telemetry.tracing import Tracer
 from headrace.wire.http.heads import RequestHead
+from support.engines import Asked, config_of, serving_plane
 
 
 class RecordedSpan:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.llm_models import tiny_llama
 from safetensors.torch import load_file, save_file
 
 from headrace.backends.llm.adapters.layers import Adapters
@@ -23,6 +22,7 @@ from headrace.backends.llm.running.loading import open_runner
 from headrace.backends.llm.scheduling.sequences import Sequence
 from headrace.backends.llm.settings import LlmSettings
 from headrace.core.errors import FailedPrecondition, NotFound, Unimplemented
+from support.llm_models import tiny_llama
 
 TOKENS = 8
 PROMPTS = {

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.llm_models import tiny_llama, tiny_tokenizer
 from safetensors.torch import save_file
 
 from headrace.backends.contract import Placement
@@ -22,6 +21,7 @@ from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemen
 from headrace.modelconfig.schema import new_config
 from headrace.modelconfig.typed import typed_config
 from headrace.modelconfig.types import ModelConfig
+from support.llm_models import tiny_llama, tiny_tokenizer
 
 TEXTS = [
     "a mill grinds corn",

@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from support import llm_models
 import numpy as np
 import pytest
 import torch
@@ -33,6 +32,7 @@ from headrace.core.tensors import Tensor
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.modelconfig.types import ModelConfig, OutputSpec
 from headrace.telemetry.registry import Registry
+from support import llm_models
 
 PROMPTS = [("the quick brown fox jumps over Grüße " * 3)[number : 3 + 5 * number] for number in range(20)]
 NEW = 12

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.llm_models import tiny_llama, tiny_mistral
 
 from headrace.backends.llm.running import cuda_attention, cuda_graphs, graphs
 from headrace.backends.llm.running.attention import PagedAttention
@@ -22,6 +21,7 @@ from headrace.backends.llm.running.kv_cache import KVCache
 from headrace.backends.llm.scheduling.pages import PagePool
 from headrace.backends.llm.scheduling.scheduler import Scheduler
 from headrace.backends.llm.scheduling.sequences import Sequence
+from support.llm_models import tiny_llama, tiny_mistral
 
 PAGE, SEATS, LENGTH = 8, 5, 160
 
@@ -160,13 +160,14 @@ def mixture(count: int = 14) -> list[tuple[list[int], int]]:
     return [(prompt, random.randrange(1, 30)) for prompt in prompts]
 
 
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("greedy", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_steps_of_graphs_generate_what_transformers_does(no_device: None, tmp_path: Path, greedy: bool) -> None:
     theirs, runner = opened(tiny_llama(tmp_path / "llama"))
     requests = mixture()
     assert generated(runner, requests, greedy=greedy) == [wanted(theirs, *request) for request in requests]
 
 
+@pytest.mark.slow  # quick: test_more_changes_of_pages_than_a_step_carries; without graphs, test_llm_running.py
 def test_a_window_and_few_pages(no_device: None, tmp_path: Path) -> None:
     """Sequences give way to others here, and come back to other seats and pages."""
     theirs, runner = opened(tiny_mistral(tmp_path / "mistral", sliding_window=12), pages=24, step_tokens=32)

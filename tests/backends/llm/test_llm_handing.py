@@ -19,11 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from support import llm_models
 import pytest
 import torch
 from llm_instances import Caller, Served, runs, served
-from support.ports import free_port
 
 from headrace.backends.llm.handing import jobs, keeping
 from headrace.backends.llm.handing.giving import (
@@ -42,6 +40,8 @@ from headrace.backends.llm.handing.taking import NotTaken, take
 from headrace.core.errors import FailedPrecondition
 from headrace.core.generation import Generation, OutputFormat, Sampling
 from headrace.core.handing import HandingSettings, Offer
+from support import llm_models
+from support.ports import free_port
 
 PREFILL = HandingSettings("prefill", b"k" * 32)
 DECODE = HandingSettings("decode", b"k" * 32)
@@ -112,6 +112,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow  # quick: test_stops_streams_and_grammars_too
 @runs
 async def test_every_way_of_sampling_gives_what_one_instance_gives() -> None:
     async with served() as alone, apart() as (prefill, decode):
@@ -147,7 +148,13 @@ async def test_stops_streams_and_grammars_too() -> None:
         assert fallbacks(decode) == {}
 
 
-@pytest.mark.parametrize("kind", [llm_models.tiny_mistral, llm_models.tiny_gemma3, llm_models.tiny_qwen2])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        llm_models.tiny_gemma3,
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (llm_models.tiny_mistral, llm_models.tiny_qwen2)),
+    ],
+)
 def test_other_models(kind: Any, tmp_path: Path) -> None:
     async def asking() -> None:
         folder = kind(tmp_path / "model" / "1")
@@ -189,6 +196,7 @@ async def test_a_decoder_without_a_prefix_cache_takes_pages_too() -> None:
         assert ways(decode) == {"shared_memory": 2}
 
 
+@pytest.mark.slow  # quick: test_pages_that_cannot_be_used_are_computed; on one instance, test_llm_engine.py
 @runs
 async def test_many_at_once_in_a_small_cache() -> None:
     # A token takes 512 bytes: 20 pages of 4 tokens, so that sequences have to give way.

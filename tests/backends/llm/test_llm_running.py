@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from support import llm_models
 import pytest
 import torch
 import transformers
@@ -24,6 +23,7 @@ from headrace.backends.llm.scheduling.scheduler import Scheduler
 from headrace.backends.llm.scheduling.sequences import Sequence
 from headrace.backends.llm.settings import LlmSettings
 from headrace.core.errors import FailedPrecondition
+from support import llm_models
 
 CPU = torch.device("cpu")
 EOS = 1

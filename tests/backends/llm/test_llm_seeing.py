@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from llm_instances import served as instance_of
-from support.llm_models import tiny_tokenizer
 
 from headrace.backends.contract import ModelFiles, Placement
 from headrace.backends.llm.adapters.loading import read_adapters
@@ -34,6 +33,7 @@ from headrace.core.handing import HandingSettings
 from headrace.modelconfig.schema import new_config
 from headrace.modelconfig.typed import typed_config
 from headrace.telemetry.registry import Registry
+from support.llm_models import tiny_tokenizer
 
 TOKENS = 10
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<image>")
@@ -232,9 +232,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 QWENS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+QWEN_PARAMS = ("Qwen2VL", pytest.param("Qwen2_5_VL", marks=pytest.mark.slow), "Qwen3VL")
 
 
-@pytest.mark.parametrize("kind", [*QWENS, "Llava"])
+@pytest.mark.parametrize("kind", [*QWEN_PARAMS, "Llava"])
 def test_a_prompt_with_pictures_gets_what_transformers_generates(made: Any, kind: str) -> None:
     seer = made(kind)
     one, two = asking(picture(1)), asking(picture(1), picture(2, 32, 16))
@@ -243,7 +244,7 @@ def test_a_prompt_with_pictures_gets_what_transformers_generates(made: Any, kind
     assert seer.expected(one) != seer.expected(asking(picture(3))), "the picture changes nothing"
 
 
-@pytest.mark.parametrize("kind", QWENS)
+@pytest.mark.parametrize("kind", QWEN_PARAMS)
 def test_a_prompt_with_a_clip(made: Any, kind: str) -> None:
     seer = made(kind)
     alone, beside = asking(clip(1)), asking(clip(2, 2), picture(1), clip(3, 4, 16, 32))
@@ -252,7 +253,7 @@ def test_a_prompt_with_a_clip(made: Any, kind: str) -> None:
     assert seer.expected(alone) != seer.expected(asking(clip(9))), "the clip changes nothing"
 
 
-@pytest.mark.parametrize("kind", [*QWENS, "Llava"])
+@pytest.mark.parametrize("kind", [*QWEN_PARAMS, "Llava"])
 @pytest.mark.parametrize("chunk", [8, 512])
 def test_together_with_texts_and_in_chunks(made: Any, kind: str, chunk: int) -> None:
     seer = made(kind)
@@ -455,7 +456,7 @@ def test_through_the_backend(made: Any) -> None:
     assert "do not write the model's placeholder tokens into texts" in refused[0][0].message
 
 
-@pytest.mark.parametrize("kind", ["Qwen2VL", "Llava"])
+@pytest.mark.parametrize("kind", ["Qwen2VL", pytest.param("Llava", marks=pytest.mark.slow)])
 def test_pages_of_a_prompt_with_pictures_are_handed_over(made: Any, kind: str) -> None:
     """And those of another picture are not taken for them."""
     folder, key = made(kind).folder, b"k" * 32

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.llm_models import CHAT_TEMPLATE, tiny_tokenizer
 from llm_tokenizers import TABLED, tokenizer
 
 from headrace.backends.llm.text.tokenizer import Tokenizer
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from support.llm_models import CHAT_TEMPLATE, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

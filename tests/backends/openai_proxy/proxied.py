@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.generation import Generation, GenerationRequest
 from headrace.core.messages import InferRequest
 from headrace.engine.scheduling.pending import Pending
+from support.waiting import eventually
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 WAIT = 90.0
@@ -153,7 +153,7 @@ def fake_engine(port: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """The fake, started by the test and not by the server."""
     process = subprocess.Popen([sys.executable, str(FAKE), "--port", str(port), *options], stdout=subprocess.DEVNULL)
     try:
-        eventually(lambda: stats_of(port) is not None, "the fake listens")
+        eventually(lambda: stats_of(port) is not None, message="the fake listens")
         yield process
     finally:
         process.kill()
@@ -167,17 +167,6 @@ def stats_of(port: int) -> Any:
             return json.load(answer)
     except OSError:
         return None
-
-
-def eventually(condition: Callable[[], Any], what: str) -> Any:
-    """Wait until something is true."""
-    end = time.monotonic() + WAIT
-    while time.monotonic() < end:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"never came true: {what}")
 
 
 def alive(pid: int) -> bool:

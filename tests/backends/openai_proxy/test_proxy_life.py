@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
@@ -25,23 +24,27 @@ from backends.openai_proxy.proxied import (
     alive,
     chat,
     command,
-    eventually,
     fake_engine,
     proxied,
     stats_of,
     write_fake,
     write_model,
 )
-from support.ports import free_port
 
 from headrace.backends.contract import Placement
 from headrace.backends.openai_proxy import engine as engine_module
+from headrace.backends.restarts import Backoff
 from headrace.core.errors import FailedPrecondition, HeadraceError, Unavailable
 from headrace.engine.repository.states import State
+from support.ports import free_port
+from support.programs import Program
+from support.waiting import eventually
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Proxied]:
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxied]:
+    """An engine that dies is started again at once."""
+    monkeypatch.setattr(engine_module, "Backoff", lambda delays, **more: Backoff((0.01, 0.02), **more))
     (tmp_path / "models").mkdir()
     with proxied(tmp_path / "models") as running:
         yield running
@@ -61,6 +64,7 @@ def test_one_that_exits_at_once_is_told_with_its_last_lines(served: Proxied) -> 
     assert served.state("m")[0] is State.UNAVAILABLE
 
 
+@pytest.mark.slow  # quick: test_one_elsewhere_that_never_gets_healthy_is_told, test_one_that_does_not_listen_is_killed
 def test_one_that_never_gets_healthy_is_ended_and_told(served: Proxied) -> None:
     write_fake(served.repository, "m", "--never-healthy", start_seconds="10")
     with pytest.raises(FailedPrecondition) as caught:
@@ -68,6 +72,14 @@ def test_one_that_never_gets_healthy_is_ended_and_told(served: Proxied) -> None:
     assert "within 10 seconds: it answers /health with status 503" in caught.value.message
     assert "start_seconds" in caught.value.message and "fake engine: listening" in caught.value.message
     assert stats_of(served.port("m")) is None
+
+
+def test_one_elsewhere_that_never_gets_healthy_is_told(served: Proxied) -> None:
+    port = free_port()
+    with fake_engine(port, "--never-healthy"):
+        write_model(served.repository, "m", url=f"http://127.0.0.1:{port}", start_seconds="1")
+        with pytest.raises(FailedPrecondition, match="within 1 seconds: it answers /health with status 503"):
+            served.load("m")
 
 
 def test_what_cannot_be_executed_is_told(served: Proxied, tmp_path: Path) -> None:
@@ -94,10 +106,10 @@ def test_it_is_started_again_when_it_dies(served: Proxied) -> None:
     for each in (told, *(served.until(other, lambda _: False) for other in others)):
         assert isinstance(each.error, Unavailable)
         assert "died (signal 9" in each.error.message or "in the middle of its answer" in each.error.message
-    down = eventually(lambda: _down(served), "requests are told what happened")
+    down = eventually(lambda: _down(served), message="requests are told what happened")
     assert "died (signal 9" in down.message and "started again" in down.message
     assert down.retry_after_seconds == 1
-    eventually(lambda: _answers(served), "there is a new engine")
+    eventually(lambda: _answers(served), message="there is a new engine")
     assert served.stats("m")["pid"] != first
     assert served.state("m") == (State.READY, "")
 
@@ -118,10 +130,10 @@ def test_one_that_cannot_start_again_is_tried_again_and_again(served: Proxied, m
     write_model(served.repository, "m", command=f'["sh", "{script}", "{{port}}"]')
     served.load("m")
     assert isinstance(served.ask(chat("m", "die now")).error, Unavailable)
-    told = eventually(lambda: _exit_code(served), "the second try has failed")
+    told = eventually(lambda: _exit_code(served), message="the second try has failed")
     assert "ended before it was healthy (exit code 9)" in told.message and "being started again" in told.message
     Path(f"{script}.ran").unlink()
-    eventually(lambda: _answers(served), "it starts again")
+    eventually(lambda: _answers(served), message="it starts again")
 
 
 def _exit_code(served: Proxied) -> Any:
@@ -137,7 +149,7 @@ def test_unload_ends_it_with_its_children(served: Proxied, tmp_path: Path) -> No
     assert os.getsid(pid) == pid  # a session of its own: ctrl-c at the server's terminal is not for it
     served.unload("m")
     assert not alive(pid)
-    eventually(lambda: not alive(worker), "its children are gone")
+    eventually(lambda: not alive(worker), message="its children are gone")
 
 
 def test_its_children_go_when_it_is_killed(served: Proxied, tmp_path: Path) -> None:
@@ -145,7 +157,7 @@ def test_its_children_go_when_it_is_killed(served: Proxied, tmp_path: Path) -> N
     served.load("m")
     worker = int((tmp_path / "workers").read_text())
     os.kill(served.stats("m")["pid"], signal.SIGKILL)
-    eventually(lambda: not alive(worker), "its children are gone")
+    eventually(lambda: not alive(worker), message="its children are gone")
 
 
 def test_one_that_does_not_listen_is_killed(served: Proxied) -> None:
@@ -195,46 +207,31 @@ def test_a_server_that_closes_does_not_wait_for_a_start(tmp_path: Path) -> None:
     write_fake(repository, "m", "--never-healthy")
     with proxied(repository) as served:
         loading = asyncio.run_coroutine_threadsafe(served.plane.load("m"), served._loop)
-        eventually(lambda: (tmp_path / "models.m.port").exists(), "the engine has begun to start")
-        pid = eventually(lambda: served.stats("m"), "it listens")["pid"]
+        eventually(lambda: (tmp_path / "models.m.port").exists(), message="the engine has begun to start")
+        pid = eventually(lambda: served.stats("m"), message="it listens")["pid"]
     assert loading.exception(30) is not None
-    eventually(lambda: not alive(pid), "the engine is gone")
+    eventually(lambda: not alive(pid), message="the engine is gone")
     gc.collect()  # its process was waited for, or this complains
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_it_ends_with_a_server_that_is_killed_or_stopped(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "models").mkdir()
     write_fake(tmp_path / "models", "m")
-    port, port_file = free_port(), tmp_path / "models.m.port"
-    headrace = Path(sys.executable).parent / "headrace"
-    options = [str(tmp_path / "models"), "--http-port", str(port), "--grpc-port", "0", "--grace-seconds", "1"]
-    with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen([headrace, "serve", *options], stdout=log, stderr=log)
+    options = ("--http-port", "0", "--grpc-port", "0", "--grace-seconds", "1")
+    server = Program("serve", tmp_path / "models", *options, log=tmp_path / "log", ready="model(s)").start()
     try:
-        eventually(lambda: port_file.exists() and stats_of(int(port_file.read_text())), (tmp_path / "log").read_text())
-        stats = stats_of(int(port_file.read_text()))
-        eventually(lambda: _ready(port), "the server is ready")
+        stats = stats_of(int((tmp_path / "models.m.port").read_text()))
         with urllib.request.urlopen(
-            urllib.request.Request(f"http://127.0.0.1:{port}/v2/models/m/generate", b'{"text_input": "a b"}'),
-            timeout=30,
+            urllib.request.Request(f"{server.url}/v2/models/m/generate", b'{"text_input": "a b"}'), timeout=30
         ) as answer:
             assert json.load(answer)["text_output"] == "a b"
-        server.send_signal(number)
-        assert server.wait(100) == (-9 if number is signal.SIGKILL else 0), (tmp_path / "log").read_text()
-        eventually(lambda: not alive(stats["pid"]), "the engine has gone with it")
+        server.send(number)
+        assert server.wait() == (-9 if number is signal.SIGKILL else 0), server.log
+        eventually(lambda: not alive(stats["pid"]), message="the engine has gone with it")
     finally:
         server.kill()
-        server.wait()
-    assert "m_0_cpu: fake engine: listening" in (tmp_path / "log").read_text()  # what it writes is in the server's log
-
-
-def _ready(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/m/ready", timeout=30) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+    assert "m_0_cpu: fake engine: listening" in server.log  # what it writes is in the server's log
 
 
 def test_an_engine_elsewhere_is_reached_by_its_url(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +253,7 @@ def test_an_engine_elsewhere_is_reached_by_its_url(served: Proxied, monkeypatch:
     error = served.ask(chat("m", "hello")).error
     assert isinstance(error, Unavailable) and "cannot be reached" in error.message
     with fake_engine(port, "--key", "s3cret"):
-        eventually(lambda: _answers(served, "back again"), "it is well again")  # it may have been found ill meanwhile
+        eventually(lambda: _answers(served, "back again"))  # it may have been found ill meanwhile
         served.unload("m")
         assert stats_of(port) is not None  # it is not ours to end
     with fake_engine(port, "--key", "another"):
@@ -279,10 +276,10 @@ def test_one_that_falls_ill_gets_no_requests_until_it_is_well(served: Proxied, m
     with fake_engine(port):
         served.load("m")
     with fake_engine(port, "--never-healthy"):
-        error = eventually(lambda: _ill(served), "requests are refused")
+        error = eventually(lambda: _ill(served), message="requests are refused")
         assert "answers /health with status 503" in error.message
     with fake_engine(port):
-        eventually(lambda: _answers(served), "it is well again")
+        eventually(lambda: _answers(served), message="it is well again")
 
 
 def _ill(served: Proxied) -> Any:

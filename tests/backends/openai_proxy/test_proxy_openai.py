@@ -11,10 +11,8 @@ from typing import Any
 
 import openai
 import pytest
-from backends.openai_proxy.proxied import eventually, stats_of, write_fake, write_model
-from support.llm_models import tiny_llama
+from backends.openai_proxy.proxied import stats_of, write_fake, write_model
 from openai import OpenAI
-from support.serving import Serving, serving
 
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.apps.server import ServerSettings, build_site
@@ -22,6 +20,9 @@ from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
+from support.llm_models import tiny_llama
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 LLM = """
 backend: "llm"
@@ -150,8 +151,8 @@ def test_clients_that_hang_up_stop_the_engine(client: OpenAI, repository: Path) 
         )
         assert next(iter(stream)).choices[0].delta.content == "on"
         stream.close()
-    eventually(lambda: stats_of(port)["hung_up"] - before == 20, "the engine is told of all")
-    eventually(lambda: stats_of(port)["open"] == 0, "and has nothing more to do")
+    eventually(lambda: stats_of(port)["hung_up"] - before == 20, message="the engine is told of all")
+    eventually(lambda: stats_of(port)["open"] == 0, message="and has nothing more to do")
 
 
 def test_v2_generates_with_the_same_models(before: Serving) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backends.openai_proxy.proxied import Proxied, chat, eventually, proxied, write_fake
+from backends.openai_proxy.proxied import Proxied, chat, proxied, write_fake
 
 from headrace.core.errors import (
     DeadlineExceeded,
@@ -25,6 +25,7 @@ from headrace.core.errors import (
 from headrace.core.generation import Generation, GenerationRequest, OutputFormat, Picture, Sampling
 from headrace.core.messages import InferRequest
 from headrace.core.tensors import Tensor
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -232,9 +233,9 @@ def test_the_engine_stops_when_the_client_hangs_up(served: Proxied) -> None:
     began = [served.begin(chat("m", "hang on and on", stream=number % 4 > 0)) for number in range(40)]
     for streaming in began[1::4]:
         served.until(streaming, lambda each: len(each.answers) == 1)
-    eventually(lambda: stats(served)["open"] == 40, "the engine works on all")
+    eventually(lambda: stats(served)["open"] == 40, message="the engine works on all")
     served.give_up(began)
-    eventually(lambda: stats(served)["hung_up"] - before == 40, "the engine is told")
+    eventually(lambda: stats(served)["hung_up"] - before == 40, message="the engine is told")
     assert stats(served)["open"] == 0
     assert served.ask(chat("m", "still there")).text == "still there"
 
@@ -242,10 +243,10 @@ def test_the_engine_stops_when_the_client_hangs_up(served: Proxied) -> None:
 def test_no_more_than_max_in_flight_are_with_the_engine(served: Proxied) -> None:
     served.load("narrow")
     began = [served.begin(chat("narrow", "hang on")) for _ in range(5)]
-    eventually(lambda: stats(served, "narrow")["open"] == 2, "two are with the engine")
+    eventually(lambda: stats(served, "narrow")["open"] == 2, message="two are with the engine")
     served.give_up(began[:2])
-    eventually(lambda: stats(served, "narrow")["hung_up"] == 2, "they are given up")
-    eventually(lambda: stats(served, "narrow")["open"] == 2, "the next two follow")
+    eventually(lambda: stats(served, "narrow")["hung_up"] == 2, message="they are given up")
+    eventually(lambda: stats(served, "narrow")["open"] == 2, message="the next two follow")
     served.give_up(began)
     assert served.ask(chat("narrow", "free again")).text == "free again"
     assert stats(served, "narrow")["most"] == 2
@@ -257,7 +258,7 @@ def test_an_engine_that_falls_silent_is_given_up(served: Proxied) -> None:
     told = served.ask(chat("impatient", "hang on"))
     assert len(told.answers) == 1
     assert isinstance(told.error, Unavailable) and "silent for 1 seconds" in told.error.message
-    eventually(lambda: stats(served, "impatient")["hung_up"] == 1, "the engine is told")
+    eventually(lambda: stats(served, "impatient")["hung_up"] == 1, message="the engine is told")
     served.unload("impatient")
 
 

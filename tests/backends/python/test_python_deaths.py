@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,13 @@ from headrace.backends.python import arena, process
 from headrace.backends.restarts import Backoff
 from headrace.core.errors import FailedPrecondition, Unavailable
 from headrace.core.messages import InferRequest
+from support.waiting import eventually
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     with staged(tmp_path) as stage:
         yield stage
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.01)
 
 
 MORTAL = """
@@ -79,7 +73,9 @@ def test_a_killed_process_fails_what_it_held_and_comes_back(stage: Stage, caplog
     assert any("died (signal 9" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize(("mode", "status"), [(2, "exit code 7"), (3, "signal 11: segmentation fault")])
+@pytest.mark.parametrize(
+    ("mode", "status"), [(2, "exit code 7"), pytest.param(3, "signal 11: segmentation fault", marks=pytest.mark.slow)]
+)
 def test_other_deaths(stage: Stage, mode: int, status: str) -> None:
     opened = stage.open(MORTAL)
     assert status in opened.one(tensor("IN", [mode])).error.message
@@ -90,7 +86,7 @@ def test_an_idle_process_that_dies_is_replaced_and_work_waits_for_it(stage: Stag
     opened = stage.open(MORTAL)
     pid = opened.pid
     os.kill(pid, signal.SIGKILL)
-    until(lambda: opened.pid != pid)
+    eventually(lambda: opened.pid != pid)
     assert opened.one(tensor("IN", [0])).arrays()["OUT"] == [opened.pid]
 
 
@@ -103,10 +99,11 @@ def test_a_restart_that_fails_turns_requests_away_until_one_works(stage: Stage) 
     assert error.retry_after_seconds
     assert opened.finished == 2
     (stage.folder / "m" / "broken").unlink()
-    until(lambda: opened.instance._ready)
+    eventually(lambda: opened.instance._ready)
     assert opened.one(tensor("IN", [0])).arrays()["OUT"] == [opened.pid]
 
 
+@pytest.mark.slow  # quick: test_delays_double_up_to_half_a_minute_and_start_again_after_a_minute
 def test_a_process_that_keeps_dying_is_started_ever_more_rarely(stage: Stage) -> None:
     opened = stage.open(MORTAL)
     begin = time.monotonic()
@@ -327,7 +324,7 @@ def test_a_killed_server_leaves_no_orphan(tmp_path: Path) -> None:
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    until(lambda: not psutil.pid_exists(child))
+    eventually(lambda: not psutil.pid_exists(child))
 
 
 def test_forked_helpers_of_a_model_do_not_speak_for_it(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
@@ -377,10 +374,10 @@ def test_calls_of_a_dead_process_are_cancelled(stage: Stage) -> None:
                 pb_utils.InferenceRequest(model_name="hang", inputs=[], requested_output_names=[]).exec()
     """)
     (work,) = opened.submit([tensor("IN", [1])])
-    until(lambda: bool(stage.services.requests))
+    eventually(lambda: bool(stage.services.requests))
     os.kill(opened.pid, signal.SIGKILL)
     assert work.over.wait(WAIT)
-    until(lambda: stage.services.cancelled > 0)
+    eventually(lambda: stage.services.cancelled > 0)
     assert stage.services.cancelled == 1
 
 
@@ -449,5 +446,7 @@ def test_memory_of_a_large_request_is_given_back_later(stage: Stage, monkeypatch
     del work
     # The child hears of the freed response with the next frame.
     opened.one(tensor("IN", [1]))
-    until(lambda: all(os.fstat(fd).st_blocks * 512 <= arena.KEPT_BYTES for fd in (regions.incoming, regions.outgoing)))
+    eventually(
+        lambda: all(os.fstat(fd).st_blocks * 512 <= arena.KEPT_BYTES for fd in (regions.incoming, regions.outgoing))
+    )
     assert opened.one(tensor("IN", np.ones(6_000_000))).arrays()["OUT"].sum() == 6_000_000

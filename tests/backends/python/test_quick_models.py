@@ -18,6 +18,7 @@ from headrace.engine.repository.check import check_repository
 from headrace.modelconfig.drafts import read_draft
 from headrace.modelconfig.finishing import finish
 from headrace.modelconfig.types import DynamicBatching, ModelConfig
+from support.waiting import eventually
 
 HEAD = """
 import asyncio
@@ -44,8 +45,9 @@ def configured(stage: Stage, source: str, config: str = "") -> ModelConfig:
     return finish(draft, stage.backend.complete(draft.typed(), files))
 
 
-def served(stage: Stage, source: str, config: str = "") -> Opened:
-    made = configured(stage, source, config)
+def served(stage: Stage, source: str, made: ModelConfig | None = None) -> Opened:
+    """The source as a model, with the configuration that it makes of itself unless one is given."""
+    made = made or configured(stage, source)
     files = stage.files(HEAD + textwrap.dedent(source))
     instance = stage.backend.load(made, files, stage.services).open(Placement("m_0_cpu"))
     opened = Opened(stage, instance)
@@ -119,7 +121,7 @@ def test_batches_are_computed_by_one_call_and_a_bad_request_fails_alone(stage: S
     config = configured(stage, source)
     assert config.max_batch_size == 8 and isinstance(config.scheduling, DynamicBatching)
     assert config.inputs[0].dims == (2,) and config.outputs[0].dims == (-1,)
-    opened = served(stage, source)
+    opened = served(stage, source, config)
     rows = [[tensor("x", np.ones((count, 2), np.float32))] for count in (1, 2)]
     assert [work.arrays()["output"].tolist() for work in opened.infer(*rows)] == [[[8.0]], [[8.0], [8.0]]]
     good, bad = opened.infer(rows[0], [tensor("x", -np.ones((1, 2), np.float32))])
@@ -156,8 +158,9 @@ def test_generators_answer_several_times(stage: Stage, word: str, hint: str) -> 
             if n == 1:
                 raise ValueError("only one")
     """
-    assert configured(stage, source).decoupled
-    opened = served(stage, source)
+    config = configured(stage, source)
+    assert config.decoupled
+    opened = served(stage, source, config)
     work = opened.one(tensor("prompt", text("p")), tensor("n", np.array([3])))
     assert [work.arrays(index)["output"].tolist() for index in range(3)] == [[b"p0"], [b"p1"], [b"p2"]]
     assert work.replies[3][:2] == (None, True)
@@ -303,16 +306,14 @@ def test_a_call_that_another_instance_can_answer_goes_through(stage: Stage) -> N
     asked: list[Any] = []
     stage.services.infer = lambda request, answered: asked.append(answered) or (lambda: None)  # type: ignore[method-assign]
     (first,) = opened[0].submit([tensor("x", np.array([1]))])
-    while not asked:
-        assert not first.over.wait(0.01), first.replies
+    eventually(lambda: asked, message=lambda: first.replies)
     # Now all instances would wait: the last of them is refused, and with the first answer there is room again.
     second = opened[1].one(tensor("x", np.array([1])))
     assert "all 2 instances do so" in second.error.message and len(asked) == 1
     stage.in_loop(lambda: asked[0](FailedPrecondition("enough"), True))
     assert first.over.wait(WAIT) and "enough" in first.error.message
     (third,) = opened[1].submit([tensor("x", np.array([1]))])
-    while len(asked) < 2:
-        assert not third.over.wait(0.01), third.replies
+    eventually(lambda: len(asked) == 2, message=lambda: third.replies)
     stage.in_loop(lambda: asked[1](FailedPrecondition("enough"), True))
     assert third.over.wait(WAIT)
 

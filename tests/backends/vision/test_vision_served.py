@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cases.vision import LABELS, expected, pixels, write
-from support.serving import serving
 
 from headrace.apps.server import ServerSettings, build_site
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
+from support.serving import serving
 
 with warnings.catch_warnings(action="ignore"):  # gevent's
     import tritonclient.http as library

@@ -185,10 +185,3 @@ class Bench:
             f"{entry.version_text} {entry.state.value} {entry.reason}".strip()
             for entry in self.control.versions_of(name)
         ]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let other tasks and threads run until something is so."""
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)

@@ -22,6 +22,7 @@ from headrace.engine.repository.check import check_repository
 from headrace.engine.repository.plans import read_plan
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.modelconfig.problems import ConfigError
+from support.waiting import eventually_async
 
 TENSORS = {
     "input": [{"name": "IN", "data_type": "TYPE_FP32", "dims": [-1]}],
@@ -157,9 +158,7 @@ def test_closing_does_not_wait_for_a_model_that_takes_long_to_start(tmp_path: Pa
         settings = EngineSettings((tmp_path / "models",), RepositorySettings(mode="none"), gpus=0)
         engine = Engine(settings, SystemClock())
         starting = asyncio.create_task(engine.start())
-        async with asyncio.timeout(100):
-            while not began.exists():
-                await asyncio.sleep(0.01)
+        await eventually_async(began.exists)
         async with asyncio.timeout(100):
             await engine.close(5)
             await starting

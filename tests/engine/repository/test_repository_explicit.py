@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository_fakes import Bench, FakeVersion, put_model, put_version, until, write_config
+from repository_fakes import Bench, FakeVersion, put_model, put_version, write_config
 
 from headrace.core.errors import Cancelled, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from headrace.engine.repository.control import IndexEntry
 from headrace.engine.repository.overrides import relative_path
 from headrace.engine.repository.states import State
+from support.waiting import eventually_async
 
 
 def explicit(*repositories: Path, **settings: Any) -> Bench:
@@ -201,12 +202,12 @@ def test_requests_for_one_model_come_one_after_the_other_and_newer_ones_overtake
         async with explicit(tmp_path) as bench:
             gate = bench.opener.gates["m/1"] = asyncio.Event()
             first = asyncio.create_task(bench.control.load("m"))
-            await until(lambda: bench.opener.running == 1)
+            await eventually_async(lambda: bench.opener.running == 1)
             unload = asyncio.create_task(bench.control.unload("m"))
             await asyncio.sleep(0)
             put_version(folder, 2)
             loads = [asyncio.create_task(bench.control.load("m")) for _ in range(16)]
-            await until(unload.done)
+            await eventually_async(unload.done)
             with pytest.raises(Cancelled, match="failed to unload 'm', overtaken by a newer request for model 'm'"):
                 await unload
             gate.set()
@@ -223,7 +224,7 @@ def test_a_caller_who_goes_away_changes_nothing(tmp_path: Path) -> None:
         async with explicit(tmp_path) as bench:
             gate = bench.opener.gates["m/1"] = asyncio.Event()
             caller = asyncio.create_task(bench.control.load("m"))
-            await until(lambda: bench.opener.running == 1)
+            await eventually_async(lambda: bench.opener.running == 1)
             caller.cancel()
             gate.set()
             await bench.control.settled()

@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from repository_fakes import Bench, FakeVersion, drop_version, put_model, put_version, until, write_config
+from repository_fakes import Bench, FakeVersion, drop_version, put_model, put_version, write_config
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.repository.states import State
+from support.waiting import eventually_async
 
 
 def test_a_new_version_is_ready_before_the_old_one_retires(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_change_reloads_and_the_old_copy_serves_meanwhile(tmp_path: Path, what
             else:
                 put_version(folder, 1, "other weights")
             await bench.look()
-            await until(lambda: bench.opener.running == 1)
+            await eventually_async(lambda: bench.opener.running == 1)
             assert bench.newest("m") is old and not old.retired
             assert bench.control.ready()
             state = bench.control.state_of("m", 1)
@@ -251,7 +252,7 @@ def test_the_poll_loop_finds_changes_by_itself(tmp_path: Path) -> None:
         folder = put_model(tmp_path, "m", 1)
         async with Bench(tmp_path, poll_seconds=0.01, settle_seconds=0.01) as bench:
             put_version(folder, 2)
-            await until(lambda: bench.served("m") == ["2"])
+            await eventually_async(lambda: bench.served("m") == ["2"])
 
     asyncio.run(main())
 
@@ -294,7 +295,7 @@ def test_one_slow_model_does_not_hold_up_another(tmp_path: Path) -> None:
             await bench.look()
             put_version(quick, 2)
             await bench.look()
-            await until(lambda: bench.served("quick") == ["2"])
+            await eventually_async(lambda: bench.served("quick") == ["2"])
             # Meanwhile more comes for the slow one: only the last wish is fulfilled after the first.
             for version in (3, 4, 5):
                 put_version(slow, version)
@@ -314,7 +315,7 @@ def test_close_while_a_model_loads(tmp_path: Path) -> None:
         bench = Bench(tmp_path)
         bench.opener.gates["loading/1"] = asyncio.Event()
         starting = asyncio.create_task(bench.control.start())
-        await until(lambda: bench.served("ready") == ["1"] and bench.opener.running == 1)
+        await eventually_async(lambda: bench.served("ready") == ["1"] and bench.opener.running == 1)
         assert not bench.control.ready()
         await bench.control.close(7)
         await starting
@@ -336,7 +337,7 @@ def test_while_the_first_models_load_none_is_unknown_for_ever(tmp_path: Path) ->
             plane.config("loading")
         gate = bench.opener.gates["loading/1"] = asyncio.Event()
         starting = asyncio.create_task(bench.control.start())
-        await until(lambda: bench.opener.running == 1)
+        await eventually_async(lambda: bench.opener.running == 1)
         with pytest.raises(Unavailable, match="'loading' version 1 is not at ready state: it is loading"):
             plane.config("loading")
         with pytest.raises(Unavailable, match="'later' is not found yet"):
@@ -373,9 +374,9 @@ def test_close_waits_for_what_retires_already_but_not_for_ever(tmp_path: Path) -
             old = bench.newest("m")
             put_version(folder, 2)
             await bench.look()
-            await until(lambda: old.retired)
+            await eventually_async(lambda: old.retired)
             closing = asyncio.create_task(bench.control.close(5))
-            await until(lambda: bench.served("m") == [])
+            await eventually_async(lambda: bench.served("m") == [])
             assert not closing.done()
             bench.opener.retiring.set()
             await closing

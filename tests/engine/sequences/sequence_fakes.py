@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from time import monotonic_ns
 from typing import Any
 
 import numpy as np
@@ -123,7 +122,8 @@ class Caller:
             outputs=[RequestedOutput(name) for name in outputs],
             parameters={"sequence_id": id, "sequence_start": "S" in flags, "sequence_end": "E" in flags},
         )
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
 
         def done(result: Any, final: bool = True) -> None:
             shown = result if isinstance(result, BaseException) else result.outputs[0].array.reshape(-1)[0].item()
@@ -132,13 +132,13 @@ class Caller:
                 future.set_result(shown if isinstance(result, BaseException) else result)
 
         kind: Any = StreamPending if stream else Pending
-        pending = kind(self.owner, request, 1, tensor.array.shape, done, monotonic_ns())
+        pending = kind(self.owner, request, 1, tensor.array.shape, done, round(loop.time() * 1e9))
         self.scheduler.add(pending)
         return pending, future
 
     async def ask(self, id: Any, value: Any, flags: str = "", **options: Any) -> Any:
         """Send and wait; returns the response's first value, or raises its error."""
-        result = await asyncio.wait_for(self.send(id, value, flags, **options)[1], 60)
+        result = await asyncio.wait_for(self.send(id, value, flags, **options)[1], 100)
         if isinstance(result, BaseException):
             raise result
         return result.outputs[0].array.reshape(-1)[0].item()

@@ -14,6 +14,8 @@ from headrace.engine.scheduling.batches import BatchLog
 from headrace.engine.scheduling.limiter import Limiter
 from headrace.engine.sequences.scheduler import SequenceScheduler
 from headrace.modelconfig.types import DirectStrategy, OldestStrategy, Resource, SequenceBatching
+from support.engines import run_engine
+from support.virtual_time import LoopClock
 
 DIRECT = SequenceBatching(controls=ALL_CONTROLS, max_sequence_idle_microseconds=60_000_000)
 OLDEST = replace(DIRECT, strategy=OldestStrategy(max_candidate_sequences=4))
@@ -256,21 +258,22 @@ def test_a_batch_waits_for_enough_slots() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [DirectStrategy(2000, 0.5), OldestStrategy(4, max_queue_delay_microseconds=2000)],
+    [DirectStrategy(2_000_000, 0.5), OldestStrategy(4, max_queue_delay_microseconds=2_000_000)],
     ids=["direct", "oldest"],
 )
 def test_a_batch_does_not_wait_for_ever(strategy: DirectStrategy | OldestStrategy) -> None:
-    async def main() -> None:
+    async def main(clock: LoopClock) -> None:
         log = BatchLog()
         caller, (runner,) = held(replace(DIRECT, strategy=strategy), log=log)
         caller.send(1, 1, "S")
-        async with asyncio.timeout(30):
-            while not runner.batches:
-                await asyncio.sleep(0.001)
+        await asyncio.sleep(1.9)
+        assert not runner.batches
+        await asyncio.sleep(0.2)
+        assert runner.values() == [[1]]
         assert log.recent[0].reason == "delay expired"
-        assert log.recent[0].oldest_waited_ns >= 2_000_000
+        assert log.recent[0].oldest_waited_ns == pytest.approx(2_000_000_000)
 
-    asyncio.run(main())
+    run_engine(main)
 
 
 def test_without_a_utilisation_there_is_no_waiting() -> None:
@@ -383,43 +386,40 @@ def test_a_free_instance_gets_no_second_request_of_a_sequence_in_flight(sequence
 
 @BOTH
 def test_an_idle_sequence_loses_its_seat(sequences: SequenceBatching) -> None:
-    async def main() -> None:
-        short = replace(sequences, max_sequence_idle_microseconds=20_000, strategy=_one_seat(sequences))
+    async def main(clock: LoopClock) -> None:
+        short = replace(sequences, max_sequence_idle_microseconds=20_000_000, strategy=_one_seat(sequences))
         caller, (runner,) = held(short, max_batch_size=1)
         caller.send(1, 1, "S")
         _, second = caller.send(2, 2, "S")
-        await turns()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(50)
         assert len(runner.batches) == 1  # what is computed is not idle
         runner.answer()
-        async with asyncio.timeout(30):
-            while len(runner.batches) < 2:
-                await asyncio.sleep(0.001)
+        await asyncio.sleep(19)
+        assert len(runner.batches) == 1
+        await asyncio.sleep(2)
+        assert len(runner.batches) == 2
         runner.answer()
         assert (await second).outputs[0].array.item() == 2
         with pytest.raises(InvalidArgument, match="sequence 1 .* must specify the START flag"):
             caller.send(1, 11)
 
-    asyncio.run(main())
+    run_engine(main)
 
 
 def test_a_busy_sequence_keeps_its_seat() -> None:
-    async def main() -> None:
+    async def main(clock: LoopClock) -> None:
         caller, (runner,) = held(replace(DIRECT, max_sequence_idle_microseconds=3_000_000))
-        until = asyncio.get_running_loop().time() + 3.5
         caller.send(1, 0, "S")
         await turns()
         runner.answer()
-        sent = 0
-        while asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(0.01)
-            sent += 1
-            caller.send(1, sent)
+        for number in range(1, 11):
+            await asyncio.sleep(2.9)
+            caller.send(1, number)
             await turns()
             runner.answer()
-        assert [value for _, value in caller.answers] == list(range(sent + 1))
+        assert [value for _, value in caller.answers] == list(range(11))
 
-    asyncio.run(main())
+    run_engine(main)
 
 
 def _one_seat(sequences: SequenceBatching) -> DirectStrategy | OldestStrategy:

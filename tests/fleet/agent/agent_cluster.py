@@ -25,6 +25,8 @@ class Cluster(Api):
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.wrote: list[tuple[str, Any]] = []
         self.down = False
+        self.refused = 0
+        """Calls while it was down."""
         self._version = 0
         self._watches: list[tuple[str, asyncio.Queue[tuple[str, Document]]]] = []
         self.set("nodes", {"metadata": {"name": NODE, "labels": {"zone": "a"}}})
@@ -97,6 +99,7 @@ class Cluster(Api):
 
     def _up(self) -> None:
         if self.down:
+            self.refused += 1
             raise Unreachable("the test has cut the wire")
 
     def _tell(self, plural: str, kind: str, document: Document) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx2
 from controller_site import Site, until
-from support.ports import free_port
 
 from headrace.fleet.agent.summing import ModelStatuses
 from headrace.fleet.cluster.api import connect
+from support.ports import free_port
 
 NAMESPACE = "headrace-system"
 PROGRAM = "import typer; from headrace.cli.model_agent import model_agent; typer.run(model_agent)"

@@ -23,6 +23,7 @@ from headrace.fleet.agent.program import work
 from headrace.fleet.agent.serving import AgentMetrics
 from headrace.fleet.agent.settings import AgentSettings
 from headrace.storage.bringing import BringSettings
+from support.waiting import eventually_async
 
 BODY = b"w" * 400_000
 
@@ -88,11 +89,6 @@ def play(tmp_path: Path, cluster: Cluster, scene: Callable[[Agent], Awaitable[No
     asyncio.run(run())
 
 
-async def until(look: Callable[[], Any]) -> None:
-    while not look():
-        await asyncio.sleep(0.005)
-
-
 @pytest.fixture
 def cluster() -> Cluster:
     return Cluster()
@@ -101,10 +97,10 @@ def cluster() -> Cluster:
 def test_a_model_that_is_deleted_while_it_comes_ends_at_once(tmp_path: Path, cluster: Cluster, web: Web) -> None:
     async def scene(agent: Agent) -> None:
         cluster.model("a", web.url("/held/a"), str(tmp_path / "models" / "a"))
-        await until(lambda: cluster.entries().get("a", {}).get("progress", {}).get("completedBytes"))
+        await eventually_async(lambda: cluster.entries().get("a", {}).get("progress", {}).get("completedBytes"))
         assert cluster.label("a") == "Updating"
         cluster.remove("clusterbasemodels", "a")
-        await until(lambda: not cluster.entries() and not cluster.labels() and agent.settled)
+        await eventually_async(lambda: not cluster.entries() and not cluster.labels() and agent.settled)
         assert not list((tmp_path / "models" / ".headrace" / "cache").iterdir())
 
     play(tmp_path, cluster, scene)
@@ -114,12 +110,12 @@ def test_no_more_downloads_at_once_than_told_and_who_waits_can_go(tmp_path: Path
     async def scene(agent: Agent) -> None:
         for name in "abcde":
             cluster.model(name, web.url(f"/held/{name}"), str(tmp_path / "models" / name))
-        await until(lambda: web.at_once == 2 and len(cluster.entries()) == 5)
+        await eventually_async(lambda: web.at_once == 2 and len(cluster.entries()) == 5)
         waiting = next(name for name in "abcde" if not any(path == f"/held/{name}" for path, _ in web.seen))
         cluster.remove("clusterbasemodels", waiting)
-        await until(lambda: waiting not in cluster.entries())
+        await eventually_async(lambda: waiting not in cluster.entries())
         web.may.set()
-        await until(lambda: agent.settled and set(cluster.labels().values()) == {"Ready"})
+        await eventually_async(lambda: agent.settled and set(cluster.labels().values()) == {"Ready"})
         assert len(cluster.labels()) == 4
 
     play(tmp_path, cluster, scene, downloads=2)
@@ -131,13 +127,13 @@ def test_files_go_after_the_label_and_not_before(tmp_path: Path, cluster: Cluste
 
     async def scene(agent: Agent) -> None:
         cluster.model("a", web.url("/a"), str(folder))
-        await until(lambda: cluster.label("a") == "Ready")
+        await eventually_async(lambda: cluster.label("a") == "Ready")
         cluster.down = True
         cluster.remove("clusterbasemodels", "a")
-        await asyncio.sleep(0.3)
+        await eventually_async(lambda: cluster.refused > 2)
         assert (folder / "a").exists(), "pods may still be sent here"
         cluster.down = False
-        await until(lambda: not folder.exists() and not cluster.labels())
+        await eventually_async(lambda: not folder.exists() and not cluster.labels())
 
     play(tmp_path, cluster, scene)
 
@@ -147,13 +143,13 @@ def test_an_api_server_that_goes_away_does_not_stop_a_download(tmp_path: Path, c
 
     async def scene(agent: Agent) -> None:
         cluster.model("a", web.url("/held/a"), str(folder))
-        await until(lambda: cluster.label("a") == "Updating" and web.at_once)
+        await eventually_async(lambda: cluster.label("a") == "Updating" and web.at_once)
         cluster.down = True
         web.may.set()
-        await until(lambda: folder.exists())
+        await eventually_async(lambda: folder.exists())
         assert cluster.label("a") == "Updating" and not agent.settled
         cluster.down = False
-        await until(lambda: cluster.label("a") == "Ready" and agent.settled)
+        await eventually_async(lambda: cluster.label("a") == "Ready" and agent.settled)
 
     play(tmp_path, cluster, scene)
 
@@ -163,12 +159,12 @@ def test_a_folder_changes_after_the_label_has(tmp_path: Path, cluster: Cluster, 
 
     async def scene(agent: Agent) -> None:
         cluster.model("a", web.url("/a"), str(folder))
-        await until(lambda: cluster.label("a") == "Ready")
+        await eventually_async(lambda: cluster.label("a") == "Ready")
         cluster.model("a", web.url("/held/b"), str(folder))
-        await until(lambda: cluster.label("a") == "Updating" and web.at_once)
+        await eventually_async(lambda: cluster.label("a") == "Updating" and web.at_once)
         assert [each.name for each in folder.iterdir()] == ["a"]
         web.may.set()
-        await until(lambda: cluster.label("a") == "Ready")
+        await eventually_async(lambda: cluster.label("a") == "Ready")
         assert [each.name for each in folder.iterdir()] == ["b"]
 
     play(tmp_path, cluster, scene)
@@ -179,13 +175,13 @@ def test_tries_that_fail_the_same_way_are_told_once(tmp_path: Path, cluster: Clu
 
     async def scene(agent: Agent) -> None:
         cluster.model("a", web.url("/a"), str(tmp_path / "models" / "a"))
-        await until(lambda: cluster.label("a") == "Failed" and agent.settled)
+        await eventually_async(lambda: cluster.label("a") == "Failed" and agent.settled)
         assert "503" in cluster.entries()["a"]["reason"]
         wrote, asked = len(cluster.wrote), len(web.seen)
-        await until(lambda: len(web.seen) > asked + 3)
+        await eventually_async(lambda: len(web.seen) > asked + 3)
         assert len(cluster.wrote) == wrote
         web.broken = False
-        await until(lambda: cluster.label("a") == "Ready")
+        await eventually_async(lambda: cluster.label("a") == "Ready")
         assert "reason" not in cluster.entries()["a"]
 
     play(tmp_path, cluster, scene)
@@ -195,15 +191,15 @@ def test_nothing_is_written_when_nothing_changes_nor_at_a_new_start(tmp_path: Pa
     async def first(agent: Agent) -> None:
         for name in "abc":
             cluster.model(name, web.url(f"/{name}"), str(tmp_path / "models" / name))
-        await until(lambda: agent.settled and len(cluster.labels()) == 3)
+        await eventually_async(lambda: agent.settled and len(cluster.labels()) == 3)
 
     async def second(agent: Agent) -> None:
-        await until(lambda: agent.settled)
+        await eventually_async(lambda: agent.settled)
         # What the operator writes is no news.
         found = cluster.objects["clusterbasemodels", "", "a"]
         spec = {**found["spec"], "modelArchitecture": "X"}
         cluster.set("clusterbasemodels", {**found, "spec": spec, "status": {"state": "Ready"}})
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.1)  # twice as long as it takes until the next look
         assert agent.settled
 
     play(tmp_path, cluster, first, progress_seconds=600)  # how far they are is told as often as a download takes long
@@ -220,7 +216,7 @@ def test_what_was_told_wrongly_is_put_right_at_the_start(tmp_path: Path, cluster
     cluster.set("configmaps", {"metadata": metadata, "data": {"clusterbasemodel.old": '{"status": "Ready"}'}})
 
     async def scene(agent: Agent) -> None:
-        await until(lambda: agent.settled and not cluster.entries())
+        await eventually_async(lambda: agent.settled and not cluster.entries())
         assert cluster.labels() == {"models.ome.io/category": "SMALL"}
 
     play(tmp_path, cluster, scene)
@@ -232,11 +228,11 @@ def test_room_that_becomes_free_is_used(tmp_path: Path, cluster: Cluster, web: W
 
     async def scene(agent: Agent) -> None:
         cluster.model("a", web.url("/a"), folder)
-        await until(lambda: cluster.label("a") == "Ready")
+        await eventually_async(lambda: cluster.label("a") == "Ready")
         cluster.model("b", web.url("/b"), folder)
-        await until(lambda: "has the model a" in cluster.entries().get("b", {}).get("reason", ""))
+        await eventually_async(lambda: "has the model a" in cluster.entries().get("b", {}).get("reason", ""))
         cluster.remove("clusterbasemodels", "a")
-        await until(lambda: cluster.label("b") == "Ready")
+        await eventually_async(lambda: cluster.label("b") == "Ready")
         assert [each.name for each in Path(folder).iterdir()] == ["b"]
 
     play(tmp_path, cluster, scene, retry_seconds=600)
@@ -249,18 +245,20 @@ def test_models_that_others_put_there(tmp_path: Path, cluster: Cluster, web: Web
         cluster.model("here", f"local://{here}", "")
         cluster.model("vendor", "vendor://x/y/z", "")
         cluster.model("claim", "pvc://claim/x", "")
-        await until(lambda: cluster.label("here") == "Failed" and cluster.label("vendor") == "Ready")
+        await eventually_async(lambda: cluster.label("here") == "Failed" and cluster.label("vendor") == "Ready")
         assert "is not on this node; put the model there" in cluster.entries()["here"]["reason"]
         here.mkdir()
-        await until(lambda: cluster.label("here") == "Ready" and agent.settled)
+        await eventually_async(lambda: cluster.label("here") == "Ready" and agent.settled)
         here.rmdir()
-        await until(lambda: cluster.label("here") == "Failed")
+        await eventually_async(lambda: cluster.label("here") == "Failed")
         assert "claim" not in cluster.entries()
         # Brought, and then said to be there: it stays.
         cluster.model("a", web.url("/a"), str(folder))
-        await until(lambda: cluster.label("a") == "Ready")
+        await eventually_async(lambda: cluster.label("a") == "Ready")
         cluster.model("a", f"local://{folder}", "")
-        await until(lambda: agent.settled and not list((tmp_path / "models" / ".headrace" / "models").glob("*.json")))
+        await eventually_async(
+            lambda: agent.settled and not list((tmp_path / "models" / ".headrace" / "models").glob("*.json"))
+        )
         assert (folder / "a").exists() and cluster.label("a") == "Ready"
 
     play(tmp_path, cluster, scene)
@@ -273,7 +271,9 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path: Path, cluster: Clu
         cluster.model("secret", web.url("/x"), str(tmp_path / "models" / "y"), key="absent")
         cluster.set("clusterbasemodels", {"metadata": {"name": "bare"}, "spec": "nonsense"})
         cluster.model("good", web.url("/good"), str(tmp_path / "models" / "good"))
-        await until(lambda: agent.settled and len(cluster.entries()) == 5 and cluster.label("good") == "Ready")
+        await eventually_async(
+            lambda: agent.settled and len(cluster.entries()) == 5 and cluster.label("good") == "Ready"
+        )
         reasons = {name: entry["reason"] for name, entry in cluster.entries().items() if name != "good"}
         assert "is not a scheme" in reasons["scheme"] and "is not below" in reasons["path"]
         assert "Secret absent of namespace headrace-system" in reasons["secret"]
@@ -290,9 +290,9 @@ def test_signatures_of_urls_are_not_told(
     async def scene(agent: Agent) -> None:
         web.broken = True
         cluster.model("a", web.url("/a?signature=hidden"), str(tmp_path / "models" / "a"))
-        await until(lambda: cluster.label("a") == "Failed")
+        await eventually_async(lambda: cluster.label("a") == "Failed")
         web.broken = False
-        await until(lambda: cluster.label("a") == "Ready")
+        await eventually_async(lambda: cluster.label("a") == "Ready")
 
     play(tmp_path, cluster, scene)
     assert "comes from" in caplog.text and "hidden" not in caplog.text
@@ -309,9 +309,9 @@ def test_a_disk_that_fills_up_is_told(
 
     async def scene(agent: Agent) -> None:
         cluster.model("a", web.url("/a"), str(tmp_path / "models" / "a"))
-        await until(lambda: "there is no room for" in cluster.entries().get("a", {}).get("reason", ""))
+        await eventually_async(lambda: "there is no room for" in cluster.entries().get("a", {}).get("reason", ""))
         monkeypatch.undo()
-        await until(lambda: cluster.label("a") == "Ready")
+        await eventually_async(lambda: cluster.label("a") == "Ready")
 
     play(tmp_path, cluster, scene)
 
@@ -323,13 +323,13 @@ def test_files_that_are_missed_while_the_source_is_away_are_told_once(
 
     async def scene(agent: Agent) -> None:
         cluster.model("a", web.url("/a"), str(folder))
-        await until(lambda: cluster.label("a") == "Ready")
+        await eventually_async(lambda: cluster.label("a") == "Ready")
         web.broken = True
         shutil.rmtree(tmp_path / "models" / ".headrace" / "cache")
         (folder / "a").unlink()
-        await until(lambda: cluster.label("a") == "Failed" and agent.settled)
+        await eventually_async(lambda: cluster.label("a") == "Failed" and agent.settled)
         wrote, asked = len(cluster.wrote), len(web.seen)
-        await until(lambda: len(web.seen) > asked + 3)
+        await eventually_async(lambda: len(web.seen) > asked + 3)
         assert len(cluster.wrote) == wrote
 
     play(tmp_path, cluster, scene)
@@ -351,18 +351,18 @@ def test_files_of_another_agent_are_taken_over_if_they_are_the_right_ones(
             return said
 
         cluster.model("a", "hf://org/name", f"{folder}/")
-        await until(lambda: "did not bring; move them away" in reason())
+        await eventually_async(lambda: "did not bring; move them away" in reason())
         cluster.model("a", "hf://org/name", f"{folder}/", downloadPolicy="ReuseIfExists")
-        await until(lambda: "1 of 2 are not those of hf://org/name (model.safetensors)" in reason())
+        await eventually_async(lambda: "1 of 2 are not those of hf://org/name (model.safetensors)" in reason())
         (folder / "model.safetensors").write_bytes(files["model.safetensors"])
-        await until(lambda: cluster.label("a") == "Ready")
+        await eventually_async(lambda: cluster.label("a") == "Ready")
         assert not any("/resolve/" in path for path, _ in hub.seen)
         assert cluster.entries()["a"]["config"]["artifact"]["sha"] == "a" * 40
         # From here on they are ours: missed when they are, and deleted with the model.
         (folder / "config.json").unlink()
-        await until(lambda: (folder / "config.json").exists() and agent.settled)
+        await eventually_async(lambda: (folder / "config.json").exists() and agent.settled)
         cluster.remove("clusterbasemodels", "a")
-        await until(lambda: not folder.exists())
+        await eventually_async(lambda: not folder.exists())
 
     with HubStub(files) as hub:
         hub.hashes = {"model.safetensors": hashlib.sha256(files["model.safetensors"]).hexdigest()}
@@ -379,7 +379,7 @@ def test_a_node_that_is_not_there_yet_is_waited_for(tmp_path: Path, cluster: Clu
         await asyncio.sleep(0.1)
         assert not cluster.wrote
         cluster.set("nodes", node)
-        await until(lambda: cluster.label("a") == "Ready")
+        await eventually_async(lambda: cluster.label("a") == "Ready")
 
     play(tmp_path, cluster, scene)
 
@@ -390,17 +390,17 @@ def test_a_node_that_is_of_another_zone_is_noticed_whoever_hears_of_it_first(
     """The answer to a write of labels tells of it before the next look does."""
 
     async def scene(agent: Agent) -> None:
-        await until(lambda: agent.settled)
+        await eventually_async(lambda: agent.settled)
         selector = {"nodeSelector": {"zone": "b"}}
         cluster.model("zoned", web.url("/zoned"), str(tmp_path / "models" / "zoned"), **selector)
-        await until(
+        await eventually_async(
             lambda: agent._followers[1].get(("", "zoned")) is not None and not agent._tasks
         )  # seen, and not for us
         node = cluster.objects["nodes", "", NODE]
         labels = {**node["metadata"]["labels"], "zone": "b"}
         cluster.set("nodes", {**node, "metadata": {**node["metadata"], "labels": labels}})
         agent._board._see_node(cluster.objects["nodes", "", NODE])  # as `_write` does
-        await until(lambda: cluster.label("zoned") == "Ready")
+        await eventually_async(lambda: cluster.label("zoned") == "Ready")
 
     play(tmp_path, cluster, scene)
 

@@ -29,6 +29,7 @@ FILES = {"config.json": CONFIG, "model.safetensors": WEIGHTS + b"w" * 100_000, "
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from controller_site import Site, install
+
     from support.kubernetes_server import KubernetesServer
 
     with KubernetesServer(tmp_path_factory.mktemp("agent") / "server") as server:

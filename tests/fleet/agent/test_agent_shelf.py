@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from headrace.fleet.agent.records import Record
 from headrace.fleet.agent.shelf import OWN, Shelf
 from headrace.fleet.agent.sources import source_of
 from headrace.storage.bringing import BringSettings
+from support.waiting import eventually
 
 LOCAL = BringSettings(private_hosts=("127.0.0.1",))
 FILES = {
@@ -351,10 +351,8 @@ def test_a_download_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
         words = [sys.executable, "-c", FETCHES.replace("for line in sys.stdin:", "for line in sys.argv[2:]:"), root]
         words.append(f"{web.url('/model.safetensors')} 0")
         process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
-        limit = time.monotonic() + 120
-        while not served or not _come(tmp_path) >= 500_000:
-            assert time.monotonic() < limit and process.poll() is None
-            time.sleep(0.02)
+        eventually(lambda: process.poll() is not None or (served and _come(tmp_path) >= 500_000))
+        assert process.poll() is None
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         over.set()

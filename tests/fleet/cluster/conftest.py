@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(scope="package")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from controller_site import Site, install
+
     from support.kubernetes_server import KubernetesServer
 
     with KubernetesServer(tmp_path_factory.mktemp("controller") / "server") as server:

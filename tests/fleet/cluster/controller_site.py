@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx2
 import yaml
-from support.kubernetes_server import KubernetesServer
 from lightkube import ApiError
 
 from headrace.fleet.cluster.api import Api, Refused, Unreachable, connect
@@ -21,6 +20,8 @@ from headrace.fleet.cluster.program import Controller, OperatorSettings
 from headrace.fleet.cluster.resources import CHILDREN, Resource, Served
 from headrace.fleet.names import SERVICE_LABEL
 from headrace.fleet.schema.crds import crds
+from support.kubernetes_server import KubernetesServer
+from support.waiting import eventually
 
 FLEET = Path(__file__).parents[3] / "headrace" / "fleet"
 SERVICES = "/apis/ome.io/v1beta1/namespaces/default/inferenceservices"
@@ -66,14 +67,7 @@ def install(server: KubernetesServer, foreign: list[Any] = FOREIGN) -> None:
 
 def until(look: Callable[[], Any], seconds: float = 180.0) -> Any:
     """What `look` returns, once it is true. The cluster's garbage collector takes up to a minute to know of new kinds."""
-    limit = time.monotonic() + seconds
-    while True:
-        found = look()
-        if found:
-            return found
-        if time.monotonic() > limit:
-            raise AssertionError("it did not come to that in time")
-        time.sleep(0.05)
+    return eventually(look, within=seconds)
 
 
 class Killed(httpx2.ConnectError):

@@ -36,6 +36,7 @@ def headrace(*words: str) -> str:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A server of its own: what is installed here is no other test's business."""
     from controller_site import FOREIGN, Site, foreign_crd, until
+
     from support.kubernetes_server import KubernetesServer
 
     folder = tmp_path_factory.mktemp("installed")
@@ -158,6 +159,7 @@ def kubeconfig_of(site: Any, account: str, path: Path) -> Path:
 
 def test_the_operators_rights_are_enough(installed: Any, tmp_path: Path) -> None:
     from controller_site import until
+
     from support.ports import free_port
 
     port, hooks = free_port(), free_port()
@@ -215,6 +217,7 @@ def _unused(site: Any, account: str, rights: set[tuple[str, str, str]]) -> list[
 
 def test_the_agents_rights_are_enough(installed: Any, tmp_path: Path) -> None:
     from controller_site import until
+
     from support.ports import free_port
 
     installed.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "one"}})

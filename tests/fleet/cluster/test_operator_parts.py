@@ -16,6 +16,8 @@ from headrace.fleet.cluster.program import Controller, OperatorSettings
 from headrace.fleet.cluster.queue import Queue, backoff
 from headrace.fleet.cluster.resources import CHILDREN, Resource, Served, served
 from headrace.fleet.words import Document, FleetSettings
+from support.virtual_time import run_virtual
+from support.waiting import eventually_async
 
 KEY = ("default", "a")
 
@@ -67,12 +69,11 @@ def test_what_fails_is_tried_again_later_and_later() -> None:
         jobs = Queue(work)
         jobs.add(KEY)
         task = asyncio.create_task(jobs.run())
-        while len(tries) < 2 or not jobs.idle:
-            await asyncio.sleep(0.01)
+        await eventually_async(lambda: len(tries) == 2 and jobs.idle)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    asyncio.run(run())
+    run_virtual(run())
     assert tries[1] - tries[0] >= queue.FIRST_SECONDS * 0.7
 
 
@@ -108,9 +109,7 @@ def test_a_kind_that_is_taken_away_while_it_is_found_does_not_stop_the_operator(
     async def run() -> None:
         controller = Controller(Vanishing(), OperatorSettings(discover_seconds=0.01))
         following = asyncio.create_task(controller.follow())
-        async with asyncio.timeout(60):
-            while not controller.sight.complete:  # noqa: ASYNC110  nobody tells of it
-                await asyncio.sleep(0.01)
+        await eventually_async(lambda: controller.sight.complete)
         assert "knative" not in controller.sight.facts.capabilities
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

@@ -22,12 +22,12 @@ def test_the_program_waits_for_its_kinds_leads_and_ends(tmp_path: Path) -> None:
 
 async def _run(server: Any) -> None:
     import httpx2
-    from support.ports import free_port
 
     from headrace.fleet.cluster.api import connect
     from headrace.fleet.cluster.leading import LeaseSettings
     from headrace.fleet.cluster.program import OperatorSettings, operate
     from headrace.fleet.cluster.resources import LEASES
+    from support.ports import free_port
 
     port = free_port()
     api, stop = connect(str(server.kubeconfig)), asyncio.Event()

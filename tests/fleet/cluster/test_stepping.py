@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "router"))
 
 from plan_cases import facts, service
 from routing import routing
-from support.serving import echo_site, serving
 
 from headrace.fleet.asking import router_status
 from headrace.fleet.cluster.api import Api
@@ -25,6 +24,7 @@ from headrace.fleet.cluster.resources import Served, child_of
 from headrace.fleet.cluster.stepping import LOOK_SECONDS, Stepping
 from headrace.fleet.cluster.view import View
 from headrace.fleet.words import ClusterFacts, Document
+from support.serving import echo_site, serving
 
 KEY = ("default", "chat")
 STEPS = {"ome_io__rollout_steps": "10,40", "ome_io__rollout_step_seconds": "60"}

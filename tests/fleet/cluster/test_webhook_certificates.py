@@ -32,6 +32,7 @@ from headrace.fleet.cluster.webhooks.settings import (
 )
 from headrace.fleet.words import ClusterFacts
 from headrace.telemetry.registry import Registry
+from support.waiting import eventually_async
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LIVES = Lifetimes()
@@ -155,10 +156,12 @@ class Memory:
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
         self.writes: list[str] = []
+        self.reads = 0
         self.rival: Any = None
         """Called before a write of the Secret, once."""
 
     async def get(self, where: Any, namespace: str, name: str) -> Any:
+        self.reads += 1
         return self.objects.get(f"{where.resource.kind}/{name}")
 
     async def create(self, where: Any, namespace: str, body: Any) -> Any:
@@ -239,7 +242,7 @@ def test_an_authority_is_replaced_while_clients_go_on() -> None:
         # The verifier's clock cannot be moved: ours goes through the past, and all is valid for years.
         start = datetime.now(UTC) - timedelta(days=1200)
         lives = Lifetimes(timedelta(days=4000), timedelta(days=3000), timedelta(days=2900), timedelta(days=2800))
-        settings = WebhookSettings("127.0.0.1:0", "x", "https://localhost:1", look_seconds=0.3, lifetimes=lives)
+        settings = WebhookSettings("127.0.0.1:0", "x", "https://localhost:1", look_seconds=0.05, lifetimes=lives)
         sight = Sight(ClusterFacts(), True)
         webhooks = Webhooks(
             api,  # type: ignore[arg-type]
@@ -250,17 +253,16 @@ def test_an_authority_is_replaced_while_clients_go_on() -> None:
         )
         webhooks.lead()
         work = asyncio.create_task(webhooks.run())
+        await eventually_async(lambda: webhooks.registered)
         async with asyncio.timeout(60):
-            while not webhooks.registered:
-                await asyncio.sleep(0.01)
             seen: list[tuple[str, str]] = []
             while len({leaf for leaf, _ in seen}) < 3 or len({bundle for _, bundle in seen}) < 2:
                 seen.append(await _asked(webhooks, api))
                 # After 100 days a new certificate; after 1000 a new authority, and then a certificate of it.
                 days[0] = 101 if len({leaf for leaf, _ in seen}) == 1 else 1001
-                await asyncio.sleep(0.05)
-        before = len(api.writes)
-        await asyncio.sleep(1.0)
+                await asyncio.sleep(0.02)
+        before, reads = len(api.writes), api.reads
+        await eventually_async(lambda: api.reads > reads + 8)
         assert len(api.writes) == before, "nothing to do, nothing written"
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)

@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 import httpx2
 from controller_site import CountingTransport, at_rest, until
-from support.ports import free_port
 
 from headrace.fleet.cluster import program
 from headrace.fleet.cluster.api import Api, connect
 from headrace.fleet.cluster.program import Controller, OperatorSettings
 from headrace.fleet.cluster.webhooks.settings import CONFIGURATION, SECRET, WebhookSettings
+from support.ports import free_port
 
 NAMESPACE = "headrace-system"
 CONFIGURATIONS = [

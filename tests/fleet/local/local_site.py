@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,9 +21,13 @@ from headrace.fleet.local.client import LocalFleet
 from headrace.fleet.local.store import read_json
 from headrace.fleet.words import Document, items, text
 from headrace.launch.identity import stat_of
+from support.ports import service_ports
+from support.waiting import eventually
 
 T = TypeVar("T")
 STUB = Path(__file__).with_name("stub_server.py")
+_SERVICES = 30
+"""Ports of a test process that are for services; the others of its range are for pods."""
 _DAEMON = """
 import json, sys
 from pathlib import Path
@@ -39,19 +42,8 @@ if more.pop("without_cgroups", False):
     process_driver.find_cgroups = lambda: Cgroups({})
 sys.exit(run_local(LocalSettings(
     Path(sys.argv[1]), int(sys.argv[2]), back_off_seconds=0.2, retry_seconds=0.2, forget_seconds=60.0,
-    pod_ports=(int(sys.argv[3]), int(sys.argv[3]) + 999), **more)))
+    pod_ports=tuple(json.loads(sys.argv[3])), **more)))
 """
-
-
-def until(check: Callable[[], T], seconds: float = 120.0) -> T:
-    """What a check says, once it says something. Fails with what it said last."""
-    ends = time.monotonic() + seconds
-    found = check()
-    while not found:
-        assert time.monotonic() < ends, "it did not come to pass"
-        time.sleep(0.02)
-        found = check()
-    return found
 
 
 def document(kind: str, name: str, spec: dict[str, Any], **metadata: Any) -> dict[str, Any]:
@@ -93,13 +85,18 @@ def service(name: str, uses: str = "stub", **engine: Any) -> dict[str, Any]:
 
 
 class LocalSite:
-    """A daemon and its folder. `settings`: more of them; `without_cgroups`: a machine that lets it have none."""
+    """A daemon and its folder. `settings`: more of them; `without_cgroups`: a machine that lets it have none.
 
-    def __init__(self, root: Path, port: int, **settings: Any) -> None:
+    `port`: of its first service; if it is not said, all its ports are those of this test process.
+    """
+
+    def __init__(self, root: Path, port: int = 0, **settings: Any) -> None:
         self.root = root / "state"
         self._settings = settings
         self.fleet = LocalFleet(self.root)
-        self._port = port
+        first, last = service_ports()
+        self._port = port or first
+        self._pod_ports = (port + 1000, port + 1999) if port else (first + _SERVICES, last)
         self._log = (root / "daemon.log").open("ab")
         self.process: subprocess.Popen[bytes] | None = None
         model = root / "model"
@@ -108,10 +105,10 @@ class LocalSite:
         self.model = document("ClusterBaseModel", "stub", {"modelFormat": {"name": "stub"}, "storage": storage})
 
     def up(self) -> None:
-        words = [sys.executable, "-c", _DAEMON, str(self.root), str(self._port), str(self._port + 1000)]
+        words = [sys.executable, "-c", _DAEMON, str(self.root), str(self._port), json.dumps(self._pod_ports)]
         words.append(json.dumps(self._settings))
         self.process = subprocess.Popen(words, stdout=self._log, stderr=self._log)
-        until(self._answers)
+        eventually(self._answers)
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         if self.process is not None:
@@ -176,15 +173,20 @@ class LocalSite:
             up = len(pods) == replicas and all(_is_ready(each) for each in pods)
             return text(found, "status", "url") if whole and generation and there and up else ""
 
-        return until(look)
+        url: str = eventually(look)
+        return url
 
     def url(self, name: str) -> str:
         """Where it is, once its router is there: asleep or not."""
-        return until(lambda: text(self.get(name), "status", "url"))
+        url: str = eventually(lambda: text(self.get(name), "status", "url"))
+        return url
 
     def says(self, name: str, words: str, kind: str = "Ready") -> Document:
         """The condition, once its message has these words."""
-        return until(lambda: found if words in text(found := self.condition(name, kind), "message") else {})
+        found: Document = eventually(
+            lambda: found if words in text(found := self.condition(name, kind), "message") else {}
+        )
+        return found
 
     def pods(self, name: str) -> Sequence[Document]:
         return self.ask(lambda fleet: fleet.pods(document("InferenceService", name, {})))
@@ -204,7 +206,7 @@ class LocalSite:
     def delete(self, name: str) -> None:
         self.ask(lambda fleet: fleet.delete(document("InferenceService", name, {})))
         asked = kind_named("InferenceService")
-        until(lambda: self.ask(lambda fleet: fleet.get(asked, "default", name)) is None)
+        eventually(lambda: self.ask(lambda fleet: fleet.get(asked, "default", name)) is None)
 
     def _answers(self) -> bool:
         assert self.process is not None and self.process.poll() is None, "the daemon ended"

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BenchmarkJobs of this machine: a process that runs once, its status, its results; a real language model answers."""
+"""BenchmarkJobs of this machine: a process that runs once, its status, its results; a real language model answers.
+
+More of them: `test_simulated_benchmarks.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_served import chat_served
-from local_site import LocalSite, document, runtime, service, until
-from support.serving import Serving
+from local_site import LocalSite, document, runtime
 
 from headrace.fleet.client.describing import describe
 from headrace.fleet.client.kinds import kind_named
 from headrace.fleet.local.store import read_json
 from headrace.fleet.words import Document
 from headrace.launch.identity import stat_of
+from support.chat_served import chat_served
+from support.serving import Serving
+from support.waiting import eventually
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
     pytest.mark.timeout(900),  # it starts many programs, one after the other
 ]
@@ -36,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("benchmarks"), 14_700)
+    made = LocalSite(tmp_path_factory.mktemp("benchmarks"))
     made.up()
     made.apply(made.model, runtime())
     yield made
@@ -63,10 +68,6 @@ def at(server: Serving) -> dict[str, Any]:
     return {"endpoint": {"url": f"http://127.0.0.1:{server.port}", "modelName": "tiny"}}
 
 
-def of(name: str) -> dict[str, Any]:
-    return {"inferenceService": {"name": name, "namespace": "default"}}
-
-
 def status(site: LocalSite, name: str) -> dict[str, Any]:
     found = site.ask(lambda fleet: fleet.get(KIND, "default", name))
     return dict((found or {}).get("status", {}))
@@ -80,7 +81,7 @@ def has(site: LocalSite, name: str, state: str) -> dict[str, Any]:
         assert state == "Failed" or told.get("state") != "Failed", told
         return told if told.get("state") == state else {}
 
-    return until(look, 180.0)
+    return eventually(look, within=180)
 
 
 def pid_of(site: LocalSite, name: str) -> int:
@@ -94,7 +95,7 @@ def lives(pid: int) -> bool:
 
 def remove(site: LocalSite, name: str) -> None:
     site.ask(lambda fleet: fleet.delete(document("BenchmarkJob", name, {})))
-    until(lambda: site.ask(lambda fleet: fleet.get(KIND, "default", name)) is None)
+    eventually(lambda: site.ask(lambda fleet: fleet.get(KIND, "default", name)) is None)
 
 
 def log_of(site: LocalSite, name: str) -> str:
@@ -130,8 +131,8 @@ def test_the_daemon_may_die_while_it_runs_and_hears_how_it_ended(site: LocalSite
     has(site, "survivor", "Running")
     pid = pid_of(site, "survivor")
     site.kill()
-    until(lambda: (site.root / "benchmarks" / "default" / "survivor" / "exit").exists(), 180.0)
-    until(lambda: not lives(pid))
+    eventually(lambda: (site.root / "benchmarks" / "default" / "survivor" / "exit").exists(), within=180)
+    eventually(lambda: not lives(pid))
     site.up()
     assert Path(has(site, "survivor", "Completed")["details"].removeprefix("results are in ")).is_dir()
     assert pid_of(site, "survivor") == pid, "it was not run twice"
@@ -147,48 +148,3 @@ def test_what_runs_is_found_again_and_ended_by_its_deletion(site: LocalSite, ser
     assert lives(pid) and status(site, "endless")["state"] == "Running"
     remove(site, "endless")
     assert not lives(pid)
-
-
-def test_an_edit_ends_what_runs_and_measures_anew(site: LocalSite, server: Serving) -> None:
-    site.apply(benchmark("edited", at(server), ENDLESS))
-    has(site, "edited", "Running")
-    pid = pid_of(site, "edited")
-    site.apply(benchmark("edited", at(server), 2))
-    told = has(site, "edited", "Completed")
-    assert not lives(pid) and told["observedGeneration"] == 2
-    remove(site, "edited")
-
-
-def test_it_waits_for_its_service_and_says_what_went_wrong(site: LocalSite) -> None:
-    """The stub speaks no OpenAI: `headrace bench` says so, and that is the status."""
-    site.apply(benchmark("patient", of("stub-load")))
-    told = has(site, "patient", "Pending")
-    assert "there is no InferenceService default/stub-load" in told["details"]
-    site.apply(service("stub-load"))
-    told = has(site, "patient", "Failed")
-    assert "`headrace bench` ended with" in told["failureMessage"] and "model" in told["failureMessage"]
-    assert told["completionTime"]
-    remove(site, "patient")
-    site.delete("stub-load")
-
-
-@pytest.mark.parametrize(
-    ("spec", "state", "says"),
-    [
-        ({"podOverride": {"image": "other/bench:1"}}, "Pending", "needs Docker"),
-        ({"podOverride": {"resources": {"requests": {"cpu": "4096"}}}}, "Pending", "4096 cores"),
-        ({"huggingFaceSecretReference": {"name": "none"}}, "Pending", "Secret none is not here"),
-        ({"dataset": {"storageUri": "pvc://nothing/here"}}, "Pending", "is not on this machine"),
-        ({"trafficScenarios": ["E(10)"]}, "Failed", "is not for text-to-text"),
-        ({}, "Failed", "does not answer"),
-    ],
-)
-def test_what_cannot_be_run_says_why(site: LocalSite, spec: dict[str, Any], state: str, says: str) -> None:
-    site.apply(benchmark("wrong", {"endpoint": {"url": "http://127.0.0.1:9", "modelName": "m"}}, **spec))
-
-    def look() -> bool:
-        told = status(site, "wrong")
-        return told.get("state") == state and says in told.get("details", "") + told.get("failureMessage", "")
-
-    until(look)
-    remove(site, "wrong")

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service, until
+from local_site import LocalSite, runtime, said, service
 
+from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition
 from headrace.fleet.local.commands import Line, Surroundings
 from headrace.fleet.local.container import Container
 from headrace.fleet.local.driving import LOG, PREVIOUS, Box
 from headrace.fleet.local.process_driver import ProcessDriver
 from headrace.fleet.local.settings import LocalSettings
+from headrace.fleet.local.system import System
 from headrace.fleet.words import Document, items
+from support.waiting import eventually, eventually_async
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
@@ -29,6 +32,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Lin
 class OnePod:
     """A pod of one container, which runs a line for a shell."""
 
+    system = System(SystemClock())
     ports: Mapping[int, int] = {}
     grace = 1.0
 
@@ -57,12 +61,6 @@ class OnePod:
     def container(self, folder: Path, **settings: Any) -> Container:
         made = LocalSettings(folder, retry_seconds=0.01, back_off_seconds=0.01, **settings)
         return Container(folder / "main", {"name": "main"}, "main", self, made, ProcessDriver())
-
-
-async def _until(check: Any, seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not check():
-            await asyncio.sleep(0.01)
 
 
 def test_a_log_stays_bounded_and_so_does_the_one_before(tmp_path: Path) -> None:
@@ -95,12 +93,12 @@ def test_a_disk_that_is_full_at_the_start_is_told_and_waited_for(
         container = pod.container(tmp_path)
         monkeypatch.setattr(os, "fdopen", full)
         task = asyncio.ensure_future(container.run())
-        await _until(lambda: container.state.reason == "CreateContainerError" or container.runs is not None)
+        await eventually_async(lambda: container.state.reason == "CreateContainerError" or container.runs is not None)
         assert "No space left on device; make room on its disk" in container.state.message and container.runs is None
         assert any(reason == "Failed" and "make room" in said for reason, said in pod.events)
         assert any(reason == "DiskPressure" for reason, _ in pod.events)
         monkeypatch.setattr(os, "fdopen", opened)
-        await _until(lambda: container.runs is not None)
+        await eventually_async(lambda: container.runs is not None)
         # It fills while something runs: that is told, and it runs on.
         monkeypatch.setattr(os, "fdopen", full)
         pod.events.clear()
@@ -120,7 +118,7 @@ def small(tmp_path: Path) -> Iterator[LocalSite]:
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
-    made = LocalSite(disk, 10_100, log_bytes=100_000)
+    made = LocalSite(disk, log_bytes=100_000)
     try:
         made.up()
         made.apply(made.model, runtime())
@@ -149,7 +147,7 @@ def test_a_disk_fills_and_what_serves_goes_on_until_there_is_room(small: LocalSi
         found = [each for pod in small.pods("well") for each in items(pod, "status", "containerStatuses")]
         return [each["state"]["waiting"]["message"] for each in found if "waiting" in each["state"]]
 
-    until(lambda: any("No space left on device" in each for each in waits()))
+    eventually(lambda: any("No space left on device" in each for each in waits()))
     # Routers cannot be told who is ready either, and that is what the service says first.
     found = small.says("well", "No space left on device")
     assert found["status"] == "False" and "make room on its disk" in found["message"]
@@ -174,8 +172,8 @@ def test_a_replica_that_floods_its_log_fills_no_disk_for_long(small: LocalSite) 
     small.apply(service("well"))
     url = small.ready("well")
     small.apply(service("loud", runner=loud))
-    until(lambda: any(each.stat().st_size > 400_000 for each in small.root.glob("pods/*/containers/*/log")))
-    until(lambda: any(each.stat().st_size < 300_000 for each in small.root.glob("pods/*/containers/*/log")))
+    eventually(lambda: any(each.stat().st_size > 400_000 for each in small.root.glob("pods/*/containers/*/log")))
+    eventually(lambda: any(each.stat().st_size < 300_000 for each in small.root.glob("pods/*/containers/*/log")))
     assert said(url).startswith("well ")
     small.delete("loud")
     small.delete("well")

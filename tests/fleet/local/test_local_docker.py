@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from local_site import STUB, LocalSite, runtime, said, service, until
+from local_site import STUB, LocalSite, runtime, said, service
 
 from headrace.fleet.words import Document, items
+from support.waiting import eventually
 
 if TYPE_CHECKING:
     from docker_platform import DockerEngine
@@ -112,10 +113,10 @@ def test_the_daemon_is_killed_and_the_next_one_finds_its_containers(site: LocalS
     engine.docker("run", "--detach", *labels, "headrace-test/python:1", "sleep", "3600")
     site.up()
     assert site.ready("kept", 2) == url
-    until(lambda: containers(engine) == before)  # what is nobody's is removed beside all else
+    eventually(lambda: containers(engine) == before)  # what is nobody's is removed beside all else
     # It is followed as well: one that dies is replaced, and how it ended is known.
     engine.docker("kill", before[0])
-    until(lambda: before[0] not in containers(engine) and len(containers(engine)) == 2)
+    eventually(lambda: before[0] not in containers(engine) and len(containers(engine)) == 2)
     assert site.ready("kept", 2) == url
     ends = [
         each["lastState"]["terminated"]
@@ -127,9 +128,9 @@ def test_the_daemon_is_killed_and_the_next_one_finds_its_containers(site: LocalS
     # One ends while no daemon looks: its code is known all the same.
     site.kill()
     engine.docker("exec", before[1], "python3", "-c", "import os; os.kill(1, 15)")
-    until(lambda: before[1] not in containers(engine, "--filter", "status=running"))
+    eventually(lambda: before[1] not in containers(engine, "--filter", "status=running"))
     site.up()
-    until(lambda: before[1] not in containers(engine))
+    eventually(lambda: before[1] not in containers(engine))
     assert site.ready("kept", 2) == url
     site.delete("kept")
     assert not containers(engine)
@@ -141,7 +142,7 @@ def test_one_that_leaks_is_ended_by_the_engine_and_others_serve(site: LocalSite,
     url, other = site.ready("leaky"), site.ready("well")
     with contextlib.suppress(OSError):
         said(url, "/leak?200")
-    found = until(lambda: told(site, "leaky")["ome-container"]["lastState"].get("terminated"))
+    found = eventually(lambda: told(site, "leaky")["ome-container"]["lastState"].get("terminated"))
     assert (found["reason"], found["exitCode"]) == ("OOMKilled", 137)
     assert said(other).startswith("well ")
     assert site.ready("leaky") == url
@@ -180,8 +181,8 @@ def test_one_that_crashes_says_why(site: LocalSite) -> None:
     site.apply(service("ill", "boxed", runner={"name": "ome-container", "args": ["--text=crash"]}))
     found = site.says("ill", "this one crashes at its start")
     assert "exit code 1" in found["message"]
-    until(lambda: told(site, "ill")["ome-container"]["restartCount"] > 1)
-    ((_, before),) = until(lambda: site.ask(lambda fleet: fleet.logs("default", "ill", previous=True)))
+    eventually(lambda: told(site, "ill")["ome-container"]["restartCount"] > 1)
+    ((_, before),) = eventually(lambda: site.ask(lambda fleet: fleet.logs("default", "ill", previous=True)))
     assert before == "this one crashes at its start"
     site.apply(service("ill", "boxed"))
     site.ready("ill")

@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from support.ports import free_port
 
 from headrace.fleet.local.grpc_probes import grpc_look
 from headrace.fleet.local.probes import look_of
 from headrace.fleet.words import Document
+from support.ports import free_port
 
 _SECONDS = 30.0
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_site import until
 
+from headrace.core.clock import ManualClock, SystemClock
 from headrace.fleet.local.cgroups import Cgroups
 from headrace.fleet.local.container import Container
 from headrace.fleet.local.contract import Record
@@ -23,10 +23,12 @@ from headrace.fleet.local.processes import Command, Process, spawn
 from headrace.fleet.local.replica import make_replica
 from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.store import read_json
+from headrace.fleet.local.system import System
 from headrace.fleet.local.units import Units
 from headrace.fleet.words import Document
 from headrace.launch.identity import session_members, stat_of
+from support.ports import service_ports
+from support.waiting import eventually, eventually_async
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
@@ -39,7 +41,7 @@ def test_the_children_of_a_process_that_died_unseen_end_with_it(tmp_path: Path) 
     kept: dict[str, Any] = {}
     command = Command((sys.executable, "-c", _PARENT, _CHILD), dict(os.environ), tmp_path)
     process = spawn(command, tmp_path / "log", kept.update)
-    until(lambda: len(session_members(process.pid)) == 2)
+    eventually(lambda: len(session_members(process.pid)) == 2)
     os.kill(process.pid, signal.SIGKILL)
     asyncio.run(process.ended())
     assert len(session_members(process.pid)) == 1, "the child outlives its parent"
@@ -47,7 +49,7 @@ def test_the_children_of_a_process_that_died_unseen_end_with_it(tmp_path: Path) 
     assert Process.found({**kept, "run": "another"}) is None
     assert len(session_members(process.pid)) == 1
     assert Process.found(kept) is None
-    until(lambda: not session_members(process.pid))
+    eventually(lambda: not session_members(process.pid))
 
 
 def test_a_process_has_not_ended_before_its_last_thread_has(tmp_path: Path) -> None:
@@ -60,8 +62,7 @@ def test_a_process_has_not_ended_before_its_last_thread_has(tmp_path: Path) -> N
     async def play() -> None:
         process = spawn(Command((sys.executable, "-c", line), dict(os.environ), tmp_path), tmp_path / "log", print)
         try:
-            while (stat := stat_of(process.pid)) is not None and stat.lives:
-                await asyncio.sleep(0.01)
+            await eventually_async(lambda: (stat := stat_of(process.pid)) is None or not stat.lives)
             ended = asyncio.ensure_future(process.ended())
             await asyncio.sleep(0)
             assert not ended.done()
@@ -74,61 +75,20 @@ def test_a_process_has_not_ended_before_its_last_thread_has(tmp_path: Path) -> N
     asyncio.run(play())
 
 
-def test_a_router_that_is_wanted_again_while_it_ends_gets_a_folder_of_its_own(tmp_path: Path) -> None:
-    settings = LocalSettings(tmp_path, 15_300)
-
-    async def play() -> None:
-        routers = Routers(settings)
-        changed = asyncio.Event()
-        routers.on_change = lambda _: changed.set()
-
-        async def until_true(check: Any) -> None:
-            async with asyncio.timeout(60):
-                while not check():
-                    changed.clear()
-                    await changed.wait()
-
-        try:
-            routers.want(SERVICE, ["a"])
-            first = routers.get("default", "a")
-            assert first is not None
-            await until_true(lambda: first.up)
-            was = first.pid
-            routers.want(SERVICE, [])
-            routers.want(SERVICE, ["a"])
-            assert routers.get("default", "a") is None, "what ends is not taken for what is wanted"
-            await until_true(lambda: not routers.ending(SERVICE))
-            routers.want(SERVICE, ["a"])
-            second = routers.get("default", "a")
-            assert second is not None
-            await until_true(lambda: second.up)
-            assert second.pid != was and stat_of(was or 0) is None
-            assert read_json(second.folder / "router.json") is not None, "the next daemon finds it"
-        finally:
-            await routers.end_all()
-            await routers.close()
-
-    asyncio.run(play())
-
-
+@pytest.mark.slow  # without processes: test_simulated_restarts.py
 def test_who_connects_while_a_router_is_killed_waits_for_the_next(tmp_path: Path) -> None:
     async def play() -> None:
-        routers = Routers(LocalSettings(tmp_path, 15_400))
-        changed = asyncio.Event()
-        routers.on_change = lambda _: changed.set()
+        routers = Routers(LocalSettings(tmp_path, service_ports()[0]), System(SystemClock()))
         try:
             routers.want(SERVICE, ["a"])
             router = routers.get("default", "a")
             assert router is not None
-            async with asyncio.timeout(60):
-                while not router.up:
-                    await asyncio.sleep(0.01)
+            await eventually_async(lambda: router.up)
             was = router.pid
             assert was is not None
             os.kill(was, signal.SIGKILL)
+            await eventually_async(lambda: (stat := stat_of(was)) is None or not stat.lives)
             async with asyncio.timeout(60):
-                while (stat := stat_of(was)) is not None and stat.lives:
-                    await asyncio.sleep(0.001)
                 # Nobody accepts; a refusal would be an error here. The next router finds the request.
                 reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
                 writer.write(b"GET /router/status HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
@@ -159,9 +119,9 @@ def test_a_workload_that_comes_back_has_its_time_anew(tmp_path: Path) -> None:
         "metadata": {"name": "w"},
         "spec": {"replicas": 1, "template": template},
     }
-    now = [0.0]
+    clock = ManualClock()
     objects = Objects(tmp_path)
-    units = Units(FakeKubelet(), objects, lambda: now[0])  # type: ignore[arg-type]
+    units = Units(FakeKubelet(), objects, clock)  # type: ignore[arg-type]
 
     def progressing() -> str:
         units.tell(SERVICE)
@@ -171,7 +131,7 @@ def test_a_workload_that_comes_back_has_its_time_anew(tmp_path: Path) -> None:
 
     objects.bring(SERVICE, [workload])
     assert progressing() == "True"
-    now[0] = 601.0
+    clock.advance(601)
     assert progressing() == "False"
     objects.remove(SERVICE)
     units.forget(SERVICE)
@@ -181,6 +141,8 @@ def test_a_workload_that_comes_back_has_its_time_anew(tmp_path: Path) -> None:
 
 class FakeAround:
     """Room for every pod, and nobody who listens."""
+
+    system = System(SystemClock())
 
     def models(self, replica: Any) -> dict[str, str]:
         return {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service, until
+from local_site import LocalSite, runtime, said, service
 
 from headrace.fleet.local.cgroups import PARENT, Cgroups, Group, find_cgroups, read_group
 from headrace.fleet.local.driving import Ended
@@ -21,7 +21,8 @@ from headrace.fleet.local.limits import THREADS, Limits, limits_of, thread_varia
 from headrace.fleet.local.process_driver import ProcessDriver
 from headrace.fleet.local.store import read_json
 from headrace.fleet.local.watching import Watch
-from headrace.fleet.words import Document, items
+from headrace.fleet.words import items
+from support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)  # it starts many programs, one after the other
 MEBIBYTE = 1 << 20
@@ -278,7 +279,7 @@ def test_cores_are_those_that_fewest_are_tied_to(monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(scope="module", params=[False, True], ids=["as-this-machine-allows", "by-looking"])
 def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LocalSite]:
     folder = tmp_path_factory.mktemp("limits")
-    made = LocalSite(folder, 16_100 + 2000 * request.param, without_cgroups=request.param, max_processes=40)
+    made = LocalSite(folder, without_cgroups=request.param, max_processes=40)
     made.up()
     made.apply(made.model, runtime())
     yield made
@@ -289,12 +290,15 @@ def limited(name: str, **limits: str) -> dict[str, Any]:
     return service(name, runner={"name": "ome-container", "resources": {"limits": limits}})
 
 
+@pytest.mark.slow
 def test_a_replica_that_leaks_is_ended_as_kubernetes_would_and_others_serve(site: LocalSite) -> None:
     site.apply(limited("leaky", memory="128Mi"), service("well"))
     url, other = site.ready("leaky"), site.ready("well")
     with contextlib.suppress(OSError):
         said(url, "/leak?200")
-    found = until(lambda: items(site.pods("leaky")[0], "status", "containerStatuses")[0]["lastState"].get("terminated"))
+    found = eventually(
+        lambda: items(site.pods("leaky")[0], "status", "containerStatuses")[0]["lastState"].get("terminated")
+    )
     assert (found["reason"], found["exitCode"]) == ("OOMKilled", 137) and "limit" in found["message"]
     assert said(other).startswith("well ")
     pods = site.pods("leaky")
@@ -308,23 +312,7 @@ def test_a_replica_that_leaks_is_ended_as_kubernetes_would_and_others_serve(site
     assert not any(each.exists() for each in groups)
 
 
-def test_one_that_never_fits_says_that_it_is_out_of_memory(site: LocalSite) -> None:
-    eats = {"name": "ome-container", "command": ["python3", "-c", "import os; os.urandom(1 << 20) * 400; input()"]}
-    site.apply(service("big", runner={**eats, "args": [], "resources": {"limits": {"memory": "64Mi"}}}))
-
-    def killed() -> Document:
-        """One document: the next may be of the moment when it has been started again."""
-        told = site.get("big")
-        ready = {each["type"]: each for each in items(told, "status", "conditions")}.get("Ready", {})
-        return told if "exit code 137 (OOMKilled)" in ready.get("message", "") else {}
-
-    found = until(killed)
-    conditions = {each["type"]: each for each in items(found, "status", "conditions")}
-    assert conditions["Ready"]["status"] == "False" and conditions["EngineReady"]["reason"] == "OOMKilled"
-    assert found["status"]["modelStatus"]["lastFailureInfo"]["exitCode"] == 137
-    site.delete("big")
-
-
+@pytest.mark.slow
 def test_a_replica_with_too_many_threads_does_not_get_them(site: LocalSite) -> None:
     site.apply(service("threads"))
     url = site.ready("threads")
@@ -334,14 +322,15 @@ def test_a_replica_with_too_many_threads_does_not_get_them(site: LocalSite) -> N
     if _by_kernel(site, "pids"):
         assert _tasks(before) <= 40 and site.pids("threads") == {before}
     else:
-        until(lambda: before not in site.pids("threads"))
-        found = until(lambda: items(site.pods("threads")[0], "status", "containerStatuses")[0]["lastState"])
+        eventually(lambda: before not in site.pids("threads"))
+        found = eventually(lambda: items(site.pods("threads")[0], "status", "containerStatuses")[0]["lastState"])
         found = found["terminated"]
         assert "processes and threads, and may have 40" in found["message"]
     site.ready("threads")
     site.delete("threads")
 
 
+@pytest.mark.slow
 def test_a_limit_of_cores_holds_it_and_tells_libraries(site: LocalSite) -> None:
     site.apply(limited("slow", cpu="500m"))
     site.ready("slow")

@@ -19,7 +19,7 @@ from headrace.fleet.client.contract import Fleet
 from headrace.fleet.local.client import LocalFleet
 from headrace.fleet.local.control import selected
 from headrace.fleet.local.events import Events
-from headrace.fleet.local.machine import Machine, Placement
+from headrace.fleet.local.machine import Machine, Placement, asked_by
 from headrace.fleet.local.objects import Objects
 from headrace.fleet.local.store import Store
 from headrace.fleet.local.workloads import Unit, steps, wanted_of, workload_status
@@ -174,6 +174,19 @@ def test_gpus_and_memory_are_given_to_one(tmp_path: Path) -> None:
     machine.release("one")
     machine.release("two")
     assert not list((tmp_path / "ports").glob("[0-9]*"))
+
+
+def test_what_is_asked_for_is_that_of_the_largest_moment() -> None:
+    def container(cpu: str, **more: Any) -> dict[str, Any]:
+        return {"name": "c", "resources": {"requests": {"cpu": cpu, "memory": f"{cpu}Gi"}}, **more}
+
+    pod = document("Pod", "p", {"containers": [container("1"), container("2")]})
+    assert asked_by(pod).cores == 3
+    pod["spec"]["initContainers"] = [container("5"), container("1", restartPolicy="Always"), container("1")]
+    found = asked_by(pod)
+    assert (found.cores, found.memory) == (5, 5 << 30)
+    pod["spec"]["initContainers"] = [container("1", restartPolicy="Always"), container("4")]
+    assert asked_by(pod).cores == 5
 
 
 def test_it_is_a_fleet_as_the_verbs_know_them() -> None:

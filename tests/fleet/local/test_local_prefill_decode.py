@@ -13,17 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support import llm_models
 import openai
 import pytest
-from local_site import LocalSite, document, until
+from local_site import LocalSite, document
 
 import headrace.fleet
 from headrace.fleet import documents
 from headrace.fleet.local.store import read_json
 from headrace.fleet.words import items, labels_of, text
+from support import llm_models
+from support.waiting import eventually
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
     pytest.mark.timeout(1800),
 ]
@@ -34,7 +36,7 @@ PROMPT = "the quick brown fox jumps over the lazy dog while the river runs to th
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("fleet"), 14_100)
+    made = LocalSite(tmp_path_factory.mktemp("fleet"))
     made.up()
     yield made
     made.close()
@@ -94,7 +96,7 @@ def ready(site: LocalSite, name: str, components: int) -> str:
         whole = told == ["True"] * components and conditions.get("Ready") == "True"
         return text(found, "status", "url") if whole else ""
 
-    return until(look, LONG_SECONDS)
+    return eventually(look, within=LONG_SECONDS)
 
 
 def counts(site: LocalSite, outcome: str) -> float:
@@ -134,7 +136,7 @@ def test_answers_are_those_of_one_server_whoever_is_killed(site: LocalSite, tmp_
     alone = Chat(text(site.get("apart"), "status", "components", "engine", "url"))
 
     # A prompt is computed by one and answered by the other, and nobody can tell.
-    until(lambda: chat.ask(PROMPT) and counts(site, "handed") > 0, LONG_SECONDS)
+    eventually(lambda: chat.ask(PROMPT) and counts(site, "handed") > 0, within=LONG_SECONDS)
     handed = counts(site, "handed")
     for number, more in enumerate(({}, {"temperature": 0}, {"stop": ["e"]}, {"frequency_penalty": 1.0})):
         assert chat.ask(f"{number} {PROMPT}", **more) == alone.ask(f"{number} {PROMPT}", **more)
@@ -149,7 +151,7 @@ def test_answers_are_those_of_one_server_whoever_is_killed(site: LocalSite, tmp_
     assert chat.ask("p " + PROMPT) == wanted
     ready(site, "apart", 3)
     handed = counts(site, "handed")
-    until(lambda: chat.ask("q " + PROMPT) and counts(site, "handed") > handed, LONG_SECONDS)
+    eventually(lambda: chat.ask("q " + PROMPT) and counts(site, "handed") > handed, within=LONG_SECONDS)
 
     # Without the decoder: the prefill serves all of it.
     wanted = alone.ask("d " + PROMPT)
@@ -157,5 +159,5 @@ def test_answers_are_those_of_one_server_whoever_is_killed(site: LocalSite, tmp_
     assert chat.ask("d " + PROMPT) == wanted
     ready(site, "apart", 3)
     handed = counts(site, "handed")
-    until(lambda: chat.ask("e " + PROMPT) and counts(site, "handed") > handed, LONG_SECONDS)
+    eventually(lambda: chat.ask("e " + PROMPT) and counts(site, "handed") > handed, within=LONG_SECONDS)
     site.delete("apart")

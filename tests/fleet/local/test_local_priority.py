@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, service, until
+from local_site import LocalSite, runtime, service
 
 from headrace.fleet.local import priority, process_driver
 from headrace.fleet.local.cgroups import PARENT, Group
+from support.waiting import eventually
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
@@ -95,7 +96,7 @@ def test_processes_that_are_gone() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path, 10_300)
+    made = LocalSite(tmp_path)
     made.up()
     made.apply(made.model, runtime())
     yield made
@@ -110,29 +111,30 @@ def gated(text: str, gate: Path, resources: dict[str, Any] | None = None, **engi
     return service("s", runner={"name": "ome-container", "args": args, "readinessProbe": probe, **more}, **engine)
 
 
+@pytest.mark.slow
 def test_a_new_revision_comes_last_until_it_is_ready_also_for_the_next_daemon(site: LocalSite, tmp_path: Path) -> None:
     old, new = tmp_path / "old-is-ready", tmp_path / "new-is-ready"
     site.apply(gated("old", old))
-    (first,) = until(lambda: site.pids("s"))
+    (first,) = eventually(lambda: site.pids("s"))
     assert policies(first) == {USUAL}  # nobody else serves: whoever waits, waits for it
     old.touch()
     site.ready("s")
     site.apply(gated("new", new))
-    (second,) = until(lambda: site.pids("s") - {first})
-    until(lambda: policies(second) == {later()})
+    (second,) = eventually(lambda: site.pids("s") - {first})
+    eventually(lambda: policies(second) == {later()})
     assert policies(first) == {USUAL}
     site.kill()
     site.up()
     assert policies(second) == {later()}
     new.touch()
-    until(lambda: site.pids("s") == {second})
+    eventually(lambda: site.pids("s") == {second})
     assert policies(second) == {USUAL}
     # More replicas are needed at once, and one that has died as well.
     site.apply(gated("new", new, minReplicas=2))
     site.ready("s", 2)
     assert [policies(each) for each in site.pids("s")] == [{USUAL}] * 2
     os.kill(second, 9)
-    until(lambda: second not in site.pids("s") and len(site.pids("s")) == 2)
+    eventually(lambda: second not in site.pids("s") and len(site.pids("s")) == 2)
     assert [policies(each) for each in site.pids("s")] == [{USUAL}] * 2
 
 
@@ -149,33 +151,35 @@ class Update:
         (self.first,) = site.pids("s")
         self.usual = weights(self.first)
         site.apply(gated("new", self._gate, resources))
-        (self.second,) = until(lambda: site.pids("s") - {self.first})
+        (self.second,) = eventually(lambda: site.pids("s") - {self.first})
 
     def finish(self) -> None:
         """By the next daemon."""
         self._site.kill()
         self._site.up()
         self._gate.touch()
-        until(lambda: self._site.pids("s") == {self.second})
+        eventually(lambda: self._site.pids("s") == {self.second})
 
 
+@pytest.mark.slow
 def test_one_that_its_group_limits_comes_last_by_it_and_has_its_weight_again(site: LocalSite, tmp_path: Path) -> None:
     update = Update(site, tmp_path, {"requests": {"cpu": "500m"}, "limits": {"cpu": "900m"}})
     if update.usual is None:
         # This machine lets it have no group, or the kernel is older.
-        until(lambda: policies(update.second) == {later()})
+        eventually(lambda: policies(update.second) == {later()})
     else:
         assert update.usual[0] == "0"
-        until(lambda: (weights(update.second) or ("",))[0] == "1")
+        eventually(lambda: (weights(update.second) or ("",))[0] == "1")
         assert policies(update.second) == {USUAL} and weights(update.first) == update.usual
     update.finish()
     assert weights(update.second) == update.usual and policies(update.second) == {USUAL}
 
 
+@pytest.mark.slow
 def test_one_whose_group_would_only_weigh_joins_it_when_it_is_ready(site: LocalSite, tmp_path: Path) -> None:
     update = Update(site, tmp_path, {"requests": {"cpu": "500m"}})
     if later() != USUAL:
-        until(lambda: policies(update.second) == {later()})
+        eventually(lambda: policies(update.second) == {later()})
         assert weights(update.second) is None and weights(update.first) == update.usual
     update.finish()
     assert weights(update.second) == update.usual and policies(update.second) == {USUAL}

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ports import free_port
 
+from headrace.core.clock import SystemClock
 from headrace.fleet.local import routing
 from headrace.fleet.local.processes import Command, Process, spawn
 from headrace.fleet.local.routing import Router
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import write_json
+from headrace.fleet.local.system import System
 from headrace.launch.ports import Ports
+from support.ports import free_port
+from support.waiting import eventually_async
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
@@ -31,7 +34,8 @@ def adopted(folder: Path, port: int) -> Router:
     command = Command(("/bin/sleep", "3600"), {}, folder)
     spawn(command, place / "log", lambda record: write_json(place / "process.json", dict(record))).let_go()
     settings = LocalSettings(folder, quick_seconds=0.01, port=port)
-    return Router(place, ("default", "one"), "one", settings, Ports(folder / "ports", settings.host, port, 65535))
+    ports = Ports(folder / "ports", settings.host, port, 65535)
+    return Router(place, ("default", "one"), "one", settings, ports, System(SystemClock()))
 
 
 def connects(port: int) -> bool:
@@ -61,12 +65,9 @@ def test_its_port_is_listened_on_before_what_it_left_is_looked_for(
         assert not connects(port)
         router.begin(lambda _: True, lambda: None)
         assert router.pid is not None
-        async with asyncio.timeout(60):
-            while not router.up:
-                await asyncio.sleep(0.01)
-            os.kill(router.pid, signal.SIGKILL)
-            while not found:
-                await asyncio.sleep(0.01)
+        await eventually_async(lambda: router.up)
+        os.kill(router.pid, signal.SIGKILL)
+        await eventually_async(lambda: found)
         await router.end()
 
     asyncio.run(run())
@@ -89,9 +90,7 @@ def test_a_port_that_somebody_took_meanwhile_is_left_to_them(tmp_path: Path, mon
             router.begin(lambda _: True, lambda: None)
             assert before is not None
             os.kill(before, signal.SIGKILL)
-            async with asyncio.timeout(60):
-                while router.pid in (None, before):
-                    await asyncio.sleep(0.01)
+            await eventually_async(lambda: router.pid not in (None, before))
             assert router.port != port
             await router.end()
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Services of this machine that are scaled by load, with real processes: up under load, down again after it, and why."""
+"""Services of this machine that are scaled by load, with real processes: up under load, down again after it, and why.
+
+More of them: `test_simulated_scaling.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from local_site import LocalSite, runtime, said, service
 from headrace.fleet.local.scaling.aims import PANIC_WINDOW, WINDOW
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
     pytest.mark.timeout(900),  # it starts many programs, one after the other
 ]
@@ -32,7 +36,7 @@ def number(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, number: Path) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("scaling"), 16_300)
+    made = LocalSite(tmp_path_factory.mktemp("scaling"))
     made.up()
     metered = {"command": ["python3", str(_SERVER)], "args": ["--port=8080", f"--file={number}"]}
     made.apply(made.model, runtime("metered", **metered))
@@ -96,32 +100,6 @@ def test_more_requests_at_once_mean_more_replicas_and_none_is_lost(site: LocalSi
     condition = site.condition("busy", "EngineScalingActive")
     assert (condition["status"], condition["message"]) == ("True", told[-1])
     site.delete("busy")
-
-
-def test_a_query_over_the_replicas_own_metrics(site: LocalSite, number: Path) -> None:
-    number.write_text("0")
-    keda = {
-        "enableKeda": True,
-        "customPromQuery": 'max(waiting{queue="main",component="engine"}) * 2',
-        "scalingThreshold": "5",
-    }
-    site.apply(scaled("asked", kedaConfig=keda))
-    site.ready("asked")
-    number.write_text("5.5")
-    site.ready("asked", 3)
-    assert any(each.startswith("query ") and "target 5: 1 -> " in each for each in rescales(site, "asked"))
-    # Somebody who is gone, or says nothing, is no reason to take replicas away.
-    number.write_text("nothing")
-    site.says("asked", "no replica tells a metric", "EngineScalingActive")
-    assert len(site.pids("asked")) == 3
-    number.write_text("0")
-    site.ready("asked", 1)
-    keda["customPromQuery"] = "histogram_quantile(0.9, sum(rate(waiting_bucket[1m])))"
-    site.apply(scaled("asked", kedaConfig=keda))
-    told = site.says("asked", "histogram_quantile()", "EngineScalingActive")
-    assert (told["status"], told["reason"]) == ("False", "UnsupportedQuery")
-    assert site.ready("asked")
-    site.delete("asked")
 
 
 def test_cores_of_the_replicas_processes(site: LocalSite) -> None:

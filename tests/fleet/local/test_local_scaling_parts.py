@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from local_site import document, until
+from local_site import document
 
+from headrace.core.clock import SystemClock
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.autoscaling.deciding import KNATIVE, Aim, Panic, Sample, Windows, decide
 from headrace.fleet.autoscaling.meter import CONCURRENCY, RPS, Meter
@@ -36,11 +37,13 @@ from headrace.fleet.local.scaling.telling import with_scaling
 from headrace.fleet.local.scaling.usage import Usage, Used
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import Store
+from headrace.fleet.local.system import System
 from headrace.fleet.local.workloads import bounds_of, wanted_of
 from headrace.fleet.planning import plan
 from headrace.fleet.words import ClusterFacts, Document, FleetSettings, cluster_facts, kind_of
 from headrace.launch.identity import session_members
 from headrace.launch.ports import Ports
+from support.waiting import eventually
 
 _windows = st.builds(Windows, st.floats(1, 100), st.floats(0.1, 1), st.floats(1.1, 10))
 
@@ -188,9 +191,9 @@ def busy() -> Iterator[int]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_a_session_is_measured_with_all_its_processes(busy: int) -> None:
     usage = Usage()
-    until(lambda: len(Usage().read(0.0, [busy])[busy].ticks) == 2)
+    eventually(lambda: len(Usage().read(0.0, [busy])[busy].ticks) == 2)
     before = usage.read(0.0, [busy])[busy]
-    until(lambda: usage.cores(before, usage.read(1.0, [busy])[busy], 1.0) > 0)
+    eventually(lambda: usage.cores(before, usage.read(1.0, [busy])[busy], 1.0) > 0)
     assert before.memory > 1 << 20
     assert usage.read(2.0, [2**22 + 1]) == {2**22 + 1: Used()}
 
@@ -319,12 +322,13 @@ def test_kedas_bounds() -> None:
 def test_the_loop_rests_until_somebody_may_have_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room between least and most nothing is looked at, however long it runs; a change is seen at once."""
     settings = LocalSettings(tmp_path)
-    live, routers, store = Objects(tmp_path / "objects"), Routers(settings), Store(tmp_path / "documents")
+    system = System(SystemClock())
+    live, routers, store = Objects(tmp_path / "objects"), Routers(settings, system), Store(tmp_path / "documents")
     machine, events = Machine(Ports(tmp_path / "ports", "127.0.0.1", 10_900, 10_901)), Events(tmp_path / "events", 10)
     told: list[Note] = []
     scaling = Autoscaling(
         live,
-        Kubelet(settings, store, machine, routers, events, ProcessDriver()),
+        Kubelet(settings, store, machine, routers, events, ProcessDriver(), system),
         routers,
         lambda *_: pytest.fail("nothing is to be scaled"),
         lambda _, note: told.append(note),

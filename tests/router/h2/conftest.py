@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from routed import Routing, channel_to, routing
+
 from support.serving import EchoCalls, echo_site, serving
 
 

@@ -7,13 +7,11 @@ with serving(echo_site()) as one, serving(echo_site()) as two, routing(one.port,
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
-from support.serving import Serving, serving
 
 from headrace.core.limits import Limits
 from headrace.router.backends import Backends
@@ -22,6 +20,7 @@ from headrace.router.h2.settings import GrpcProxySettings
 from headrace.router.settings import BackendAddress, RouterSettings
 from headrace.wire.site import Site
 from headrace.wire.tls import TlsFiles
+from support.serving import Serving, serving
 
 SECONDS = 30
 """How long anything may take before a test gives up. Nothing is decided by how much of it was used."""
@@ -74,7 +73,6 @@ def routing(
             yield Routing(server, made[0])
         finally:
             server.call(made[0].close)
-            server.call(server.server.abort)  # at once: to drain takes a moment
 
 
 @contextmanager
@@ -89,13 +87,6 @@ def aio_channel(server: Any) -> grpc.aio.Channel:
 
 def unary(channel: Any, method: str = "Unary") -> Any:
     return channel.unary_unary(f"/test.Echo/{method}")
-
-
-def wait_until(predicate: Callable[[], Any], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not predicate():
-        assert time.monotonic() < deadline, "it never came to pass"
-        time.sleep(0.005)
 
 
 def raised(call: Callable[[], Any]) -> Any:

@@ -11,8 +11,10 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
-from routed import SECONDS, Routing, channel_to, raised, routing, unary, wait_until
+from routed import SECONDS, Routing, channel_to, raised, routing, unary
+
 from support.serving import EchoCalls
+from support.waiting import eventually
 
 _FORGED = (("x-forwarded-for", "10.0.0.1"), ("x-forwarded-proto", "https"), ("x-real-ip", "10.0.0.9"))
 _BIG = bytes(range(256)) * (8 * 1024 * 4)  # 8 MiB
@@ -53,7 +55,7 @@ def test_a_conversation_turn_by_turn(channel: grpc.Channel) -> None:
 
     def questions() -> Any:
         for number in range(10):
-            wait_until(lambda number=number: len(said) > number)
+            eventually(lambda number=number: len(said) > number)
             yield b"q%d" % number
 
     for answer in channel.stream_stream("/test.Echo/Chat")(questions(), timeout=SECONDS):
@@ -134,14 +136,14 @@ def test_a_cancel_reaches_the_backend(
     router: Routing, channel: grpc.Channel, echoes: list[EchoCalls], stream: bool
 ) -> None:
     future = unary(channel, "Hold").future(b"", timeout=SECONDS)
-    wait_until(lambda: any(calls.held for calls in echoes))
+    eventually(lambda: any(calls.held for calls in echoes))
     if stream:
         channel.close()
     else:
         future.cancel()
-    wait_until(lambda: [calls.events for calls in echoes if calls.events] == [["cancel"]])
+    eventually(lambda: [calls.events for calls in echoes if calls.events] == [["cancel"]])
     assert future.cancelled() or future.code() is grpc.StatusCode.CANCELLED
-    wait_until(lambda: sum(router.backend(number).outstanding for number in (0, 1)) == 0)
+    eventually(lambda: sum(router.backend(number).outstanding for number in (0, 1)) == 0)
 
 
 def test_a_deadline_ends_the_call_on_both_sides(channel: grpc.Channel, echoes: list[EchoCalls]) -> None:
@@ -150,7 +152,7 @@ def test_a_deadline_ends_the_call_on_both_sides(channel: grpc.Channel, echoes: l
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         if any(calls.held for calls in echoes):
             break
-    wait_until(lambda: any(calls.events == ["cancel"] for calls in echoes))
+    eventually(lambda: any(calls.events == ["cancel"] for calls in echoes))
 
 
 def test_many_calls_at_once_over_one_connection(router: Routing) -> None:
@@ -175,7 +177,7 @@ def test_calls_that_are_reset_at_once_never_reach_a_backend(
     requests = sum(router.backend(number).stats.cancelled for number in (0, 1))
     with socket.create_connection(("127.0.0.1", router.port), timeout=SECONDS) as sock:
         sock.sendall(client.data_to_send())
-        wait_until(lambda: sum(router.backend(number).stats.cancelled for number in (0, 1)) == requests + 50)
+        eventually(lambda: sum(router.backend(number).stats.cancelled for number in (0, 1)) == requests + 50)
     assert [unary(channel)(b"x", timeout=SECONDS) for _ in range(4)] == [b"x"] * 4
     assert [calls.held for calls in echoes] == before
     assert [calls.events for calls in echoes] == [[], []]

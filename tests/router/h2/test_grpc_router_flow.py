@@ -9,12 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
-from routed import SECONDS, Routing, channel_to, routing, unary, wait_until
-from support.serving import EchoCalls, Serving, echo_site, serving
+from routed import SECONDS, Routing, channel_to, routing, unary
 
 from headrace.wire.grpc.call import GrpcCall
 from headrace.wire.http.exchange import Buffer
 from headrace.wire.site import Site
+from support.serving import EchoCalls, Serving, echo_site, serving
+from support.waiting import eventually
 
 _MIB = 1024 * 1024
 
@@ -87,7 +88,7 @@ def test_a_client_that_does_not_read_holds_its_backend_back(backend: Serving) ->
         # Others are not held up meanwhile, on the same connection to the backend.
         assert unary(channel)(b"x" * 10_000, timeout=SECONDS) == b"x" * 10_000
         assert sum(1 for _ in answers) == 639
-        wait_until(lambda: _held(router) == 0)
+        eventually(lambda: _held(router) == 0)
 
 
 def test_a_backend_that_does_not_read_holds_its_client_back(backend: Serving, calls: _Deaf) -> None:
@@ -100,13 +101,13 @@ def test_a_backend_that_does_not_read_holds_its_client_back(backend: Serving, ca
 
     with routing(backend.port) as router, channel_to(router) as channel:
         future = channel.stream_unary("/test.Echo/Deaf").future(messages(), timeout=3 * SECONDS)
-        wait_until(lambda: calls.deaf)
+        eventually(lambda: calls.deaf)
         assert _still(lambda: _held(router)) < 8 * _MIB
         assert sent[0] < 30_000_000
         assert unary(channel)(b"x", timeout=SECONDS) == b"x"
         backend.call(calls.deaf[0].resume)
         assert future.result() == b"40000000"
-        wait_until(lambda: _held(router) == 0)
+        eventually(lambda: _held(router) == 0)
 
 
 def test_large_conversations_side_by_side(backend: Serving) -> None:

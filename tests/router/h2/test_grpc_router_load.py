@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
-from routed import SECONDS, Routing, channel_to, routing, unary, wait_until
-from support.serving import EchoCalls, Serving, echo_site, serving
+from routed import SECONDS, Routing, channel_to, routing, unary
 
 from headrace.router.settings import OutlierSettings
+from support.serving import EchoCalls, Serving, echo_site, serving
+from support.waiting import eventually
 
 
 class _Load:
@@ -37,7 +38,7 @@ class _Load:
     def more(self, count: int = 200) -> None:
         """Wait until so many more calls have been answered."""
         goal = self.told["right"] + count
-        wait_until(lambda: self.told["right"] >= goal, 3 * SECONDS)
+        eventually(lambda: self.told["right"] >= goal, within=3 * SECONDS)
 
 
 @contextmanager
@@ -87,15 +88,15 @@ def test_open_calls_outlive_a_drain() -> None:
         with routing(first.port, second.port) as router, channel_to(router) as channel:
             # Calls take turns: one of two is the first backend's.
             futures = [unary(channel, "Hold").future(b"", timeout=3 * SECONDS) for _ in range(2)]
-            wait_until(lambda: calls.held)
+            eventually(lambda: calls.held)
             draining = threading.Thread(target=first.call, args=(first.server.drain, 20.0))
             draining.start()
-            wait_until(lambda: not router.call(lambda: router.proxy.pools[router.backend(0)].connections))
+            eventually(lambda: not router.call(lambda: router.proxy.pools[router.backend(0)].connections))
             ok = router.backend(0).stats.ok
             assert [unary(channel)(b"x", timeout=SECONDS) for _ in range(6)] == [b"x"] * 6
             assert router.backend(0).stats.ok == ok
             first.call(calls.held[0].reply, b"at last")
-            wait_until(lambda: any(future.done() for future in futures))
+            eventually(lambda: any(future.done() for future in futures))
             assert next(future for future in futures if future.done()).result() == b"at last"
             draining.join(SECONDS)
             assert not draining.is_alive()
@@ -106,12 +107,12 @@ def test_the_router_drains_too() -> None:
     calls = EchoCalls()
     with serving(echo_site(calls=calls)) as backend, routing(backend.port) as router, channel_to(router) as channel:
         held = unary(channel, "Hold").future(b"", timeout=2 * SECONDS)
-        wait_until(lambda: calls.held)
+        eventually(lambda: calls.held)
         draining: list[int] = []
         server: Serving = router.server
         thread = threading.Thread(target=lambda: draining.append(server.call(server.server.drain, 20.0)))
         thread.start()
-        wait_until(lambda: server.site.draining)
+        eventually(lambda: server.site.draining)
         backend.call(calls.held[0].reply, b"still here")
         assert held.result() == b"still here"
         thread.join(SECONDS)
@@ -122,8 +123,8 @@ def test_calls_over_the_grace_are_told() -> None:
     calls = EchoCalls()
     with serving(echo_site(calls=calls)) as backend, routing(backend.port) as router, channel_to(router) as channel:
         held = unary(channel, "Hold").future(b"", timeout=2 * SECONDS)
-        wait_until(lambda: calls.held)
+        eventually(lambda: calls.held)
         router.call(router.server.server.drain, 0.0)
         assert held.code() is grpc.StatusCode.UNAVAILABLE
         assert "shutting down" in held.details()
-        wait_until(lambda: calls.events == ["cancel"])
+        eventually(lambda: calls.events == ["cancel"])

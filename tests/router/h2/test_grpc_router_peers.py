@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import trustme
-from support.engines import builtin_plane
 from routed import SECONDS, channel_to, raised, routing, unary
-from support.serving import echo_site, serving
 
 from headrace.apps.server import ServerSettings, build_site
 from headrace.wire.grpc.health import HealthService
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
 from headrace.wire.tls import TlsFiles
+from support.engines import builtin_plane
+from support.serving import echo_site, serving
 
 
 class _Echo(grpc.GenericRpcHandler):

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from support.ports import free_port
 from rough_backend import Peer, Rough, rough_backend
-from routed import SECONDS, channel_to, raised, routing, unary, wait_until
-from support.serving import Serving, echo_site, serving
+from routed import SECONDS, channel_to, raised, routing, unary
 
 from headrace.router.h2.settings import GrpcProxySettings
-from headrace.router.settings import TimeoutSettings
+from headrace.router.settings import RetrySettings, TimeoutSettings
 from headrace.wire.http2 import frames
 from headrace.wire.http2.frames import ErrorCode
+from support.ports import free_port
+from support.serving import Serving, echo_site, serving
+from support.waiting import eventually
 
 _UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -62,6 +63,16 @@ def test_refused_by_all_is_unavailable() -> None:
         assert error.code() is _UNAVAILABLE
         assert "takes no more calls" in error.details()
         assert len(rough.said) == 3  # `tries`
+
+
+def test_retries_stop_when_the_budget_is_spent() -> None:
+    retries = RetrySettings(budget=0.0, reserve=1)
+    with rough_backend(_refuse) as rough, routing(rough.port, retries=retries) as router, channel_to(router) as channel:
+        for asked in (2, 3, 4):  # the first call twice, and each later one once
+            error = raised(lambda: unary(channel)(b"x", timeout=SECONDS))
+            assert error.code() is _UNAVAILABLE and "try again later" in error.details()
+            assert len(rough.said) == asked
+        assert router.proxy.budget.refused == 3
 
 
 def test_a_stream_above_goaway_is_sent_again_whole() -> None:
@@ -122,7 +133,7 @@ def test_no_backend_at_all_says_which_and_why() -> None:
 
 def test_a_backend_that_never_greets_is_given_up(echo: Serving) -> None:
     with rough_backend(lambda peer, _: peer.rest() and None) as rough:
-        with routing(rough.port, echo.port, timeouts=TimeoutSettings(connect_seconds=1.0)) as router:
+        with routing(rough.port, echo.port, timeouts=TimeoutSettings(connect_seconds=0.5)) as router:
             with channel_to(router) as channel:
                 assert [unary(channel)(b"x", timeout=SECONDS) for _ in range(4)] == [b"x"] * 4
                 assert router.backend(0).stats.failed >= 1
@@ -168,8 +179,7 @@ def test_calls_wait_for_room_and_more_connections_are_made() -> None:
         """One call at a time for each connection; answers only when all four connections are busy."""
         peer.greet((frames.Setting.MAX_CONCURRENT_STREAMS, 1))
         rough.said.append(peer.request())
-        while len(rough.said) < 4:
-            time.sleep(0.001)
+        eventually(lambda: len(rough.said) >= 4)
         peer.answer(1)
         while True:
             peer.answer(peer.request())
@@ -189,12 +199,17 @@ def test_too_many_waiting_calls_are_turned_away() -> None:
     settings = GrpcProxySettings(waiting_calls=2)
     with rough_backend(never) as rough, routing(rough.port, grpc_settings=settings) as router:
         with channel_to(router) as channel:
-            futures = [unary(channel).future(b"x", timeout=6.0) for _ in range(4)]
-            codes = sorted(future.code().name for future in futures)
-            assert codes == ["DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "UNAVAILABLE"]
-            wait_until(lambda: router.backend(0).outstanding == 0)
-            # Those who gave up left room for others.
-            assert unary(channel).future(b"x", timeout=0.2).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            futures = [unary(channel).future(b"x", timeout=3 * SECONDS) for _ in range(4)]
+            eventually(lambda: sum(future.done() for future in futures) == 2)
+            assert {future.code() for future in futures if future.done()} == {_UNAVAILABLE}
+            for future in futures:
+                future.cancel()
+            eventually(lambda: router.backend(0).outstanding == 0)
+            # Those who gave up left room for others, who may give up in their turn.
+            for _ in range(2):
+                late = [unary(channel).future(b"x", timeout=0.2).code() for _ in range(2)]
+                assert late == [grpc.StatusCode.DEADLINE_EXCEEDED] * 2
+                eventually(lambda: router.backend(0).outstanding == 0)
 
 
 def test_no_port_is_left_open() -> None:
@@ -210,7 +225,7 @@ def test_no_port_is_left_open() -> None:
     with rough_backend(watch) as rough:
         with routing(rough.port) as router, channel_to(router) as channel:
             unary(channel)(b"x", timeout=SECONDS)
-        wait_until(lambda: ended == [True])
+        eventually(lambda: ended == [True])
 
 
 def test_a_connection_without_calls_is_closed_after_a_while(echo: Serving) -> None:
@@ -221,6 +236,6 @@ def test_a_connection_without_calls_is_closed_after_a_while(echo: Serving) -> No
         router.call(lambda: connection.sweep(connection._idle_since + 59))
         assert router.connections() == [connection]
         router.call(lambda: connection.sweep(connection._idle_since + 62))
-        wait_until(lambda: router.connections() == [])
+        eventually(lambda: router.connections() == [])
         assert unary(channel)(b"x", timeout=SECONDS) == b"x"
         assert router.connections() != [connection]

@@ -7,13 +7,14 @@ import grpc
 import pytest
 from hpack import Encoder
 from rough_backend import Peer, Rough, rough_backend
-from routed import SECONDS, channel_to, raised, routing, unary, wait_until
+from routed import SECONDS, channel_to, raised, routing, unary
 
 from headrace.wire.grpc.call import HEAD_BLOCK
 from headrace.wire.grpc.status import OK_BLOCK
 from headrace.wire.http2 import frames
 from headrace.wire.http2.frames import END_HEADERS, END_STREAM, ErrorCode, frame
 from headrace.wire.http2.headers import encode_field, encode_status
+from support.waiting import eventually
 
 _HEAD = frame(frames.HEADERS, END_HEADERS, 1, HEAD_BLOCK)
 _HUGE_FIELD = encode_status(200) + encode_field(b"x", bytes(b"v" * 100_000))
@@ -88,7 +89,7 @@ def test_a_broken_connection_is_closed(fault: str) -> None:
         assert rough.connections == 2
         assert router.backend(0).stats.failed == 1
         assert router.backend(0).outstanding == 0
-        wait_until(lambda: rough.said)
+        eventually(lambda: rough.said)
         assert bytes([frames.GOAWAY, 0, 0, 0, 0, 0]) in bytes(rough.said[0])  # type: ignore[arg-type]
 
 
@@ -127,7 +128,7 @@ def test_more_than_the_window_is_not_taken() -> None:
 
     with rough_backend(script) as rough, routing(rough.port) as router, channel_to(router) as channel:
         call = channel.unary_stream("/test.Echo/Unary")(b"x", timeout=SECONDS)
-        wait_until(lambda: rough.said)
+        eventually(lambda: rough.said)
         assert rough.said == [(1, ErrorCode.FLOW_CONTROL_ERROR.to_bytes(4, "big"))]
         call.cancel()
         assert unary(channel)(b"x", timeout=SECONDS) == b"rough"
@@ -189,7 +190,7 @@ def test_what_is_legal_though_odd_passes() -> None:
         assert unary(channel)(b"x", timeout=SECONDS) == b"first"
         call = channel.unary_stream("/test.Echo/Unary")(b"x", timeout=SECONDS)
         assert next(call) == b"odd"
-        wait_until(lambda: rough.said == [(0, b"12345678")])
+        eventually(lambda: rough.said == [(0, b"12345678")])
         call.cancel()
 
 
@@ -223,8 +224,8 @@ def test_an_answer_before_the_request_has_ended() -> None:
 
     def endless() -> object:
         yield b"first"
-        wait_until(lambda: rough.said)
+        eventually(lambda: rough.said)
 
     with rough_backend(script) as rough, routing(rough.port) as router, channel_to(router) as channel:
         assert channel.stream_unary("/test.Echo/Collect")(endless(), timeout=SECONDS) == b"early"
-        wait_until(lambda: rough.said == [(1, ErrorCode.CANCEL.to_bytes(4, "big"))])
+        eventually(lambda: rough.said == [(1, ErrorCode.CANCEL.to_bytes(4, "big"))])

@@ -12,8 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from echoing import channel_to, wait_until
+from echoing import channel_to
+
 from support.serving import EchoCalls, Serving, echo_site, serving
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def _nobody_is_left(request: pytest.FixtureRequest) -> None:
     if "server" in request.fixturenames:
         running: Serving = request.getfixturevalue("server")
         running.call(lambda: [connection.abort() for connection in list(running.site.connections)])
-        wait_until(lambda: running.connections() == 0)
+        eventually(lambda: running.connections() == 0)
 
 
 @pytest.fixture

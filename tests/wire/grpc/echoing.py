@@ -15,6 +15,7 @@ import h2.config
 import h2.connection
 import h2.events
 import h2.settings
+
 from support.serving import Serving
 
 SECONDS = 30
@@ -52,13 +53,6 @@ def expand(channel: Any, method: str = "Expand") -> Any:
 
 def chat(channel: Any, method: str = "Chat") -> Any:
     return channel.stream_stream(f"/test.Echo/{method}")
-
-
-def wait_until(predicate: Callable[[], Any], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not predicate():
-        assert time.monotonic() < deadline, "it never came to pass"
-        time.sleep(0.005)
 
 
 def wait_until_still(value: Callable[[], Any], seconds: float = 0.5) -> Any:

@@ -20,12 +20,12 @@ from echoing import (
     options,
     raised,
     unary,
-    wait_until,
 )
-from support.serving import EchoCalls, Serving, echo_site, serving
 
 from headrace.core.limits import Limits
 from headrace.wire.grpc.streaming import MessageStream
+from support.serving import EchoCalls, Serving, echo_site, serving
+from support.waiting import eventually, eventually_async
 
 
 def the_connection(server: Serving) -> Any:
@@ -59,8 +59,8 @@ async def _thousand_chats(server: Serving) -> None:
 
 def test_a_thousand_streams_at_once_on_one_channel(server: Serving, calls: EchoCalls) -> None:
     asyncio.run(_thousand_chats(server))
-    wait_until(lambda: not open_streams(server))
-    wait_until(lambda: not calls._calls._tasks)
+    eventually(lambda: not open_streams(server))
+    eventually(lambda: not calls._calls._tasks)
 
 
 async def _queued(server: Serving, count: int) -> list[bytes]:
@@ -101,11 +101,7 @@ async def _cancel_many(server: Serving, calls: EchoCalls, count: int) -> None:
         await unary(channel)(b"connect", timeout=SECONDS)
         connection = the_connection(server)
         held = [unary(channel, "Hold")(b"x", timeout=6 * SECONDS) for _ in range(count)]
-        for _ in range(6000):
-            if len(calls.held) >= min(count, 1000):
-                break
-            await asyncio.sleep(0.01)
-        assert len(calls.held) >= min(count, 1000)
+        await eventually_async(lambda: len(calls.held) >= min(count, 1000))
         for call in held:
             call.cancel()
         await asyncio.gather(*held, return_exceptions=True)
@@ -117,7 +113,7 @@ def test_two_thousand_calls_cancelled_at_once(server: Serving, calls: EchoCalls)
     calls.held.clear()
     calls.events.clear()
     asyncio.run(_cancel_many(server, calls, 2000))
-    wait_until(lambda: not open_streams(server))
+    eventually(lambda: not open_streams(server))
     assert calls.events == ["cancel"] * len(calls.held)
 
 
@@ -140,7 +136,7 @@ def test_three_thousand_refused_calls_keep_their_connection(server: Serving) -> 
 # Keep-alive.
 
 
-@pytest.mark.parametrize("with_call", [True, False])
+@pytest.mark.parametrize("with_call", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_keep_alive_pings_are_answered(server: Serving, calls: EchoCalls, with_call: bool) -> None:
     keepalive = [
         ("grpc.keepalive_time_ms", 30),  # grpcio makes one second of it
@@ -161,7 +157,7 @@ def test_keep_alive_pings_are_answered(server: Serving, calls: EchoCalls, with_c
 
         server.call(setattr, connection, "answer", count)
         future = unary(channel, "Hold").future(b"x", timeout=3 * SECONDS) if with_call else None
-        wait_until(lambda: len(answered) >= 2)
+        eventually(lambda: len(answered) >= 2)
         if future is not None:
             server.call(lambda: calls.held[0].reply(b"held"))
             assert future.result() == b"held"
@@ -178,7 +174,7 @@ def test_an_idle_connection_is_closed_and_the_channel_comes_back(server: Serving
             assert unary(channel)(b"x", timeout=SECONDS) == b"x"
             assert server.connections() == 1
             server.sweep(seconds_later=server.site.limits.idle_seconds + 1)
-            wait_until(lambda: server.connections() == 0)
+            eventually(lambda: server.connections() == 0)
         assert unary(channel)(b"x", timeout=SECONDS) == b"x"
 
 
@@ -198,10 +194,10 @@ def test_a_cut_connection_fails_its_calls_and_the_next_one_works(
     channel: grpc.Channel, server: Serving, calls: EchoCalls
 ) -> None:
     future = unary(channel, "Hold").future(b"x", timeout=SECONDS)
-    wait_until(lambda: calls.held)
+    eventually(lambda: calls.held)
     server.call(lambda: [connection.abort() for connection in list(server.site.connections)])
     assert raised(future.result).code() is grpc.StatusCode.UNAVAILABLE
-    wait_until(lambda: calls.events)
+    eventually(lambda: calls.events)
     assert calls.events == ["cancel"]
 
     def works() -> bool:
@@ -211,7 +207,7 @@ def test_a_cut_connection_fails_its_calls_and_the_next_one_works(
         except grpc.RpcError:
             return False
 
-    wait_until(works)
+    eventually(works)
 
 
 # Draining.
@@ -236,7 +232,7 @@ def test_open_chats_go_on_while_the_server_drains(draining: Serving) -> None:
         assert next(responses) == b"before"
         drain = start_drain(draining)
         connection = the_connection(draining)
-        wait_until(lambda: connection._last_allowed is not None)
+        eventually(lambda: connection._last_allowed is not None)
         for number in range(20):
             outbox.put(b"during %d" % number)
             assert next(responses) == b"during %d" % number
@@ -253,7 +249,7 @@ def test_a_large_answer_is_sent_whole_while_the_server_drains(draining: Serving)
         first = next(responses)
         drain = start_drain(draining)
         connection = the_connection(draining)
-        wait_until(lambda: connection._last_allowed is not None)
+        eventually(lambda: connection._last_allowed is not None)
         assert 1 + sum(1 for _ in responses) == 300
         assert len(first) == 100_004
         assert drain.result(SECONDS) == 0
@@ -263,10 +259,10 @@ def test_held_calls_are_answered_while_the_server_drains(draining: Serving, call
     calls.held.clear()
     with channel_to(draining) as channel:
         futures = [unary(channel, "Hold").future(b"x", timeout=3 * SECONDS) for _ in range(50)]
-        wait_until(lambda: len(calls.held) == 50)
+        eventually(lambda: len(calls.held) == 50)
         drain = start_drain(draining)
         connection = the_connection(draining)
-        wait_until(lambda: connection._last_allowed is not None)
+        eventually(lambda: connection._last_allowed is not None)
         for call in list(calls.held):
             draining.call(call.reply, b"late but whole")
         assert {future.result() for future in futures} == {b"late but whole"}
@@ -303,8 +299,8 @@ def test_after_its_grace_a_drain_cuts_and_tells_the_handlers(draining: Serving, 
     calls.events.clear()
     with channel_to(draining) as channel:
         future = unary(channel, "Hold").future(b"x", timeout=3 * SECONDS)
-        wait_until(lambda: calls.held)
+        eventually(lambda: calls.held)
         assert start_drain(draining, 0.5).result(SECONDS) == 1
         assert raised(future.result).code() is grpc.StatusCode.UNAVAILABLE
-        wait_until(lambda: calls.events)
+        eventually(lambda: calls.events)
         assert calls.events == ["cancel"]

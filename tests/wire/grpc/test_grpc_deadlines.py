@@ -22,12 +22,12 @@ from echoing import (
     prefixed,
     raised,
     unary,
-    wait_until,
 )
-from support.serving import EchoCalls, Serving
 
 from headrace.core.errors import InvalidArgument
 from headrace.wire.grpc.metadata import parse_timeout
+from support.serving import EchoCalls, Serving
+from support.waiting import eventually
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_server_ends_a_call_at_its_deadline(server: Serving, calls: EchoCall
             assert "deadline" in call.message
         if calls.held:
             break
-    wait_until(lambda: calls.events)
+    eventually(lambda: calls.events)
     assert calls.events == ["cancel"]
     assert not open_streams(server)
 
@@ -89,7 +89,7 @@ def test_the_server_ends_a_stream_at_its_deadline(server: Serving, calls: EchoCa
         call.send(prefixed(b"x"))
         call.receive()
         assert call.status is grpc.StatusCode.DEADLINE_EXCEEDED
-    wait_until(lambda: not calls._calls._tasks)
+    eventually(lambda: not calls._calls._tasks)
     assert not open_streams(server)
 
 
@@ -104,7 +104,7 @@ def test_an_answer_after_the_deadline_changes_nothing(channel: grpc.Channel, ser
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         if calls.held:
             break
-    wait_until(lambda: calls.events == ["cancel"])
+    eventually(lambda: calls.events == ["cancel"])
     server.call(lambda: calls.held[0].reply(b"too late"))
     server.call(lambda: calls.held[0].fail(RuntimeError("too late")))
     assert unary(channel)(b"next", timeout=SECONDS) == b"next"
@@ -112,7 +112,7 @@ def test_an_answer_after_the_deadline_changes_nothing(channel: grpc.Channel, ser
 
 def test_a_call_answered_in_time_has_no_timer_left(channel: grpc.Channel, server: Serving, calls: EchoCalls) -> None:
     future = unary(channel, "Hold").future(b"x", timeout=SECONDS)
-    wait_until(lambda: calls.held)
+    eventually(lambda: calls.held)
     (call,) = calls.held
     # grpcio rounds what it has left up, to three digits of one unit.
     assert 0 < call.timeout_seconds <= SECONDS * 1.1
@@ -124,10 +124,10 @@ def test_a_call_answered_in_time_has_no_timer_left(channel: grpc.Channel, server
 
 def test_a_cancelled_unary_call_tells_its_handler(channel: grpc.Channel, server: Serving, calls: EchoCalls) -> None:
     future = unary(channel, "Hold").future(b"x", timeout=SECONDS)
-    wait_until(lambda: calls.held)
+    eventually(lambda: calls.held)
     assert len(open_streams(server)) == 1
     future.cancel()
-    wait_until(lambda: calls.events == ["cancel"])
+    eventually(lambda: calls.events == ["cancel"])
     assert not open_streams(server)
     server.call(lambda: calls.held[0].reply(b"too late"))
     assert unary(channel)(b"next", timeout=SECONDS) == b"next"
@@ -141,7 +141,7 @@ def test_a_cancelled_stream_stops_its_handler(channel: grpc.Channel, server: Ser
     assert next(responses) == b"x"
     assert len(calls._calls._tasks) == 1
     responses.cancel()
-    wait_until(lambda: not calls._calls._tasks)
+    eventually(lambda: not calls._calls._tasks)
     assert not open_streams(server)
     outbox.put(None)
 
@@ -151,9 +151,9 @@ def test_cancelling_a_stream_that_waits_for_room_stops_its_handler(
 ) -> None:
     responses = expand(channel)(b"10000 100000", timeout=3 * SECONDS)
     next(responses)
-    wait_until(lambda: any(stream.pending_bytes for stream in open_streams(server)))
+    eventually(lambda: any(stream.pending_bytes for stream in open_streams(server)))
     responses.cancel()
-    wait_until(lambda: not calls._calls._tasks)
+    eventually(lambda: not calls._calls._tasks)
     assert not open_streams(server)
     assert unary(channel)(b"next", timeout=SECONDS) == b"next"
 
@@ -163,13 +163,13 @@ def test_a_client_that_vanishes_cancels_its_calls(server: Serving, calls: EchoCa
     calls.held.clear()
     with RawCall(server, "Hold") as call:
         call.send(prefixed(b"x"), end=True)
-        wait_until(lambda: calls.held)
-    wait_until(lambda: calls.events == ["cancel"])
+        eventually(lambda: calls.held)
+    eventually(lambda: calls.events == ["cancel"])
     with RawCall(server, "Chat") as call:
         call.send(prefixed(b"x"))
         call.receive(until=lambda: len(call.data) == 6)
-    wait_until(lambda: not calls._calls._tasks)
-    wait_until(lambda: server.connections() == 0)
+    eventually(lambda: not calls._calls._tasks)
+    eventually(lambda: server.connections() == 0)
 
 
 def test_a_handler_that_has_answered_is_not_told_of_a_cancel(server: Serving, calls: EchoCalls) -> None:
@@ -178,7 +178,7 @@ def test_a_handler_that_has_answered_is_not_told_of_a_cancel(server: Serving, ca
     calls.held.clear()
     with RawCall(server, "Hold") as call:
         call.send(prefixed(b"x"), end=True)
-        wait_until(lambda: calls.held)
+        eventually(lambda: calls.held)
         (held,) = calls.held
         server.call(lambda: held.reply(bytes(1_000_000)))
         assert held.over
@@ -187,7 +187,7 @@ def test_a_handler_that_has_answered_is_not_told_of_a_cancel(server: Serving, ca
         server.call(lambda: held.finish())
         call.receive(until=lambda: len(call.data) > 60_000, take=False)
         call.cancel()
-        wait_until(lambda: not open_streams(server))
+        eventually(lambda: not open_streams(server))
     assert calls.events == []
     assert held.pending_bytes == 0
 
@@ -195,7 +195,7 @@ def test_a_handler_that_has_answered_is_not_told_of_a_cancel(server: Serving, ca
 async def _aio_cancels(server: Serving, calls: EchoCalls) -> None:
     async with aio_channel(server) as channel:
         call = unary(channel, "Hold")(b"x", timeout=SECONDS)
-        await asyncio.to_thread(wait_until, lambda: calls.held)
+        await asyncio.to_thread(eventually, lambda: calls.held)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -211,7 +211,7 @@ def test_the_aio_client_cancels_and_times_out(server: Serving, calls: EchoCalls)
     calls.events.clear()
     calls.held.clear()
     asyncio.run(_aio_cancels(server, calls))
-    wait_until(lambda: calls.events == ["cancel", "cancel"])
+    eventually(lambda: calls.events == ["cancel", "cancel"])
 
 
 def test_a_deadline_in_the_middle_of_an_upload(server: Serving, calls: EchoCalls) -> None:
@@ -225,5 +225,5 @@ def test_a_deadline_in_the_middle_of_an_upload(server: Serving, calls: EchoCalls
         error = raised(lambda: collect(channel)(messages(), timeout=0.3))
         stop.set()
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        wait_until(lambda: not calls._calls._tasks)
+        eventually(lambda: not calls._calls._tasks)
         assert unary(channel)(b"next", timeout=SECONDS) == b"next"

@@ -20,10 +20,8 @@ from echoing import (
     open_streams,
     prefixed,
     unary,
-    wait_until,
     wait_until_still,
 )
-from support.serving import Serving, serving
 
 from headrace.wire.grpc.call import GrpcCall
 from headrace.wire.grpc.services import Services
@@ -31,6 +29,8 @@ from headrace.wire.grpc.status import Status
 from headrace.wire.grpc.streaming import CoroutineCalls, MessageStream
 from headrace.wire.http.exchange import Buffer
 from headrace.wire.site import Site
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 MIB = 1 << 20
 UNSENT_HIGH = 256 * 1024
@@ -133,7 +133,7 @@ def test_what_waits_for_a_client_without_window_is_bounded(server: Serving, pace
         call.send(prefixed(b"50"), end=True)
         call.receive(until=lambda: len(call.data) >= 65_535, take=False)
         assert len(call.data) == 65_535
-        wait_until(lambda: unsent(server) > UNSENT_HIGH)
+        eventually(lambda: unsent(server) > UNSENT_HIGH)
         (stream,) = open_streams(server)
         assert stream.pending_bytes == 4 * (MESSAGE + 5) - 65_535
         assert paced.produced == 3
@@ -155,9 +155,9 @@ def test_a_client_that_floods_a_slow_handler_is_held_back(server: Serving, paced
     bound = window + 2 * MIB
     with channel_to(server) as channel:
         future = collect(channel).future(messages(), timeout=6 * SECONDS)
-        wait_until(lambda: open_streams(server))
+        eventually(lambda: open_streams(server))
         (stream,) = open_streams(server)
-        wait_until(lambda: stream.paused)
+        eventually(lambda: stream.paused)
         received = wait_until_still(lambda: stream.received)
         assert stream.paused
         assert MIB <= received <= bound
@@ -171,7 +171,7 @@ def test_small_messages_hold_a_client_back_too(server: Serving, paced: Paced) ->
     count = 8_000
     with channel_to(server) as channel:
         future = collect(channel).future((b"x" * 1000 for _ in range(count)), timeout=6 * SECONDS)
-        wait_until(lambda: any(stream.paused for stream in open_streams(server)))
+        eventually(lambda: any(stream.paused for stream in open_streams(server)))
         (stream,) = open_streams(server)
         received = wait_until_still(lambda: stream.received)
         assert received <= server.site.limits.stream_window_bytes + MIB
@@ -184,7 +184,7 @@ def test_a_large_message_cannot_wedge_a_stream(server: Serving, paced: Paced) ->
     """It is larger than all windows: the handler waits for it and the client must be let on."""
     with channel_to(server) as channel:
         future = collect(channel).future(iter([bytes(30 * MIB), b"", bytes(30 * MIB), b""]), timeout=6 * SECONDS)
-        wait_until(lambda: any(stream.paused for stream in open_streams(server)))
+        eventually(lambda: any(stream.paused for stream in open_streams(server)))
         (stream,) = open_streams(server)
         # One message waits; the second is held back before all of it has come.
         assert wait_until_still(lambda: stream.received) < 40 * MIB
@@ -202,7 +202,7 @@ def test_calls_beside_a_held_back_stream_go_on(server: Serving, paced: Paced) ->
 
     with channel_to(server) as channel:
         futures = [collect(channel).future(messages(), timeout=6 * SECONDS) for _ in range(2)]
-        wait_until(lambda: sum(stream.paused for stream in open_streams(server)) == 2)
+        eventually(lambda: sum(stream.paused for stream in open_streams(server)) == 2)
         for _ in range(20):
             assert unary(channel)(bytes(MESSAGE), timeout=SECONDS) == bytes(MESSAGE)
         stop.set()
@@ -229,7 +229,7 @@ def test_a_status_is_not_forgotten_when_the_socket_fills_up_again(server: Servin
     with channel_to(server) as channel:
         first = unary(channel, "Hold").future(b"large", timeout=SECONDS)
         second = unary(channel, "Hold").future(b"bare", timeout=SECONDS)
-        wait_until(lambda: len(paced.held) == 2)
+        eventually(lambda: len(paced.held) == 2)
 
         def fill_and_free() -> None:
             large, bare = paced.held[b"large"], paced.held[b"bare"]

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from echoing import SECONDS, channel_to, open_streams, raised, wait_until
+from echoing import SECONDS, channel_to, open_streams, raised
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.serving import Serving, serving
 
 from headrace.wire.grpc.health import HealthService
 from headrace.wire.grpc.services import Services
 from headrace.wire.site import Site
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 STATUS = health_pb2.HealthCheckResponse
 
@@ -78,7 +79,7 @@ def test_a_watcher_sees_every_change(
     health_server.call(healthy.health.set, "test.A", True)
     assert next(watch).status == STATUS.SERVING
     watch.cancel()
-    wait_until(lambda: not open_streams(health_server))
+    eventually(lambda: not open_streams(health_server))
 
 
 def test_a_watcher_of_an_unknown_service_waits_for_it(
@@ -120,4 +121,4 @@ def test_a_watch_without_a_request(health_server: Serving) -> None:
     with channel_to(health_server) as channel:
         watch = channel.stream_stream("/grpc.health.v1.Health/Watch")(iter(()), timeout=SECONDS)
         assert raised(lambda: watch).code() is grpc.StatusCode.UNIMPLEMENTED
-    wait_until(lambda: not open_streams(health_server))
+    eventually(lambda: not open_streams(health_server))

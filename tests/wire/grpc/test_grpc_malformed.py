@@ -9,10 +9,11 @@ import zlib
 
 import grpc
 import pytest
-from echoing import SECONDS, RawCall, channel_to, messages_of, open_streams, prefixed, unary, wait_until
-from support.serving import EchoCalls, Serving, echo_site, serving
+from echoing import SECONDS, RawCall, channel_to, messages_of, open_streams, prefixed, unary
 
 from headrace.core.limits import Limits
+from support.serving import EchoCalls, Serving, echo_site, serving
+from support.waiting import eventually
 
 CODE = grpc.StatusCode
 
@@ -60,7 +61,7 @@ def test_a_broken_message_ends_the_call(server: Serving, calls: EchoCalls, name:
         assert call.status is not CODE.OK
         assert status is None or call.status is status
         assert call.message
-    wait_until(lambda: not calls._calls._tasks)
+    eventually(lambda: not calls._calls._tasks)
     assert not open_streams(server)
 
 
@@ -78,7 +79,7 @@ def test_a_broken_message_after_good_ones(server: Serving, calls: EchoCalls) -> 
         call.receive()
         assert messages_of(call.data) == [b"one"]
         assert call.trailers["grpc-status"] == "3"
-    wait_until(lambda: not calls._calls._tasks)
+    eventually(lambda: not calls._calls._tasks)
 
 
 def test_a_client_that_compresses_gets_a_compressed_answer(server: Serving) -> None:

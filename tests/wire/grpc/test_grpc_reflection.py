@@ -9,18 +9,18 @@ from typing import Any
 import grpc
 import pytest
 from echoing import SECONDS, channel_to, raised
-from support.engines import builtin_plane
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from support.serving import Serving, serving
 
 from headrace.api.v2.schema import inference_schema
 from headrace.apps.server import ServerSettings, build_site
 from headrace.wire.site import Site
 from headrace.wire.sockets import Address
+from support.engines import builtin_plane
+from support.serving import Serving, serving
 
 SERVICES = {
     "grpc.health.v1.Health",

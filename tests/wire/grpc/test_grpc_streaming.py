@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from echoing import SECONDS, aio_channel, channel_to, chat, collect, expand, open_streams, raised, wait_until
+from echoing import SECONDS, aio_channel, channel_to, chat, collect, expand, open_streams, raised
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.serving import EchoCalls, Serving, serving
 
 from headrace.core.errors import NotFound
 from headrace.wire.grpc.call import GrpcCall
@@ -21,6 +20,8 @@ from headrace.wire.grpc.services import Services
 from headrace.wire.grpc.status import Status
 from headrace.wire.grpc.streaming import CoroutineCalls, MessageStream
 from headrace.wire.site import Site
+from support.serving import EchoCalls, Serving, serving
+from support.waiting import eventually
 
 MB = 1_000_000
 
@@ -217,8 +218,8 @@ def odd_channel(odd: Odd, odd_server: Serving) -> Iterator[grpc.Channel]:
     odd.cancelled.clear()
     with channel_to(odd_server) as channel:
         yield channel
-        wait_until(lambda: odd.running == 0)
-        wait_until(lambda: not open_streams(odd_server))
+        eventually(lambda: odd.running == 0)
+        eventually(lambda: not open_streams(odd_server))
 
 
 @pytest.mark.parametrize("method", ["Raise", "RaiseLater", "OpenRaises", "CallbackRaises"])
@@ -228,7 +229,7 @@ def test_an_exception_in_a_stream_is_internal(odd: Odd, odd_channel: grpc.Channe
     assert error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in error.details()
     if method in ("OpenRaises", "CallbackRaises"):
-        wait_until(lambda: odd.cancelled)
+        eventually(lambda: odd.cancelled)
 
 
 def test_a_refusal_in_a_stream_has_its_status(odd_channel: grpc.Channel) -> None:
@@ -270,5 +271,5 @@ def test_a_handler_without_callbacks(odd_channel: grpc.Channel) -> None:
 def test_streams_are_freed(channel: grpc.Channel, server: Serving, calls: EchoCalls) -> None:
     for _ in range(20):
         assert list(chat(channel)(iter([b"a", b"b"]), timeout=SECONDS)) == [b"a", b"b"]
-    wait_until(lambda: not open_streams(server))
-    wait_until(lambda: not calls._calls._tasks)
+    eventually(lambda: not open_streams(server))
+    eventually(lambda: not calls._calls._tasks)

@@ -14,15 +14,15 @@ import pytest
 from echoing import SECONDS, aio_channel, channel_to, collect, expand, raised, unary
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.serving import Serving, echo_site, serving
 
-from headrace.core.errors import INTERNAL_TEXT, InvalidArgument
+from headrace.core.errors import INTERNAL_TEXT, InvalidArgument, Unavailable
 from headrace.core.limits import Limits
 from headrace.wire.grpc.call import GrpcCall
 from headrace.wire.grpc.services import Services
 from headrace.wire.grpc.status import Status
 from headrace.wire.http.exchange import Buffer
 from headrace.wire.site import Site
+from support.serving import Serving, echo_site, serving
 
 MB = 1_000_000
 
@@ -153,6 +153,7 @@ class Saying:
         services.streaming("test.Say", "Stream", self.stream)
         services.unary("test.Say", "Trailers", self.trailers)
         services.unary("test.Say", "Nothing", lambda call, message: call.finish())
+        services.unary("test.Say", "Busy", self.busy)
         services.unary("test.Say", "Twice", self.twice)
         return Site(services=services)
 
@@ -169,6 +170,9 @@ class Saying:
         call.set_trailing_metadata([("x-last", "2")])
         call.details = b"details"
         call.fail(InvalidArgument("with trailers"))
+
+    def busy(self, call: GrpcCall, message: Buffer) -> None:
+        raise Unavailable("come again", retry_after_seconds=2.2)
 
     def twice(self, call: GrpcCall, message: Buffer) -> None:
         call.reply(b"first")
@@ -221,6 +225,13 @@ def test_an_error_without_messages_carries_all_metadata(saying: Serving) -> None
     assert trailing["x-last"] == "2"
     assert trailing["x-first"] == "1"
     assert trailing["grpc-status-details-bin"] == b"details"
+
+
+def test_an_error_says_when_to_come_again(saying: Serving) -> None:
+    with channel_to(saying) as channel:
+        error = raised(lambda: channel.unary_unary("/test.Say/Busy")(b"", timeout=SECONDS))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert dict(error.trailing_metadata())["retry-after"] == "3", "in whole seconds, rounded up"
 
 
 def test_only_the_first_answer_counts(saying: Serving) -> None:

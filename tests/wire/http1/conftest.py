@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server for each file: stopping one takes a quarter of a second, so tests share it and start from a clean log."""
+"""One server for each file of tests; each test starts from a clean log."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from http1_site import Handlers, http1_site  # noqa: E402
 from http1_wire import Client  # noqa: E402
+
 from support.serving import Serving, serving  # noqa: E402
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import socket
 import struct
 import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 PATIENCE_SECONDS = 60.0
@@ -195,15 +193,6 @@ def post(path: str, body: bytes, *fields: str, version: str = "1.1") -> bytes:
 def post_chunked(path: str, *chunks: bytes, fields: tuple[str, ...] = ()) -> bytes:
     head = get(path, "Transfer-Encoding: chunked", *fields, method="POST")
     return head + b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in (*chunks, b""))
-
-
-def eventually(check: Callable[[], object]) -> None:
-    """Wait until something in another thread has come true."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not check():
-        if time.monotonic() > deadline:
-            raise AssertionError("it did not come true")
-        time.sleep(0.002)
 
 
 def curl(*arguments: str, data: bytes | None = None) -> str:

@@ -14,13 +14,14 @@ from email.utils import parsedate_to_datetime
 import pytest
 from http1_fake import FakeWire
 from http1_site import SECRET, Handlers
-from http1_wire import Client, curl, eventually, get, post
-from support.serving import Serving
+from http1_wire import Client, curl, get, post
 
 from headrace.core.errors import INTERNAL_TEXT, Code, InvalidArgument
 from headrace.wire.http.exchange import Body, Exchange
 from headrace.wire.http.heads import OK_PLAIN, ResponseHead
 from headrace.wire.http.status import HTTP_STATUS
+from support.serving import Serving
+from support.waiting import eventually
 
 
 def hooked(hook: Callable[[Exchange], None]) -> FakeWire:

@@ -13,13 +13,14 @@ from functools import partial
 import pytest
 from http1_fake import FakeWire
 from http1_site import SECRET, Handlers, answer_plain
-from http1_wire import Client, eventually, get, post
-from support.serving import Serving
+from http1_wire import Client, get, post
 
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_PLAIN
 from headrace.wire.http1.exchange import Http1Exchange
 from headrace.wire.http1.protocol import Http1Protocol
+from support.serving import Serving
+from support.waiting import eventually
 
 LEAVE: dict[str, Callable[[Client], None]] = {
     "close": lambda client: client.socket.close(),

@@ -9,11 +9,12 @@ from concurrent.futures import Future
 import pytest
 from http1_fake import FakeWire
 from http1_site import Handlers, answer_plain, http1_site
-from http1_wire import Client, eventually, get, post
-from support.serving import Serving, serving
+from http1_wire import Client, get, post
 
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_PLAIN
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 
 def closing(wire: FakeWire) -> list[tuple[bytes, str | None]]:

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 import pytest
 from http1_fake import FakeWire
 from http1_site import Handlers, answer_plain, http1_site
-from http1_wire import Client, eventually, get, post, post_chunked
-from support.serving import Serving, serving
+from http1_wire import Client, get, post, post_chunked
 
 from headrace.core.limits import Limits
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http.heads import OK_PLAIN
 from headrace.wire.http1.protocol import Http1Protocol
+from support.serving import Serving, serving
+from support.waiting import eventually
 
 SMALL = Limits(header_bytes=2000, header_count=20, body_bytes=10_000, chunk_count=50)
 """Small enough that a test need not send much; one packet may still bring 256 KiB at once."""

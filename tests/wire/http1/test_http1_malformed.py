@@ -10,6 +10,7 @@ import pytest
 from http1_fake import FakeWire
 from http1_site import Handlers, answer_plain
 from http1_wire import Client, get, post
+
 from support.serving import Serving
 
 HIDDEN = get("/hello")

@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 from http1_fake import FakeWire
 from http1_site import Handlers, answer_plain
-from http1_wire import Client, curl, eventually, get, post, post_chunked
-from support.serving import Serving
+from http1_wire import Client, curl, get, post, post_chunked
 
 from headrace.core.limits import Limits
+from support.serving import Serving
+from support.waiting import eventually
 
 
 def release(server: Serving, handlers: Handlers, body: bytes = b"done") -> None:

@@ -10,11 +10,11 @@ import pytest
 from http1_fake import FakeWire
 from http1_site import Handlers, answer_plain
 from http1_wire import Client, curl, get, post, post_chunked
-from support.serving import Serving
 
 from headrace.core.limits import Limits
 from headrace.wire.http.exchange import Exchange
 from headrace.wire.http1.exchange import Http1Exchange
+from support.serving import Serving
 
 H2C = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
 WEBSOCKET = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: AAAA")

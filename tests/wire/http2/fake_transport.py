@@ -9,11 +9,11 @@ from typing import Any
 
 from by_hand import PREFACE, settings
 from hyperframe.frame import Frame
-from support.serving import EchoCalls, EchoHandlers, echo_site
 
 from headrace.core.limits import Limits
 from headrace.wire.http2.connection import Http2Connection
 from headrace.wire.negotiation import feed
+from support.serving import EchoCalls, EchoHandlers, echo_site
 
 
 class FakeTransport(asyncio.Transport):

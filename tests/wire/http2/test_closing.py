@@ -8,6 +8,7 @@ import socket
 import h2.config
 import h2.connection
 import h2.settings
+
 from support.serving import echo_site, serving
 
 SIZE = 12_000_000

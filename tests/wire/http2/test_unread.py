@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import asyncio
 
-from support.serving import echo_site
-
 from headrace.core.limits import Limits
 from headrace.wire.http2.connection import Http2Connection
 from headrace.wire.unread import UnreadWatch
+from support.serving import echo_site
 
 
 class SlowTransport(asyncio.Transport):

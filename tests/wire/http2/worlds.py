@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from adversary import SECONDS, Client
-from support.serving import EchoCalls, EchoHandlers, Serving, echo_site, serving
+from adversary import Client
 
 from headrace.core.limits import Limits
 from headrace.wire.http2.connection import Http2Connection
+from support.serving import EchoCalls, EchoHandlers, Serving, echo_site, serving
+from support.waiting import eventually
 
 
 class World:
@@ -49,11 +49,7 @@ class World:
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """Wait for something in the server's thread to become true."""
-        deadline = time.monotonic() + SECONDS
-        while not (value := self.server.call(condition)):
-            assert time.monotonic() < deadline, "it never came to pass"
-            time.sleep(0.002)
-        return value
+        return eventually(lambda: self.server.call(condition))
 
 
 class _Failures(logging.Handler):

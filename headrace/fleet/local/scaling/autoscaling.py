@@ -24,7 +24,7 @@ from headrace.fleet.local.routing import Routers
 from headrace.fleet.local.scaling.aims import CPU, QUERY, Aimed, Unaimed, aim_of
 from headrace.fleet.local.scaling.keeping import Keeper
 from headrace.fleet.local.scaling.metrics import told_by
-from headrace.fleet.local.scaling.usage import Usage, Used
+from headrace.fleet.local.scaling.usage import Used
 from headrace.fleet.local.workloads import scaler_of, wanted_of
 from headrace.fleet.words import Document, name_of, part
 
@@ -67,7 +67,7 @@ class Autoscaling:
         self._told = told
         self._keepers: dict[tuple[Service, str], Keeper] = {}
         self._notes: dict[tuple[Service, str], Note] = {}
-        self._usage = Usage()
+        self._usage = kubelet.system.usage()
         self._used: dict[int, tuple[float, Used]] = {}
         self._changed = asyncio.Event()
 

@@ -1,36 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status of a service here is the document that the operator writes for the same service on Kubernetes.
 
-Here it really runs. There, FakeKubernetes shows the objects and pods as an API server and a kubelet would.
+Here it runs on a simulated machine. There, FakeKubernetes shows the objects and pods as an API server and a kubelet would.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-import pytest
-import yaml
-from local_site import LocalSite, runtime, service
+from local_site import runtime, service
+from simulated_fleet import SimulatedFleet
 
 from headrace.fleet.planning import plan
 from headrace.fleet.planning.site import live_key
 from headrace.fleet.status.document import status
 from headrace.fleet.status.observed import Observed
 from headrace.fleet.words import ClusterFacts, Document, FleetSettings, cluster_facts, items, kind_of, name_of
-
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
-    pytest.mark.timeout(900),  # it starts many programs, one after the other
-]
 
 NOW = datetime(2026, 11, 16, tzinfo=UTC)
 READY = {"state": {"running": {}}, "ready": True}
@@ -39,15 +28,6 @@ BACK_OFF = "back-off 10s restarting failed container=ome-container pod=x"
 WORKLOADS = ("Deployment", "LeaderWorkerSet")
 LOOKS = 8
 """Of the operator, until nothing more comes of them."""
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("status"), 10_500)
-    made.up()
-    made.apply(made.model, runtime())
-    yield made
-    made.close()
 
 
 def fixed(name: str, **engine: Any) -> dict[str, Any]:
@@ -186,82 +166,67 @@ def messages(told: Document) -> dict[str, str]:
     return {kind: re.sub(r"pod \S+:", "pod x:", said) for kind, said in found.items()}
 
 
-def assert_same(site: LocalSite, name: str, there: Document) -> Document:
+async def assert_same(fleet: SimulatedFleet, name: str, there: Document) -> Document:
     """Once what is here has come to rest: its router, say, may be on its way."""
-    ends = time.monotonic() + 120
-    while compared(here := site.get(name).get("status", {})) != compared(there) and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert compared(here) == compared(there)
-    return here
+
+    async def same() -> Document:
+        here: Document = (await fleet.get(name)).get("status", {})
+        assert compared(here) == compared(there)
+        return here
+
+    found: Document = await fleet.until(same)
+    return found
 
 
-def test_a_service_that_is_ready(site: LocalSite) -> None:
-    site.apply(fixed("same"))
-    site.ready("same")
-    told = FakeKubernetes(site.model).apply(fixed("same")).settled()
-    assert messages(assert_same(site, "same", told)) == messages(told)
-    site.delete("same")
+async def test_a_service_that_is_ready(fleet: SimulatedFleet) -> None:
+    await fleet.apply(fixed("same"))
+    await fleet.ready("same")
+    told = FakeKubernetes(fleet.model).apply(fixed("same")).settled()
+    assert messages(await assert_same(fleet, "same", told)) == messages(told)
 
 
-def test_one_that_crashes(site: LocalSite) -> None:
+async def test_one_that_crashes(fleet: SimulatedFleet) -> None:
     wanted = fixed("ill", runner={"name": "ome-container", "args": ["--text=crash"]})
-    site.apply(wanted)
+    await fleet.apply(wanted)
     ended = {"exitCode": 1, "reason": "Error", "message": "this one crashes at its start\n", "finishedAt": ""}
     waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": BACK_OFF}}, "ready": False}
-    told = FakeKubernetes(site.model).apply(wanted).look({**waiting, "lastState": {"terminated": ended}})
-    assert messages(assert_same(site, "ill", told)) == messages(told)
-    site.delete("ill")
+    told = FakeKubernetes(fleet.model).apply(wanted).look({**waiting, "lastState": {"terminated": ended}})
+    assert messages(await assert_same(fleet, "ill", told)) == messages(told)
 
 
-def test_one_that_does_not_fit(site: LocalSite) -> None:
+async def test_one_that_does_not_fit(fleet: SimulatedFleet) -> None:
     asked = {"nvidia.com/gpu": "64"}
     wanted = fixed("large", runner={"name": "ome-container", "resources": {"limits": asked, "requests": asked}})
-    site.apply(wanted)
-    there = FakeKubernetes(site.model).apply(wanted)
+    await fleet.apply(wanted)
+    there = FakeKubernetes(fleet.model).apply(wanted)
     told = there.look(None, unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
-    assert "it asks for 64 GPU(s)" in messages(assert_same(site, "large", told))["EngineReady"]
-    site.delete("large")
+    assert "it asks for 64 GPU(s)" in messages(await assert_same(fleet, "large", told))["EngineReady"]
 
 
-def test_a_canary_its_undoing_and_its_promotion(site: LocalSite) -> None:
+async def test_a_canary_its_undoing_and_its_promotion(fleet: SimulatedFleet) -> None:
     newer = {"name": "ome-container", "args": ["--port=8080", "--text=canary"]}
-    there = FakeKubernetes(site.model)
+    there = FakeKubernetes(fleet.model)
     for percent in (None, 25, 0, 50, 100):
         share: dict[str, Any] = {} if percent is None else {"canaryTrafficPercent": percent, "runner": newer}
         wanted = service("birds", minReplicas=2, maxReplicas=2, **share)
-        site.apply(wanted)
+        await fleet.apply(wanted)
         told = there.apply(wanted).settled()
-        assert messages(assert_same(site, "birds", told)) == messages(told), percent
-    site.delete("birds")
+        assert messages(await assert_same(fleet, "birds", told)) == messages(told), percent
 
 
-def test_a_group_of_processes(site: LocalSite) -> None:
+async def test_a_group_of_processes(fleet: SimulatedFleet) -> None:
     group = runtime("status-group")
     runner = group["spec"]["engineConfig"].pop("runner")
     group["spec"]["engineConfig"] |= {"leader": {"runner": runner}, "worker": {"size": 1, "runner": runner}}
     wanted = service("many", "status-group", maxReplicas=1, worker={"size": 1})
-    site.apply(group, wanted)
-    told = FakeKubernetes(site.model, group).apply(wanted).settled()
-    assert messages(assert_same(site, "many", told)) == messages(told)
-    site.delete("many")
+    await fleet.apply(group, wanted)
+    told = FakeKubernetes(fleet.model, group).apply(wanted).settled()
+    assert messages(await assert_same(fleet, "many", told)) == messages(told)
 
 
-def test_a_router_before_its_engines(site: LocalSite) -> None:
+async def test_a_router_before_its_engines(fleet: SimulatedFleet) -> None:
     wanted = fixed("routed")
     wanted["spec"]["router"] = {"minReplicas": 1, "maxReplicas": 1, "config": {"routing_strategy": "round_robin"}}
-    site.apply(wanted)
-    told = FakeKubernetes(site.model).apply(wanted).settled()
-    assert messages(assert_same(site, "routed", told)) == messages(told)
-    site.delete("routed")
-
-
-def test_what_the_verb_shows_is_that_document(site: LocalSite) -> None:
-    site.apply(fixed("shown"))
-    site.ready("shown")
-    told = FakeKubernetes(site.model).apply(fixed("shown")).settled()
-    assert_same(site, "shown", told)
-    environ = {**os.environ, "HEADRACE_STATE_DIR": str(site.root)}
-    words = [str(Path(sys.executable).parent / "headrace"), "get", "isvc", "shown", "-o", "yaml"]
-    shown = subprocess.run(words, env=environ, capture_output=True, timeout=120, check=True).stdout
-    assert compared(yaml.safe_load(shown)["status"]) == compared(told)
-    site.delete("shown")
+    await fleet.apply(wanted)
+    told = FakeKubernetes(fleet.model).apply(wanted).settled()
+    assert messages(await assert_same(fleet, "routed", told)) == messages(told)

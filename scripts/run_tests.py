@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run tiers of tests one after the other, and say at the end how long each took.
+
+    python scripts/run_tests.py check quick                        what `make test` does
+    python scripts/run_tests.py check quick slow -- tests/wire     the same and the slow tests, of one folder
+    python scripts/run_tests.py --order random quick               in random order; the seed is printed
+    python scripts/run_tests.py --coverage quick slow              with line and branch coverage after each tier
+
+docs/testing.md says which test belongs to which tier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_MOST_WORKERS = 6
+_CLOSING = re.compile(r"^=* ?((?:\d+ \w+,? ?)+) in [\d.]+s")
+_NO_TESTS = 5
+"""pytest's exit code where nothing was selected: a folder may have no slow test."""
+
+
+CHECK = "check"
+MARKS = {"quick": "not slow and not platform", "slow": "slow and not platform", "platforms": "platform"}
+"""Each tier of tests and what pytest selects for it."""
+ALONE = ("platforms",)
+"""Tiers that run in one process: one Docker engine, one Slurm controller on the machine."""
+
+
+@dataclass
+class Outcome:
+    """How a tier ended."""
+
+    name: str
+    seconds: float
+    passed: bool
+    counts: str
+
+
+def main() -> int:
+    """Run the tiers of the command line. 0: all passed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tiers", nargs="+", choices=(CHECK, *MARKS))
+    parser.add_argument(
+        "--workers", type=int, help="processes that run tests side by side (default: one for each core)"
+    )
+    parser.add_argument("--order", choices=("file", "random"), default="file")
+    parser.add_argument("--coverage", action="store_true")
+    words = sys.argv[1:]
+    cut = words.index("--") if "--" in words else len(words)
+    arguments = parser.parse_args(words[:cut])
+    if arguments.coverage:
+        _coverage("erase")
+    outcomes = []
+    for name in arguments.tiers:
+        outcomes.append(_run(name, words[cut + 1 :], arguments))
+        if arguments.coverage:
+            _coverage("combine", "--append", "--quiet")
+            _coverage("report", "--format=total")
+    print()
+    for outcome in outcomes:
+        minutes, seconds = divmod(round(outcome.seconds), 60)
+        state = "passed" if outcome.passed else "FAILED"
+        print(f"{outcome.name:<10} {state}  {minutes:>3} min {seconds:02} s   {outcome.counts}")
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+def _run(name: str, tests: list[str], arguments: argparse.Namespace) -> Outcome:
+    began = time.monotonic()
+    environ = dict(os.environ)
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs start half a second sooner with compiled files
+    if name == CHECK:
+        code = subprocess.run(("make", "--no-print-directory", "check"), cwd=ROOT, env=environ, check=False).returncode
+        return Outcome(name, time.monotonic() - began, passed=code == 0, counts="")
+    workers = arguments.workers or (1 if name in ALONE else min(_MOST_WORKERS, os.cpu_count() or 1))
+    command = [sys.executable, *(("-m", "coverage", "run") if arguments.coverage else ()), "-m", "pytest", "-q"]
+    command += ["-m", MARKS[name], "--durations=15"]
+    if workers > 1:
+        command += ["-n", str(workers), "--dist", "loadgroup"]
+    if arguments.order == "random":
+        command += ["-p", "randomly"]
+    code, counts = _follow([*command, *tests], environ)
+    return Outcome(name, time.monotonic() - began, passed=code in (0, _NO_TESTS), counts=counts)
+
+
+def _follow(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
+    """Run pytest, pass its output on, and pick the line that counts the tests."""
+    counts = ""
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE) as process:
+        for line in process.stdout or ():
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()
+            closing = _CLOSING.match(line.decode(errors="replace"))
+            if closing:
+                counts = closing[1].strip()
+    return process.returncode, counts
+
+
+def _coverage(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "coverage", *words], cwd=ROOT, check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers that guides talk to, one of each for all guides of a worker."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support.example_models import example_models
+from support.programs import Program
+from support.servers import serve_process
+
+
+def ports_of(server: Program) -> dict[str, int]:
+    """The ports of a server, by those that the documents name."""
+    http, grpc = server.ports
+    return {"8000": http, "8001": grpc}
+
+
+@pytest.fixture(scope="session")
+def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
+    """A server with the built-in models, on free ports."""
+    with serve_process(tmp_path_factory.mktemp("server") / "log", ready="ready: ") as server:
+        yield ports_of(server)
+
+
+@pytest.fixture(scope="session")
+def example_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
+    """A server as `make serve` starts it, but on free ports."""
+    log = tmp_path_factory.mktemp("example_server") / "log"
+    with serve_process(log, example_models(), ready="ready: ") as server:
+        yield ports_of(server)

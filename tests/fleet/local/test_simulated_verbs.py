@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of `headrace` on a fleet of a simulated machine, as their user types them; in real time, in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from local_site import document, runtime, service
+from simulated_fleet import SimulatedFleet
+
+from headrace.fleet.words import items
+from support.programs import run
+from support.waiting import eventually
+
+SAMPLES = resources.files("headrace.fleet").joinpath("samples")
+
+
+class User:
+    """Types verbs."""
+
+    def __init__(self, fleet: SimulatedFleet) -> None:
+        self.fleet = fleet
+        self._environ = {"HEADRACE_STATE_DIR": str(fleet.root)}
+
+    def run(self, *words: str | Path, code: int = 0, given: str = "") -> str:
+        """What a verb prints."""
+        done = run(*words, env=self._environ, input=given)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def apply(self, *documents: Any, code: int = 0) -> str:
+        return self.run("apply", "-f", "-", code=code, given="\n---\n".join(map(json.dumps, documents)))
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    folder = tmp_path_factory.mktemp("fleet")
+    made = SimulatedFleet(folder, models_root=folder / "models")
+    with made.in_real_time():
+        yield User(made)
+
+
+def test_the_cpu_sample_runs_as_it_is(user: User) -> None:
+    (user.fleet.root.parent / "models" / "digits").mkdir(parents=True)
+    told = user.run("apply", "-f", str(SAMPLES / "cpu.yaml"), "--wait", "--timeout", "60")
+    assert "inferenceservice.ome.io/digits created" in told
+    url = told.partition("digits is ready: ")[2].split()[0]
+    assert "unchanged" in user.run("apply", "-f", str(SAMPLES / "cpu.yaml"))
+    table = user.run("get", "isvc")
+    assert url in table and "headrace-cpu" in table and "1/1" in table
+    shown = user.run("describe", "isvc", "digits")
+    assert "InferenceServiceReady" in shown and f"ask it at {url}" in shown
+    assert "listening" in user.run("logs", "digits")
+    assert "scaled to 2" in user.run("scale", "digits", "--replicas", "2")
+    eventually(lambda: "2/2" in user.run("get", "isvc", "digits"))
+    found = json.loads(user.run("get", "isvc", "digits", "-o", "json"))
+    assert [each["type"] for each in items(found, "status", "conditions")] == [
+        "Ready",
+        "IngressReady",
+        "EngineReady",
+        "LatestDeploymentReady",
+    ]
+    assert found["status"]["modelStatus"]["modelCopies"] == {"failedCopies": 0, "totalCopies": 2}
+    assert yaml.safe_load(user.run("get", "isvc", "digits", "-o", "yaml"))["status"] == found["status"]
+    assert "deleted" in user.run("delete", "isvc", "digits", "--yes")
+    assert not list((user.fleet.root / "pods").iterdir())
+
+
+def test_a_sample_that_needs_a_gpu_says_so(user: User) -> None:
+    (user.fleet.root.parent / "models" / "llama-3-8b-instruct").mkdir(parents=True, exist_ok=True)
+    user.run("apply", "-f", str(SAMPLES / "raw.yaml"))
+    eventually(lambda: _says_why(user.run("describe", "isvc", "llama-chat")))
+    told = user.run("apply", "-f", str(SAMPLES / "raw.yaml"), "--wait", "--timeout", "1", code=1)
+    assert _says_why(told), told
+    assert "deleted" in user.run("delete", "isvc", "llama-chat", "--yes")
+
+
+def _says_why(told: str) -> bool:
+    return "on this machine 0 are free" in told or "cores, and this machine has" in told
+
+
+def test_a_rollout_is_shown_undone_and_promoted(user: User) -> None:
+    user.apply(user.fleet.model, runtime(), service("birds"))
+    eventually(lambda: "1/1" in user.run("get", "isvc", "birds"))
+    newer = {"name": "ome-container", "args": ["--port=8080", "--text=canary"]}
+    user.apply(service("birds", runner=newer, canaryTrafficPercent=25))
+    eventually(lambda: _shares(user) == [25, 75])
+    user.run("rollout", "undo", "birds")
+    eventually(lambda: _shares(user) == [0, 100])
+    user.run("rollout", "promote", "birds")
+    eventually(lambda: _shares(user) == [100])
+    user.run("delete", "isvc", "birds", "--yes")
+
+
+def _shares(user: User) -> list[int]:
+    """Of the revisions, the newest first."""
+    shown = json.loads(user.run("rollout", "status", "birds", "--json"))
+    return [each["percent"] for each in shown["components"][0]["traffic"]]
+
+
+def test_a_benchmark(user: User) -> None:
+    user.fleet.machine.bench.seconds = 0.1
+    results = user.fleet.root.parent / "numbers"
+    spec = {
+        "endpoint": {"endpoint": {"url": "http://127.0.0.1:9", "modelName": "m"}},
+        "task": "text-to-text",
+        "trafficScenarios": ["D(20,4)"],
+        "numConcurrency": [2],
+        "maxTimePerIteration": 1,
+        "maxRequestsPerIteration": 4,
+        "outputLocation": {"storageUri": f"local://{results}"},
+    }
+    user.apply(document("BenchmarkJob", "tiny", spec))
+    eventually(lambda: "Completed" in user.run("get", "benchmarkjobs", "tiny"))
+    assert f"results are in {results}/tiny" in user.run("describe", "benchmarkjob", "tiny")
+    assert (results / "tiny" / "results.json").exists()
+    assert "D(20,4)" in user.run("logs", "benchmarkjob/tiny")
+    assert "deleted" in user.run("delete", "benchmarkjob", "tiny", "--yes")
+    assert not list((user.fleet.root / "benchmarks" / "default").iterdir())
+
+
+def test_what_is_wrong_is_told_in_a_sentence(user: User, tmp_path: Path) -> None:
+    elsewhere = run("get", "isvc", env={"HEADRACE_STATE_DIR": str(tmp_path)})
+    assert elsewhere.returncode == 1
+    assert "no fleet runs on this machine: start one by `headrace up`" in elsewhere.stderr
+    assert "has no pods" in user.run("logs", "nobody", code=1)
+    assert "has no engine that runs" in user.run("scale", "nobody", "--replicas", "1", code=1)
+    assert "there is no InferenceService nobody" in user.run("bench", "--service", "nobody", code=1)
+    assert "name it by --service" in user.run("bench", "tiny", "-n", "team", code=2)
+    assert "spec" in user.apply(document("BenchmarkJob", "b", {}), code=2)
+
+
+def test_a_second_fleet_in_the_same_folder_is_refused(user: User) -> None:
+    second = run("up", "--state-dir", user.fleet.root)
+    assert second.returncode == 1 and "a fleet runs in" in second.stdout + second.stderr
