@@ -50,7 +50,10 @@ def live_body(job: Job, observed: Observed, told: Mapping[str, Any] | None) -> d
     if observed.phase in ("gone", "ended") and job.status == "Pending":
         word = "Pending"
     platform = {"job_id": job.id, "pod_name": observed.name or f"ims-{job.id}", "pod_status": word}
-    return {**_BEFORE, "network_arch": job.network_arch, **(told or {}), **platform, "job_status": job.status}
+    body = {**_BEFORE, "network_arch": job.network_arch, **(told or {}), **platform, "job_status": job.status}
+    if body["model_load_error"] or body["initialization_error"]:
+        body["status"] = "error"  # as `failed_body` says it when the service has ended
+    return body
 
 
 def failed_body(job: Job, observed: Observed) -> dict[str, Any]:

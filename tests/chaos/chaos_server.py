@@ -41,7 +41,6 @@ parameters {{ key: "sleep_milliseconds" value {{ string_value: "2" }} }}
 PYTHON = f'backend: "python"\n{TENSORS}'
 PYTHON_MODEL = """
 import triton_python_backend_utils as pb_utils
-from support.waiting import eventually
 
 
 class TritonPythonModel:

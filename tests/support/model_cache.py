@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,13 @@ def _make(folder: Path, make: Callable[..., Any], arguments: tuple[Any, ...]) ->
 def _remove_unused() -> None:
     before = time.time() - _UNUSED_DAYS * 86_400
     for path in CACHE.iterdir():
-        if path.stat().st_mtime < before:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with suppress(FileNotFoundError):  # another process does the same
+            if path.stat().st_mtime >= before:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
 
 
 def _key(make: Callable[..., Any], arguments: tuple[Any, ...], sources: tuple[Path, ...]) -> str:
