@@ -37,6 +37,21 @@ hypothesis.settings.register_profile("explore", _PATIENT)
 hypothesis.settings.load_profile("headrace")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--costs FILE`: see `support.costs`."""
+    parser.addoption("--costs", metavar="FILE", help="write what each test costs, as JSON lines, to FILE.WORKER")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Turn on what the options ask for."""
+    file = config.getoption("--costs")
+    if file:
+        from support.costs import Costs
+
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        config.pluginmanager.register(Costs(Path(f"{file}.{worker}").absolute()))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of a file in one worker process, so that its servers and models are made once.

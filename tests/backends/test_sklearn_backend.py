@@ -36,8 +36,6 @@ KNeighborsClassifier = late("sklearn.neighbors", "KNeighborsClassifier")
 make_pipeline = late("sklearn.pipeline", "make_pipeline")
 FunctionTransformer = late("sklearn.preprocessing", "FunctionTransformer")
 DecisionTreeClassifier = late("sklearn.tree", "DecisionTreeClassifier")
-RandomForestClassifier = late("sklearn.ensemble", "RandomForestClassifier")
-GradientBoostingClassifier = late("sklearn.ensemble", "GradientBoostingClassifier")
 
 TYPE_FP64, TYPE_INT64, TYPE_INT32, TYPE_STRING = 12, 9, 8, 13
 ROWS = np.random.default_rng(1).standard_normal((120, 4))
@@ -278,6 +276,8 @@ import sys
 import logging; logging.disable()
 import numpy as np, skops.io
 from pathlib import Path
+from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier, GradientBoostingClassifier
+from sklearn.tree import DecisionTreeClassifier
 from tabular_models import *
 from headrace.core.errors import InvalidArgument
 from headrace.core.dtypes import FP64
@@ -300,7 +300,7 @@ for model in (DecisionTreeClassifier(), RandomForestClassifier(3), *boosted):
         nodes[names[where]][0] = number
         if not hasattr(model, "_predictors"):
             first.tree_.__setstate__(state)
-        files = placed(Path(sys.argv[1]), skops_io.dumps(model), "model.skops")
+        files = placed(Path(sys.argv[1]), skops.io.dumps(model), "model.skops")
         try:
             opened(configured("sklearn", {"input": (FP64, (4,))}), files)
         except InvalidArgument:
@@ -308,7 +308,7 @@ for model in (DecisionTreeClassifier(), RandomForestClassifier(3), *boosted):
         nodes[0] = kept
         if not hasattr(model, "_predictors"):
             first.tree_.__setstate__(state)
-    opened(configured("sklearn", {"input": (FP64, (4,))}), placed(Path(sys.argv[1]), skops_io.dumps(model), "model.skops"))
+    opened(configured("sklearn", {"input": (FP64, (4,))}), placed(Path(sys.argv[1]), skops.io.dumps(model), "model.skops"))
 print("refused", refused)
 """
 

@@ -50,13 +50,14 @@ def spec_of(line: str, image: str = IMAGE, mounts: tuple[Mount, ...] = (), **mor
 
 
 async def answer(url: str, path: str = "", seconds: float = 120) -> bytes:
-    async def answered() -> bytes | None:
+    async def answered() -> tuple[bytes] | None:
         try:
-            return bytes(await asyncio.to_thread(lambda: urllib.request.urlopen(url + path, timeout=5).read()))
+            return (await asyncio.to_thread(lambda: urllib.request.urlopen(url + path, timeout=5).read()),)
         except OSError:
             return None
 
-    return bytes(await eventually_async(answered, within=seconds))
+    (content,) = await eventually_async(answered, within=seconds)  # which may be empty
+    return bytes(content)
 
 
 async def ended(driver: DockerDriver, handle: Handle) -> str:
