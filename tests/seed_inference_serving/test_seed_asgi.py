@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
@@ -65,6 +66,10 @@ def test_uvicorn_serves_the_model(seed_models: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_wrong_setting_is_told_by_the_host(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("INFERENCE_MAX_BATCH_SIZE", "many")
+    for name in ("uvicorn", "uvicorn.error"):  # a uvicorn that another test ran may have silenced them
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+    caplog.set_level(logging.INFO, "uvicorn.error")
     with Uvicorn() as hosted:
         assert not hosted.server.started
         assert hosted.ended_by is not None
