@@ -18,7 +18,7 @@ from headrace.engine.scheduling.scheduler import BatchScheduler
 REQUESTS_VARIABLE = "TRITONSERVER_DELAY_SCHEDULER"
 BACKLOG_VARIABLE = "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
 START_DELAYED = f"no batch before enough requests are queued, as {REQUESTS_VARIABLE} or {BACKLOG_VARIABLE} says"
-"""For the log: a server that answers nobody should say why."""
+"""Logged as a warning for each delayed model, since its first requests seem to hang."""
 _COUNT = re.compile("[0-9]{0,9}")
 
 
