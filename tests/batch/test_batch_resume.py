@@ -111,8 +111,8 @@ def test_stopped_before_it_began(tmp_path: Path, model: Path) -> None:
 
 def test_a_full_disk_ends_a_job_that_then_goes_on(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Results are written some hundreds at a time: there is room for several such pieces, and not for all.
-    given, output = manifest(tmp_path / "items.jsonl", 6_000), tmp_path / "results.jsonl"
-    write, room = os.write, 200_000
+    given, output = manifest(tmp_path / "items.jsonl", 20_000), tmp_path / "results.jsonl"
+    write, room = os.write, 600_000
 
     def limited(descriptor: int, data: Any) -> int:
         nonlocal room
@@ -126,7 +126,7 @@ def test_a_full_disk_ends_a_job_that_then_goes_on(tmp_path: Path, model: Path, m
         patch.setattr(ledger_module.os, "write", limited)
         summary = asyncio.run(run_job(settings_of(model, given, output)))
     assert summary.state == "failed" and "no room left" in summary.reason
-    assert 0 < summary.succeeded < 6_000 and summary.succeeded == len(records(output))
+    assert 0 < summary.succeeded < 20_000 and summary.succeeded == len(records(output))
     again = asyncio.run(run_job(settings_of(model, given, output)))
     assert (again.state, again.resumed) == ("finished", summary.succeeded)
-    check_products(records(output), 6_000)
+    check_products(records(output), 20_000)

@@ -137,7 +137,7 @@ def test_hostile_texts_stay_what_they_are() -> None:
         assert secret is not None and base64.b64decode(secret["data"]["PRIVATE"]).decode() == text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60))
 def test_any_text_goes_through_yaml_and_back(text: str) -> None:
     wanted = spec(environment={"PLAIN": text}, labels={"org": text})

@@ -145,13 +145,13 @@ def test_strangers_who_say_nothing_take_no_descriptors_and_are_sent_away(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those who say it a byte at a time: the question as a whole has to come in time."""
-    monkeypatch.setattr(giving, "_ASK_SECONDS", 0.5)
+    monkeypatch.setattr(giving, "_ASK_SECONDS", 1.0)
 
     def accepted() -> int:
         found = psutil.Process().net_connections(kind="tcp")
         return sum(each.laddr.port == prefill.giver.port and each.status != psutil.CONN_LISTEN for each in found)
 
-    strangers = [socket.create_connection(("127.0.0.1", prefill.giver.port), 60) for _ in range(24)]
+    strangers = [socket.create_connection(("127.0.0.1", prefill.giver.port), 60) for _ in range(60)]
     stop = threading.Event()
 
     def drip() -> None:
