@@ -17,7 +17,7 @@ help:
 	@echo "make install         .venv with the headrace command, ONNX Runtime and tracing"
 	@echo "make serve           serve the example models on localhost:8000 (HTTP) and :8001 (gRPC)"
 	@echo "make docs            the documents as a site: build/site/index.html"
-	@echo "make test            lint, types and the quick tests: ten minutes on two cores (TESTS=tests/wire for some of them)"
+	@echo "make test            lint, types and the quick tests: ten minutes on two cores (TESTS=tests/net for some of them)"
 	@echo "make test-all        make test, then the slow tests: every test that needs no system package"
 	@echo "make test-platforms  tests that need Debian packages (installs them)"
 	@echo "make check           lint, types, import rules, forbidden calls, generated files"

@@ -21,17 +21,17 @@ import numpy as np
 from fuzz.target import Broken, must
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.predict.settings import PredictSettings
-from headrace.apps.protocols import build_site
-from headrace.apps.settings import ServerSettings
 from headrace.backends.contract import Work
 from headrace.core.dtypes import BYTES, FP32
 from headrace.core.errors import InvalidArgument
 from headrace.core.generation import Clip, GenerationRequest, Picture
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import InputSpec, OutputSpec
-from headrace.wire.negotiation import NegotiatingProtocol, feed
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
+from headrace.models.config.types import InputSpec, OutputSpec
+from headrace.net.negotiation import NegotiatingProtocol, feed
+from headrace.net.site import Site
+from headrace.net.sockets import Address
+from headrace.programs.serve.protocols import build_site
+from headrace.programs.serve.settings import ServerSettings
 from support.engines import config_of, plane_of
 
 MOST_TURNS = 20_000

@@ -14,15 +14,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace.apps.hosted import HostedServer
-from headrace.apps.settings import ServerSettings
+from headrace.programs.serve.hosted import HostedServer
+from headrace.programs.serve.settings import ServerSettings
 
 
 @contextmanager
 def _settings() -> Iterator[ServerSettings]:
     from headrace.cli.serve_configuration import configure
     from headrace.cli.serve_settings import open_settings
-    from headrace.telemetry.progress import silent
+    from headrace.core.telemetry.progress import silent
 
     with open_settings(configure({}, (), os.environ), silent) as settings:
         yield settings

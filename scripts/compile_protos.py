@@ -15,7 +15,7 @@ from grpc_tools import protoc
 ROOT = Path(__file__).resolve().parent.parent
 
 SETS = {
-    "headrace/wire/grpc/_generated/grpc.binpb": [
+    "headrace/net/grpc/_generated/grpc.binpb": [
         "grpc/health/v1/health.proto",
         "grpc/reflection/v1/reflection.proto",
         "grpc/reflection/v1alpha/reflection.proto",
@@ -24,7 +24,7 @@ SETS = {
     "headrace/api/v2/_generated/inference.binpb": ["inference/grpc_service.proto"],
     "headrace/api/predict/_generated/predict.binpb": ["predict/inference.proto"],
     "headrace/client/_generated/inference.binpb": ["inference/grpc_service.proto"],
-    "headrace/modelconfig/_generated/model_config.binpb": ["inference/model_config.proto"],
+    "headrace/models/config/_generated/model_config.binpb": ["inference/model_config.proto"],
     "headrace/backends/netdef/_generated/caffe2.binpb": ["caffe2/caffe2.proto"],
 }
 """Each descriptor set, and the files it is made of."""

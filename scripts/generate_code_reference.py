@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the reference pages that follow from the code: errors, metrics, routes and commands; `--check` compares them only.
 
-Beside these, `tests/cli/options_page.py` writes the options of `serve`, `tests/configuration/configuration_page.py` the keys
-of its file, and `generate_reference.py` the kinds of a fleet.
+Beside these, `tests/cli/options_page.py` writes the options of `serve`, `tests/programs/configuration/configuration_page.py`
+the keys of its file, and `generate_reference.py` the kinds of a fleet.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from headrace.api.openai.errors import _KINDS
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openapi.describing import Table
 from headrace.api.openapi.document import base_document
-from headrace.api.openapi.jobs_routes import jobs_table
 from headrace.api.openapi.openai_routes import openai_table
 from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.predict.settings import PredictSettings
-from headrace.apps.guarded_scopes import grpc_scope, http_scope
-from headrace.apps.protocols import build_protocols
-from headrace.apps.settings import ServerSettings
 from headrace.cli.root import opened
 from headrace.cli.verbs import SECTIONS
-from headrace.console.describing import console_table
 from headrace.core import errors
 from headrace.core.errors import HeadraceError
+from headrace.core.telemetry.tracing import NO_TRACING
 from headrace.engine.engine import EngineSettings, open_engine
-from headrace.telemetry.tracing import NO_TRACING
-from headrace.wire.grpc.status import GRPC_STATUS
-from headrace.wire.http.status import HTTP_STATUS
-from headrace.wire.sockets import Address
-from headrace.wire.websocket.closing import CLOSE_CODE
+from headrace.jobs.api.openapi_routes import jobs_table
+from headrace.net.grpc.status import GRPC_STATUS
+from headrace.net.http.status import HTTP_STATUS
+from headrace.net.sockets import Address
+from headrace.net.websocket.closing import CLOSE_CODE
+from headrace.programs.console.describing import console_table
+from headrace.programs.serve.guarded_scopes import grpc_scope, http_scope
+from headrace.programs.serve.protocols import build_protocols
+from headrace.programs.serve.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 _MADE = "<!-- Made by scripts/generate_code_reference.py; do not edit. -->\n"
 _METHODS = ("counter", "gauge", "histogram", "summary")
 _ROOMS = {
-    "gateway": "The gateway",
-    "api/jobs": "The gateway",
-    "router": "The router",
+    "programs/gateway": "The gateway",
+    "jobs/api": "The gateway",
+    "fleet/router": "The router",
     "fleet": "The operator and the model agent",
     "backends/llm": "Language models",
 }

@@ -29,11 +29,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.backends.onnx.backend import OnnxBackend
-from headrace.batch.app import run_batch
-from headrace.batch.settings import BatchSettings
 from headrace.core.dtypes import FP32
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec
+from headrace.jobs.batch.settings import BatchSettings
+from headrace.models.config.schema import new_config
+from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
+from headrace.programs.batch import run_batch
 
 WIDTHS = {"small": (32, 256, 256, 8), "medium": (32, 1024, 1024, 8), "large": (32, 2048, 2048, 2048, 8)}
 

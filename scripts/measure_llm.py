@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from headrace.api.openai.http import OpenAiHttp
 from headrace.backends.llm.running.runner import Runner, Step
 from headrace.core.generation import Generation, GenerationRequest, Sampling
+from headrace.core.telemetry.registry import Registry
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import EngineSettings, open_engine
-from headrace.telemetry.registry import Registry
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
 from support.llm_models import tiny_llama
 from support.serving import Serving, serving
 

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.launch.launcher import Launcher, StartRequest
+from headrace.platforms.launcher import Launcher, StartRequest
 
 MOST_SECONDS = 1.5
 """From the start of a service to its first answer, beyond what the interpreter itself needs."""

@@ -148,8 +148,8 @@ def _told(began: float) -> None:
 
 
 def _be_headrace(port: int, path: str) -> None:
-    from headrace.storage.bringing import bring
-    from headrace.storage.credentials import CloudCredentials
+    from headrace.models.storage.bringing import bring
+    from headrace.models.storage.credentials import CloudCredentials
 
     keys = {
         "access_key": "a",

@@ -2,7 +2,7 @@
 """Run tiers of tests one after the other, and say at the end how long each took.
 
     python scripts/run_tests.py check quick                        what `make test` does
-    python scripts/run_tests.py check quick slow -- tests/wire     the same and the slow tests, of one folder
+    python scripts/run_tests.py check quick slow -- tests/net     the same and the slow tests, of one folder
     python scripts/run_tests.py --order random quick               in random order; the seed is printed
     python scripts/run_tests.py --coverage quick slow              with line and branch coverage after each tier
 

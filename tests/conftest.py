@@ -14,10 +14,19 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# `from support.serving import serving` works from every test folder.
-sys.path.insert(0, str(Path(__file__).parent))
+# `from support.serving import serving` works from every test, and so does a helper module of any test folder: their names
+# are unique.
+_TESTS = Path(__file__).parent
+sys.path.insert(0, str(_TESTS))
+sys.path += sorted(
+    {
+        str(file.parent)
+        for file in _TESTS.rglob("*.py")
+        if not file.name.startswith(("test_", "conftest")) and not (file.parent / "__init__.py").exists()
+    }
+)
 
-from support.servers import session_server
+from support.servers import session_server  # noqa: E402
 
 __all__ = ["session_server"]
 

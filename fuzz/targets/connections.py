@@ -16,7 +16,7 @@ from hyperframe.frame import Frame
 
 from fuzz.line import Server
 from fuzz.target import Check, Target, must
-from headrace.wire.grpc.status import Status
+from headrace.net.grpc.status import Status
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"

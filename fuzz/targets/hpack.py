@@ -7,8 +7,8 @@ from hpack import Decoder, HPACKError
 
 from fuzz.target import Check, Target, must
 from headrace.core.limits import Limits
-from headrace.wire.http2.frames import ConnectionFault, StreamFault
-from headrace.wire.http2.headers import HeaderReader
+from headrace.net.http2.frames import ConnectionFault, StreamFault
+from headrace.net.http2.headers import HeaderReader
 
 _LIMITS = Limits(header_bytes=8192)
 

@@ -15,7 +15,7 @@ from headrace.backends.netdef.translation import InputTensor, translate
 from headrace.backends.netdef.wire import set_weights_aside
 from headrace.core.dtypes import FP32
 from headrace.core.errors import HeadraceError
-from headrace.modelconfig.detect import detect
+from headrace.models.config.detect import detect
 
 _SPLIT = b"--net--"
 

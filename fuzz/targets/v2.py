@@ -14,7 +14,7 @@ from fuzz.asking import Answer, post
 from fuzz.line import Server
 from fuzz.target import Check, Target, must
 from fuzz.targets.connections import PREFACE
-from headrace.wire.http2.headers import encode_field
+from headrace.net.http2.headers import encode_field
 
 _STATUSES = (200, 400, 404, 413, 501, 503)
 _INTERNAL, _UNKNOWN = b"13", b"2"

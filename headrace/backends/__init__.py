@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends: each can load models of one format and compute with them.
+"""Backends: each loads models of one format and computes with them.
 
-Lives here: the contract (`contract`), the table of names (`table`), and one module or folder per backend, which know
-nothing of each other. May not live here: queues, batching, versions, protocols.
+`contract` is what the engine asks of a backend, `table` has them by name. Backends do not import each other. No queues, no
+batching, no versions and no protocols here.
 """

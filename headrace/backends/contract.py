@@ -22,9 +22,9 @@ import numpy.typing as npt
 from headrace.core.errors import HeadraceError
 from headrace.core.handing import HandingSettings
 from headrace.core.messages import NO_PARAMETERS, InferRequest, InferResponse, Parameters
+from headrace.core.telemetry.registry import Registry
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import ModelConfig
-from headrace.telemetry.registry import Registry
+from headrace.models.config.types import ModelConfig
 
 Array = npt.NDArray[Any]
 

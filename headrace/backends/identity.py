@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 _LONGEST_MILLISECONDS = 3_600_000
 

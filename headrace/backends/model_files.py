@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from headrace.backends.contract import ModelFiles
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 
 def model_path(config: ModelConfig, files: ModelFiles, *usual: str) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.core.dtypes import BYTES, DType
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import Dims, InputSpec, ModelConfig, OutputSpec, SequenceBatching
+from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec, SequenceBatching
 
 DEFAULT_MAX_BATCH_SIZE = 64
 """For models that can batch and whose configuration does not say. Triton says 4; a higher one costs nothing when nobody

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `headrace` command: verbs, tables, progress bars.
+"""The `headrace` command: arguments, tables and progress bars.
 
-Each verb imports its room when it runs, so that `--help` is quick. May not live here: anything a program needs without a
-terminal.
+A command imports what it needs when it runs, so that `--help` is quick. Nothing here is needed without a terminal.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace batch`: a command line to what `headrace.batch.app` runs, and its summary for people and scripts."""
+"""`headrace batch`: a command line to what `headrace.programs.batch` runs, and its summary for people and scripts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from headrace.cli.log_options import LogLevel, LogStyle
 from headrace.cli.results import Json, print_json_line
 
 if TYPE_CHECKING:
-    from headrace.batch.settings import BatchSettings
-    from headrace.batch.summary import BatchSummary
+    from headrace.jobs.batch.settings import BatchSettings
+    from headrace.jobs.batch.summary import BatchSummary
 
 ITEMS_FAILED = 3
 """Exit code: finished, and some items have an error for a result."""
@@ -149,12 +149,12 @@ def batch(
     """
     from typing import cast
 
-    from headrace.batch.app import Interrupted, run_batch
-    from headrace.batch.settings import BatchSettings, Shard, cache_folder
     from headrace.cli.checks import or_exit
     from headrace.cli.progress import logging_beside_bars
-    from headrace.microservice.app import end_process
-    from headrace.telemetry.logs import LogFormat
+    from headrace.core.telemetry.logs import LogFormat
+    from headrace.jobs.batch.settings import BatchSettings, Shard, cache_folder
+    from headrace.programs.batch import Interrupted, run_batch
+    from headrace.programs.microservice import end_process
 
     with or_exit():
         settings = BatchSettings(
@@ -202,7 +202,7 @@ def _exit_code(summary: BatchSummary) -> int:
 
 
 def _show(summary: BatchSummary, settings: BatchSettings, *, as_json: bool) -> None:
-    from headrace.telemetry.logs import one_line
+    from headrace.core.telemetry.logs import one_line
 
     if as_json:
         print_json_line(summary.as_json())
@@ -241,7 +241,7 @@ def _object(option: str, text: str) -> dict[str, Any]:
 
 def _credentials(path: Path | None) -> Any:
     from headrace.core.errors import InvalidArgument
-    from headrace.storage.credentials import CloudCredentials
+    from headrace.models.storage.credentials import CloudCredentials
 
     if path is None:
         return None

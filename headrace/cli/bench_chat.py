@@ -20,15 +20,15 @@ from headrace.cli.results import print_json
 from headrace.cli.tables import heading, line, open_console, table
 from headrace.client.addresses import Address
 from headrace.core.errors import InvalidArgument
+from headrace.core.telemetry.progress import Progress
 from headrace.fleet.benchmarks.scenarios import DEFAULTS, TASKS, Scenario, parse_scenario
-from headrace.loadtest.chat.keeping import check_place, keep
-from headrace.loadtest.chat.measured import ChatRun, at
-from headrace.loadtest.chat.prompts import read_dataset
-from headrace.loadtest.chat.report import report
-from headrace.loadtest.chat.running import ChatTest, Limits
-from headrace.loadtest.plots import milliseconds
-from headrace.loadtest.running import Access
-from headrace.telemetry.progress import Progress
+from headrace.programs.loadtest.chat.keeping import check_place, keep
+from headrace.programs.loadtest.chat.measured import ChatRun, at
+from headrace.programs.loadtest.chat.prompts import read_dataset
+from headrace.programs.loadtest.chat.report import report
+from headrace.programs.loadtest.chat.running import ChatTest, Limits
+from headrace.programs.loadtest.plots import milliseconds
+from headrace.programs.loadtest.running import Access
 from headrace.version import __version__
 
 
@@ -172,7 +172,7 @@ def _parameters(said: str) -> dict[str, Any]:
 def _texts(place: str) -> list[str]:
     if not place:
         return []
-    from headrace.storage.bringing import bring
+    from headrace.models.storage.bringing import bring
 
     with tempfile.TemporaryDirectory(prefix="headrace-dataset-") as folder:
         return read_dataset(bring(place, Path(folder)))

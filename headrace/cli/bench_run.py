@@ -24,11 +24,11 @@ from headrace.client import Client
 from headrace.client.addresses import Address
 from headrace.core.errors import InvalidArgument
 from headrace.core.names import check_name
-from headrace.loadtest.measured import Measured
-from headrace.loadtest.pictures import check_picture, draw_runs
-from headrace.loadtest.running import Access, LoadTest, Plan
-from headrace.loadtest.targets import protocol_of
-from headrace.telemetry.progress import Progress, silent
+from headrace.core.telemetry.progress import Progress, silent
+from headrace.programs.loadtest.measured import Measured
+from headrace.programs.loadtest.pictures import check_picture, draw_runs
+from headrace.programs.loadtest.running import Access, LoadTest, Plan
+from headrace.programs.loadtest.targets import protocol_of
 
 
 @dataclass(frozen=True, slots=True)

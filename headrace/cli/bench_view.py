@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.tables import heading, line, open_console, table
-from headrace.loadtest.measured import PERCENTILES, Measured, percentile
-from headrace.loadtest.plots import curve, histogram, milliseconds, sweep
-from headrace.loadtest.server_view import ServerView
+from headrace.programs.loadtest.measured import PERCENTILES, Measured, percentile
+from headrace.programs.loadtest.plots import curve, histogram, milliseconds, sweep
+from headrace.programs.loadtest.server_view import ServerView
 
 _MOST_BATCHES = 8
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from headrace.cli.tables import open_console, table
 from headrace.engine.repository.check import RepositoryReport
-from headrace.modelconfig.problems import Problem
+from headrace.models.config.problems import Problem
 
 
 def report_json(report: RepositoryReport) -> dict[str, Any]:

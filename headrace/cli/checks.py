@@ -14,8 +14,8 @@ from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.core.exit_codes import BAD_CONFIGURATION
 
 if TYPE_CHECKING:
-    from headrace.wire.sockets import Address
-    from headrace.wire.tls import TlsFiles
+    from headrace.net.sockets import Address
+    from headrace.net.tls import TlsFiles
 
 FAILED = 1
 BAD_USE = BAD_CONFIGURATION
@@ -42,7 +42,7 @@ def or_exit() -> Iterator[None]:
 @contextmanager
 def told(otherwise: int = BAD_USE) -> Iterator[None]:
     """Turn an error into one line: exit code 1 for what a server refused, `otherwise` when nothing could be asked."""
-    from headrace.telemetry.logs import one_line
+    from headrace.core.telemetry.logs import one_line
 
     try:
         yield
@@ -53,7 +53,7 @@ def told(otherwise: int = BAD_USE) -> Iterator[None]:
 
 def address_of(host: str, port: int, unix_socket: str) -> Address:
     """Where to listen: the socket if one is named, otherwise the port."""
-    from headrace.wire.sockets import Address
+    from headrace.net.sockets import Address
 
     if unix_socket:
         return Address.parse(f"unix:{unix_socket}")
@@ -62,7 +62,7 @@ def address_of(host: str, port: int, unix_socket: str) -> Address:
 
 def tls_of(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
     """The TLS files, or None when no option names one."""
-    from headrace.wire.tls import TlsFiles
+    from headrace.net.tls import TlsFiles
 
     if not (certificate or key or client_ca):
         return None
@@ -73,7 +73,7 @@ def tls_of(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
 
 def collector_of(endpoint: str) -> str:
     """Where spans go, if anywhere. Raises InvalidArgument before anything is started, not when the first one is sent."""
-    from headrace.telemetry.tracing import checked_endpoint
+    from headrace.core.telemetry.tracing import checked_endpoint
 
     try:
         return checked_endpoint(endpoint).geturl() if endpoint else ""

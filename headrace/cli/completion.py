@@ -119,13 +119,13 @@ def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _policies() -> Iterable[str]:
-    from headrace.router.settings import POLICIES
+    from headrace.fleet.router.settings import POLICIES
 
     return POLICIES
 
 
 def _platforms() -> Iterable[str]:
-    from headrace.launch.drivers import PLATFORMS
+    from headrace.platforms.drivers import PLATFORMS
 
     return PLATFORMS
 

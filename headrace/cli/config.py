@@ -41,7 +41,7 @@ def show(
         INFERENCE_PORT=9000 headrace config show --origin --http-port 9001
     """
     from headrace.cli.checks import or_exit
-    from headrace.configuration.showing import as_json as json_of
+    from headrace.programs.configuration.showing import as_json as json_of
 
     with or_exit():
         configured = _configured(ctx.args, file)
@@ -68,7 +68,7 @@ def check(
         headrace config check config/inference.yaml
     """
     from headrace.cli.serve_configuration import configure
-    from headrace.configuration.problems import SettingsError
+    from headrace.programs.configuration.problems import SettingsError
 
     problems: tuple[str, ...] = ()
     try:
@@ -106,7 +106,7 @@ def _configured(arguments: list[str], file: str) -> Configured:
 
 
 def _is_shown(configured: Configured, path: str) -> bool:
-    from headrace.configuration.table import OPTIONS
+    from headrace.programs.configuration.table import OPTIONS
 
     return not path.startswith(f"{OPTIONS}.") or configured.configuration.given(path)
 
@@ -115,7 +115,7 @@ def _show_table(configured: Configured, paths: list[str], *, origin: bool) -> No
     from rich.text import Text
 
     from headrace.cli.tables import open_console, table
-    from headrace.configuration.showing import shown_value, value_text
+    from headrace.programs.configuration.showing import shown_value, value_text
 
     rows = []
     for path in paths:

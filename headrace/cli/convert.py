@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.core.clock import SystemClock
 from headrace.core.dtypes import FP32, dtype_named
 from headrace.core.errors import AlreadyExists, FailedPrecondition, HeadraceError, InvalidArgument, NotFound, retold
-from headrace.telemetry.progress import Progress, Reporter, silent
+from headrace.core.telemetry.progress import Progress, Reporter, silent
 
 if TYPE_CHECKING:
     from headrace.backends.netdef.files import Pair
@@ -79,7 +79,7 @@ def find_net(source: Path) -> Path:
         return source
     if not source.is_dir():
         raise NotFound(f"there is no '{source}'")
-    from headrace.modelconfig.formats import version_folders
+    from headrace.models.config.formats import version_folders
 
     for folder in (source, *version_folders(source)):
         for name in (_NET, _ZOO_NET):
@@ -118,7 +118,7 @@ def _ends(
     """The inputs and outputs: what somebody said, what a configuration says, what the net says."""
     from headrace.backends.netdef.backend import declared_inputs
     from headrace.backends.netdef.translation import InputTensor
-    from headrace.modelconfig.drafts import read_draft
+    from headrace.models.config.drafts import read_draft
 
     if inputs:
         return [_parsed_input(text) for text in inputs], outputs

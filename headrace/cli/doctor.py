@@ -62,11 +62,11 @@ def doctor(
 
     from headrace.cli.checks import FAILED, or_exit
     from headrace.cli.doctor_view import as_document, show_findings
-    from headrace.doctor.all_checks import Wanted, checks_of
-    from headrace.doctor.platforms import KUBERNETES
-    from headrace.doctor.ports import Port
-    from headrace.doctor.running import diagnose
-    from headrace.launch.drivers import check_platform
+    from headrace.platforms.drivers import check_platform
+    from headrace.programs.doctor.all_checks import Wanted, checks_of
+    from headrace.programs.doctor.platforms import KUBERNETES
+    from headrace.programs.doctor.ports import Port
+    from headrace.programs.doctor.running import diagnose
 
     with or_exit():
         named = [*map(check_platform, platform or ()), *([KUBERNETES] if kube else [])]

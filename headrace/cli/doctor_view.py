@@ -11,8 +11,8 @@ from typing import Any
 from rich.text import Text
 
 from headrace.cli.tables import line, open_console
-from headrace.doctor.finding import Finding
-from headrace.telemetry.logs import one_line
+from headrace.core.telemetry.logs import one_line
+from headrace.programs.doctor.finding import Finding
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _WIDEST = 24

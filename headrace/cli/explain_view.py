@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.tables import heading, line, open_console, table
+from headrace.core.telemetry.logs import one_line
 from headrace.fleet.explaining import Explanation, Told
 from headrace.fleet.merging import Component
 from headrace.fleet.merging.origins import flat
 from headrace.fleet.merging.tables import POD
 from headrace.fleet.words import Document, items, kind_of, name_of, namespace_of, part, text
-from headrace.telemetry.logs import one_line
 
 _STYLES = {"runtime": "cyan", "service": "green", "accelerator": "magenta", "default": "dim"}
 _REJECTED = 50

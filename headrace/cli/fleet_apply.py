@@ -120,7 +120,7 @@ async def _checked(fleet: Fleet, read: Read, namespace: str) -> Checked:
 
 
 def _show(outcomes: list[Outcome]) -> None:
-    from headrace.telemetry.logs import one_line
+    from headrace.core.telemetry.logs import one_line
 
     for each in outcomes:
         if each.ready:

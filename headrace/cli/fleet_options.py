@@ -96,7 +96,7 @@ def with_fleet(where: Where, work: Callable[[Fleet], Awaitable[T]]) -> T:
 def or_sentence() -> Iterator[None]:
     """Turn an error into its text: exit code 2 for what was asked wrongly, 1 for what did not work."""
     from headrace.core.errors import HeadraceError, InvalidArgument
-    from headrace.telemetry.logs import one_line
+    from headrace.core.telemetry.logs import one_line
 
     try:
         yield
@@ -120,7 +120,7 @@ def read_files(files: list[str]) -> Read:
 
 def show_told(errors: list[Told], warnings: list[Told]) -> None:
     """Problems on standard error, one line each."""
-    from headrace.telemetry.logs import one_line
+    from headrace.core.telemetry.logs import one_line
 
     for each in warnings:
         typer.secho(f"warning: {one_line(str(each))}", fg="yellow", err=True)
@@ -130,8 +130,8 @@ def show_told(errors: list[Told], warnings: list[Told]) -> None:
 
 def object_name(document: Document) -> str:
     """`inferenceservice.ome.io/digits`, as kubectl names it."""
+    from headrace.core.telemetry.logs import one_line
     from headrace.fleet.words import kind_of, name_of, text
-    from headrace.telemetry.logs import one_line
 
     group = text(document, "apiVersion").rpartition("/")[0]
     return one_line(f"{kind_of(document).lower()}{f'.{group}' if group else ''}/{name_of(document)}")
@@ -147,7 +147,7 @@ class Progress:
 
     def __call__(self, line: str) -> None:
         """Show where it is now."""
-        from headrace.telemetry.logs import one_line
+        from headrace.core.telemetry.logs import one_line
 
         if self._silent:
             return

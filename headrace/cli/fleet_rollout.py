@@ -169,7 +169,7 @@ async def _service(fleet: Fleet, namespace: str, name: str) -> Document:
 
 
 def _end(outcomes: list[Outcome]) -> None:
-    from headrace.telemetry.logs import one_line
+    from headrace.core.telemetry.logs import one_line
 
     for each in outcomes:
         if not each.ready:

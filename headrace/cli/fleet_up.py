@@ -10,8 +10,8 @@ import typer
 from headrace.cli.log_options import LogLevel, LogStyle
 
 if TYPE_CHECKING:
-    from headrace.fleet.local.program import Daemon
-    from headrace.wire.server import WireServer
+    from headrace.net.server import WireServer
+    from headrace.programs.fleet_daemon import Daemon
 
 _CONSOLE = "127.0.0.1:8079"
 
@@ -91,11 +91,11 @@ def up(
     from typing import cast
 
     from headrace.cli.checks import collector_of, or_exit
-    from headrace.console.fleet import FleetDoor, loopback
     from headrace.core.errors import InvalidArgument
-    from headrace.fleet.local.program import run_local
+    from headrace.core.telemetry.logs import LogFormat, configure_logging
     from headrace.fleet.local.settings import LocalSettings, state_dir
-    from headrace.telemetry.logs import LogFormat, configure_logging
+    from headrace.programs.console.fleet import FleetDoor, loopback
+    from headrace.programs.fleet_daemon import run_local
 
     with or_exit():
         configure_logging(log_level, cast("LogFormat", log_format))

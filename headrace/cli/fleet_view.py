@@ -14,11 +14,11 @@ from rich.text import Text
 from headrace.cli.fleet_options import object_name
 from headrace.cli.results import print_json, print_json_line
 from headrace.cli.tables import open_console, table
+from headrace.core.telemetry.logs import one_line
 from headrace.fleet.client.rows import Column, cells, columns_of
 from headrace.fleet.documents import write
 from headrace.fleet.schema.fields import Kind
 from headrace.fleet.words import Document, without_notes
-from headrace.telemetry.logs import one_line
 
 _WIDEST = 1000
 _STYLES = {

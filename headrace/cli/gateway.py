@@ -11,8 +11,8 @@ import typer
 from headrace.cli.log_options import LogLevel, LogStyle
 
 if TYPE_CHECKING:
-    from headrace.gateway.settings import GatewaySettings
-    from headrace.wire.sockets import Address
+    from headrace.net.sockets import Address
+    from headrace.programs.gateway.settings import GatewaySettings
 
 _LISTENING, _SERVICES, _PLATFORM, _LOGS = "Listening", "Services", "Where services run", "Logs"
 DATA_DIR = Path("~/.local/share/headrace")
@@ -164,11 +164,11 @@ def gateway(
     """
     from typing import cast
 
-    from headrace.api.jobs.settings import JobsApiSettings
     from headrace.cli.checks import address_of, or_exit, tls_of
-    from headrace.gateway.app import run_gateway
-    from headrace.gateway.settings import GatewaySettings, PlatformSettings
-    from headrace.telemetry.logs import LogFormat, configure_logging
+    from headrace.core.telemetry.logs import LogFormat, configure_logging
+    from headrace.jobs.api.settings import JobsApiSettings
+    from headrace.programs.gateway.app import run_gateway
+    from headrace.programs.gateway.settings import GatewaySettings, PlatformSettings
 
     with or_exit():
         configure_logging(log_level, cast("LogFormat", log_format))

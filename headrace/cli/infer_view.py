@@ -13,7 +13,7 @@ import typer
 from headrace.cli.tables import line, open_console, table
 from headrace.client import Result
 from headrace.client.results import ClassScore
-from headrace.telemetry.logs import one_line
+from headrace.core.telemetry.logs import one_line
 
 _SHOWN = 8
 _TEXT = 40

@@ -21,13 +21,13 @@ from headrace.backends.contract import ModelFiles
 from headrace.backends.table import backend_named
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.core.names import check_name, is_name, parse_version
-from headrace.modelconfig.detect import Detected, Part, detect
-from headrace.modelconfig.drafts import CONFIG_FILES, Draft, read_draft
-from headrace.modelconfig.finishing import finish, merge_under
-from headrace.modelconfig.formats import FORMATS, version_folders
-from headrace.modelconfig.problems import ConfigError
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.showing import to_text
+from headrace.models.config.detect import Detected, Part, detect
+from headrace.models.config.drafts import CONFIG_FILES, Draft, read_draft
+from headrace.models.config.finishing import finish, merge_under
+from headrace.models.config.formats import FORMATS, version_folders
+from headrace.models.config.problems import ConfigError
+from headrace.models.config.schema import new_config
+from headrace.models.config.showing import to_text
 
 CONFIG = "config.pbtxt"
 _FROM_THE_FILE = "# Inputs and outputs are those that model.py tells.\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.cli.init import Made
 from headrace.cli.tables import heading, line, open_console, table
-from headrace.modelconfig.showing import to_json
+from headrace.models.config.showing import to_json
 
 
 def made_json(made: Made) -> dict[str, Any]:

@@ -203,8 +203,8 @@ def delete(
 def _with_jobs(data_dir: Path, database_url: str, work: Callable[[JobService], Awaitable[_T]]) -> _T:
     import asyncio
 
-    from headrace.gateway.opening import opened
     from headrace.jobs.settings import JobSettings
+    from headrace.programs.gateway.opening import opened
 
     settings = JobSettings(data_dir.expanduser(), database_url=database_url)
 

@@ -15,8 +15,8 @@ from headrace.cli.checks import FAILED, told
 from headrace.cli.results import Json, print_json, print_result
 
 if TYPE_CHECKING:
-    from headrace.access.keys import ApiKey
-    from headrace.access.settings import Scope
+    from headrace.api.access.keys import ApiKey
+    from headrace.api.access.settings import Scope
 
 keys = typer.Typer(name="keys", help="Make, list and revoke API keys.", no_args_is_help=True)
 
@@ -53,7 +53,7 @@ def create(
 
         KEY=$(headrace keys create ci --scope admin --file /etc/headrace/keys.yaml)
     """
-    from headrace.access.keys_file import create_key, time_text
+    from headrace.api.access.keys_file import create_key, time_text
 
     with told(FAILED):
         now = time.time()
@@ -75,7 +75,7 @@ def list_keys(file: File = _FILE, as_json: Json = False) -> None:
 
         headrace keys list --file keys.yaml
     """
-    from headrace.access.keys_file import read_keys
+    from headrace.api.access.keys_file import read_keys
     from headrace.cli.tables import open_console, table
 
     with told(FAILED):
@@ -99,7 +99,7 @@ def revoke(name: Name, file: File = _FILE, as_json: Json = False) -> None:
 
         headrace keys revoke alice
     """
-    from headrace.access.keys_file import revoke_key
+    from headrace.api.access.keys_file import revoke_key
 
     with told(FAILED):
         revoke_key(file, name)
@@ -107,8 +107,8 @@ def revoke(name: Name, file: File = _FILE, as_json: Json = False) -> None:
 
 
 def _row(key: ApiKey, now: float) -> dict[str, Any]:
-    from headrace.access.keys import SCOPES
-    from headrace.access.keys_file import time_text
+    from headrace.api.access.keys import SCOPES
+    from headrace.api.access.keys_file import time_text
 
     return {
         "name": key.name,
@@ -120,7 +120,7 @@ def _row(key: ApiKey, now: float) -> dict[str, Any]:
 
 
 def _checked(scopes: list[str]) -> list[Scope]:
-    from headrace.access.keys import SCOPES
+    from headrace.api.access.keys import SCOPES
     from headrace.core.errors import InvalidArgument
 
     known = [scope for scope in SCOPES if scope in scopes]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace microservice`: a command line to what `headrace.microservice.launching` reads."""
+"""`headrace microservice`: a command line to what `headrace.jobs.microservice.launching` reads."""
 
 from __future__ import annotations
 
@@ -171,9 +171,9 @@ def microservice(
     from typing import cast
 
     from headrace.cli.checks import or_exit
-    from headrace.microservice.app import end_process, run_microservice
-    from headrace.microservice.launching import Given, launch_settings
-    from headrace.telemetry.logs import LogFormat, configure_logging
+    from headrace.core.telemetry.logs import LogFormat, configure_logging
+    from headrace.jobs.microservice.launching import Given, launch_settings
+    from headrace.programs.microservice import end_process, run_microservice
 
     given = Given(
         job,

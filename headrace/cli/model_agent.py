@@ -78,10 +78,10 @@ def model_agent(
 
     from headrace.cli.checks import or_exit
     from headrace.core.errors import InvalidArgument
-    from headrace.fleet.agent.program import run_agent
+    from headrace.core.telemetry.logs import LogFormat, configure_logging
     from headrace.fleet.agent.settings import AgentSettings
-    from headrace.storage.bringing import BringSettings
-    from headrace.telemetry.logs import LogFormat, configure_logging
+    from headrace.models.storage.bringing import BringSettings
+    from headrace.programs.model_agent import run_agent
 
     with or_exit():
         configure_logging(log_level, cast("LogFormat", log_format))

@@ -97,10 +97,10 @@ def run(
 
     from headrace.cli.checks import or_exit
     from headrace.core.errors import InvalidArgument
-    from headrace.fleet.cluster.program import OperatorSettings, run_operator
+    from headrace.core.telemetry.logs import LogFormat, configure_logging
     from headrace.fleet.cluster.webhooks.settings import WebhookSettings
     from headrace.fleet.words import FleetSettings
-    from headrace.telemetry.logs import LogFormat, configure_logging
+    from headrace.programs.operator import OperatorSettings, run_operator
 
     with or_exit():
         configure_logging(log_level, cast("LogFormat", log_format))

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import cast
 
 from headrace.cli.flags import Flag, Kind
-from headrace.configuration.keys import Key
-from headrace.configuration.table import KEYS, OPTIONS, OWN_FLAGS
+from headrace.programs.configuration.keys import Key
+from headrace.programs.configuration.table import KEYS, OPTIONS, OWN_FLAGS
 
 CONFIGURATION, ONE_MODEL, SAFEGUARDS = "Configuration", "One model without a folder of models", "Safeguards"
 MODELS, LISTENING, PROTOCOLS = "Models", "Listening", "Protocols"

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO, cast
 
 from headrace.core.clock import Clock, SystemClock
-from headrace.telemetry.logs import LogFormat, configure_logging
-from headrace.telemetry.progress import Progress, ProgressEvent
+from headrace.core.telemetry.logs import LogFormat, configure_logging
+from headrace.core.telemetry.progress import Progress, ProgressEvent
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.cli.flags import Given
-from headrace.configuration.staging import Staging
 from headrace.core.errors import InvalidArgument
+from headrace.core.telemetry.progress import Progress, silent
 from headrace.engine.engine import EngineSettings
 from headrace.engine.repository.settings import Mode, RepositorySettings
-from headrace.storage.locations import CLOUD_SCHEMES, ObjectPlace, parse_location, scheme_of
-from headrace.storage.mirror_once import mirror_once
-from headrace.storage.mirroring import Mirror, mirror_folder
-from headrace.telemetry.progress import Progress, silent
+from headrace.models.staging import Staging
+from headrace.models.storage.locations import CLOUD_SCHEMES, ObjectPlace, parse_location, scheme_of
+from headrace.models.storage.mirror_once import mirror_once
+from headrace.models.storage.mirroring import Mirror, mirror_folder
 
 log = logging.getLogger("headrace.cli")
 

@@ -10,9 +10,9 @@ import typer
 from headrace.cli.log_options import LogLevel, LogStyle
 
 if TYPE_CHECKING:
-    from headrace.apps.router import RouterAppSettings
-    from headrace.router.proxy import RouterProxy
-    from headrace.wire.sockets import Address
+    from headrace.fleet.router.proxy import RouterProxy
+    from headrace.net.sockets import Address
+    from headrace.programs.router import RouterAppSettings
 
 _LISTENING, _CHECKS, _RETRIES, _LOGS = "Listening", "Health", "Retries and time limits", "Logs and traces"
 _CHOICES, _FINDING, _APART = "Choice of a backend", "Finding backends", "Prefill and decode apart"
@@ -296,9 +296,9 @@ def router(
 def _run(given: dict[str, Any], config: str, log_level: str, log_format: str) -> int:
     from typing import cast
 
-    from headrace.apps.router import run_router
     from headrace.cli.router_settings import router_settings
-    from headrace.telemetry.logs import LogFormat, configure_logging
+    from headrace.core.telemetry.logs import LogFormat, configure_logging
+    from headrace.programs.router import run_router
 
     configure_logging(log_level, cast("LogFormat", log_format))
     settings = router_settings(given, config)

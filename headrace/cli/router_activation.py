@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from headrace.core.errors import InvalidArgument
-from headrace.router.waking.settings import METRICS, ActivationSettings, LocalPlace, Target, TargetScale
+from headrace.fleet.router.waking.settings import METRICS, ActivationSettings, LocalPlace, Target, TargetScale
 
 _NUMBERS = ("idle_seconds", "wait_seconds", "held_requests", "held_bytes")
 _WHOLE = ("held_requests", "held_bytes", "most")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From options and a YAML file to a router's settings. Called by `router`; options count for more than the file.
 
-The file has the names of `headrace.router.settings`: `backends`, `policy`, `host`, `port`, and the sections `health`,
+The file has the names of `headrace.fleet.router.settings`: `backends`, `policy`, `host`, `port`, and the sections `health`,
 `outliers`, `retries`, `timeouts`, `cache_aware`, `prefix_hash`, `sticky`, `hedging`, `queue`, `discovery` and `pairing`;
 `activation` is read by `router_activation`. A mistake is told with its file and line.
 """
@@ -14,22 +14,21 @@ from typing import Any
 
 import yaml
 
-from headrace.apps.router import RouterAppSettings
 from headrace.cli.checks import address_of, collector_of, tls_of
 from headrace.cli.handing import handing_key
 from headrace.cli.router_activation import read_activation
 from headrace.core.errors import InvalidArgument
-from headrace.router.choosing.checking import check_choices
-from headrace.router.choosing.settings import (
+from headrace.fleet.router.choosing.checking import check_choices
+from headrace.fleet.router.choosing.settings import (
     CacheAwareSettings,
     HedgingSettings,
     PrefixHashSettings,
     QueueSettings,
     StickySettings,
 )
-from headrace.router.discovery.settings import DiscoverySettings
-from headrace.router.pairing.settings import PairingSettings
-from headrace.router.settings import (
+from headrace.fleet.router.discovery.settings import DiscoverySettings
+from headrace.fleet.router.pairing.settings import PairingSettings
+from headrace.fleet.router.settings import (
     ALIASES,
     POLICIES,
     BackendAddress,
@@ -39,6 +38,7 @@ from headrace.router.settings import (
     RouterSettings,
     TimeoutSettings,
 )
+from headrace.programs.router import RouterAppSettings
 
 _SECTIONS: dict[str, Any] = {
     "health": HealthSettings,

@@ -65,12 +65,12 @@ class ServeCommand(TyperCommand):
 
 def serve(ctx: typer.Context, models: list[str] | None = None, **texts: Any) -> None:
     """Serve models. The help is `EXAMPLES`."""
-    from headrace.apps.server import run_server
     from headrace.cli.checks import or_exit
     from headrace.cli.progress import logging_beside_bars
     from headrace.cli.serve_configuration import configure
     from headrace.cli.serve_logs import log_settings, open_log, warn
     from headrace.cli.serve_settings import open_settings
+    from headrace.programs.serve.server import run_server
 
     with or_exit():
         options = {name: texts.get(name.replace("-", "_")) for name in BY_NAME}

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from headrace.cli.flags import Given
 from headrace.cli.options import BY_NAME, CONFIG, keys
-from headrace.configuration.environment import CONFIG as CONFIG_VARIABLE
-from headrace.configuration.merging import Configuration, resolve
-from headrace.configuration.serving import problems_of
-from headrace.modelconfig.hugging_face import is_hub_folder
+from headrace.models.config.hugging_face import is_hub_folder
+from headrace.programs.configuration.environment import CONFIG as CONFIG_VARIABLE
+from headrace.programs.configuration.merging import Configuration, resolve
+from headrace.programs.configuration.serving import problems_of
 
 MODEL_PATH = "model-path"
 

@@ -12,7 +12,7 @@ from typing import TextIO
 from headrace.api.v2.settings import TraceDefaults
 from headrace.cli.flags import Given
 from headrace.core.errors import InvalidArgument
-from headrace.telemetry.logs import LogFormat
+from headrace.core.telemetry.logs import LogFormat
 
 log = logging.getLogger("headrace.cli")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.apps.settings import ListenSettings
 from headrace.cli.checks import address_of, tls_of
 from headrace.cli.flags import Given
 from headrace.core.errors import InvalidArgument
-from headrace.wire.sockets import Address
-from headrace.wire.tls import TlsFiles
+from headrace.net.sockets import Address
+from headrace.net.tls import TlsFiles
+from headrace.programs.serve.settings import ListenSettings
 
 _METRICS_PORT = 8002
 

@@ -14,21 +14,21 @@ from headrace.api.predict.settings import PredictSettings
 from headrace.api.v1.accounts import V1Settings
 from headrace.api.v2.restrictions import Restriction
 from headrace.api.v2.settings import TraceDefaults, V2Settings
-from headrace.apps.ports import only_this_machine
-from headrace.apps.settings import ServerSettings
 from headrace.cli.flags import Given
 from headrace.cli.handing import handing_settings
 from headrace.cli.repositories import engine_settings
 from headrace.cli.serve_configuration import Configured
 from headrace.cli.serve_logs import trace_settings
 from headrace.cli.serve_ports import ports_of
-from headrace.configuration.merging import Configuration
-from headrace.configuration.serving import access_settings, media_settings, predict_settings, traffic_settings
-from headrace.configuration.single_model import single_model
-from headrace.configuration.staging import Staging, staged
 from headrace.core.limits import Limits
-from headrace.telemetry.progress import Progress, Running
-from headrace.traffic.settings import Split, TrafficSettings
+from headrace.core.telemetry.progress import Progress, Running
+from headrace.engine.traffic.settings import Split, TrafficSettings
+from headrace.models.staging import Staging, staged
+from headrace.programs.configuration.merging import Configuration
+from headrace.programs.configuration.serving import access_settings, media_settings, predict_settings, traffic_settings
+from headrace.programs.configuration.single_model import single_model
+from headrace.programs.serve.ports import only_this_machine
+from headrace.programs.serve.settings import ServerSettings
 from headrace.version import __version__
 
 

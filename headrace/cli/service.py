@@ -25,7 +25,7 @@ from headrace.cli.service_request import request
 from headrace.cli.service_start import start
 
 if TYPE_CHECKING:
-    from headrace.launch.launcher import Launcher, Preflight, Service
+    from headrace.platforms.launcher import Launcher, Preflight, Service
 
 service = typer.Typer(
     name="service",
@@ -223,7 +223,7 @@ def _resolved(launcher: Launcher, job: str) -> str:
 def _to_stop(registry: Path, state_dir: Path | None, job: str, yes: bool) -> str:
     from headrace.cli.service_view import is_interactive
     from headrace.core.errors import NotFound
-    from headrace.launch.targets import Refusal, Target, stop_target
+    from headrace.platforms.targets import Refusal, Target, stop_target
 
     async def work(launcher: Launcher) -> Target:
         found = stop_target(*launcher.registry.read(), job)

@@ -14,7 +14,7 @@ from headrace.cli.checks import BAD_USE, FAILED, complain
 
 if TYPE_CHECKING:
     from headrace.core.errors import HeadraceError
-    from headrace.launch.launcher import Launcher
+    from headrace.platforms.launcher import Launcher
 
 NOT_READY, BROKEN = 3, 4
 """Exit codes beside those of every verb: not ready yet; the service has failed for good."""
@@ -63,7 +63,7 @@ def with_launcher(
     import asyncio
 
     from headrace.cli.progress import logging_beside_bars
-    from headrace.launch.launcher import Launcher
+    from headrace.platforms.launcher import Launcher
 
     async def run(progress: Any) -> T:
         async with Launcher(registry, state_dir=state_dir, progress=progress, **more) as launcher:
@@ -77,8 +77,8 @@ def with_launcher(
 def or_sentence(platform: str = "") -> Iterator[None]:
     """Turn an error into its text, with the last lines of a log where there are some, and its exit code."""
     from headrace.core.errors import FailedPrecondition, HeadraceError
-    from headrace.launch.starting import StartFailed
-    from headrace.telemetry.logs import one_line
+    from headrace.core.telemetry.logs import one_line
+    from headrace.platforms.starting import StartFailed
 
     try:
         yield
@@ -96,8 +96,8 @@ def or_sentence(platform: str = "") -> Iterator[None]:
 def exit_code(error: HeadraceError) -> int:
     """Which of the four."""
     from headrace.core.errors import DeadlineExceeded, InvalidArgument
-    from headrace.launch.asking import NotReadyYet, ServiceBroken
-    from headrace.launch.starting import StartFailed
+    from headrace.platforms.asking import NotReadyYet, ServiceBroken
+    from headrace.platforms.starting import StartFailed
 
     if isinstance(error, InvalidArgument):
         return BAD_USE
@@ -108,7 +108,7 @@ def exit_code(error: HeadraceError) -> int:
 
 def refuse(text: str) -> typer.Exit:
     """Say what to do instead; raise what this returns."""
-    from headrace.telemetry.logs import one_line
+    from headrace.core.telemetry.logs import one_line
 
     complain(one_line(text))
     return typer.Exit(BAD_USE)

@@ -39,9 +39,9 @@ def main() -> None:
         return
     from headrace.core.errors import HeadraceError
     from headrace.core.exit_codes import BAD_CONFIGURATION
-    from headrace.microservice.app import end_process, run_microservice
-    from headrace.microservice.launching import Given, launch_settings
-    from headrace.telemetry.logs import configure_logging
+    from headrace.core.telemetry.logs import configure_logging
+    from headrace.jobs.microservice.launching import Given, launch_settings
+    from headrace.programs.microservice import end_process, run_microservice
 
     options = {name: bool(found.pop(name)) for name in _FLAGS}
     configure_logging("info", "auto")

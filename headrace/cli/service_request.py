@@ -26,10 +26,10 @@ from headrace.cli.service_options import (
 )
 
 if TYPE_CHECKING:
-    from headrace.launch.asking import Answer
-    from headrace.launch.catalogue import Architecture
-    from headrace.launch.launcher import Launcher, Service
-    from headrace.launch.registry import Entry
+    from headrace.platforms.asking import Answer
+    from headrace.platforms.catalogue import Architecture
+    from headrace.platforms.launcher import Launcher, Service
+    from headrace.platforms.registry import Entry
 
 _MOST_BODY = 1 << 30
 _ASKED, _SAMPLING = "What is asked", "Sampling"
@@ -114,11 +114,11 @@ def request(
         return await launcher.list(), launcher.architectures()
 
     services, known = with_launcher(registry, state_dir, look, architectures=architectures)
-    from headrace.telemetry.logs import one_line
+    from headrace.core.telemetry.logs import one_line
 
     # Outside of the event loop: whoever is asked something can leave by Ctrl-C.
     with or_sentence():
-        from headrace.launch.catalogue import find
+        from headrace.platforms.catalogue import find
 
         entry = _target(services, job_id, arch)
         if asked is not None and entry.network_arch.lower() not in known:
@@ -135,7 +135,7 @@ def request(
     typer.echo(one_line(shown), err=True)
 
     async def work(launcher: Launcher) -> Answer:
-        from headrace.launch.launcher import Patience
+        from headrace.platforms.launcher import Patience
 
         if not no_wait:
             await launcher.wait_ready(entry.job_id, Patience(ready_timeout))
@@ -167,7 +167,7 @@ def _read_body(text: str, prompt: str) -> dict[str, Any] | None:
 
 
 def _from_prompt(kind: Architecture, prompt: str, system: str, images: list[str], videos: list[str]) -> dict[str, Any]:
-    from headrace.launch.chat_bodies import messages_of
+    from headrace.platforms.chat_bodies import messages_of
 
     return {"messages": messages_of(prompt, kind, system=system, images=images, videos=videos)}
 
@@ -175,8 +175,8 @@ def _from_prompt(kind: Architecture, prompt: str, system: str, images: list[str]
 def _target(services: list[Service], job_id: str, arch: str) -> Entry:
     from headrace.cli.service_view import choose, is_interactive
     from headrace.core.errors import FailedPrecondition, NotFound
-    from headrace.launch.services import OVER
-    from headrace.launch.targets import Question, Refusal, request_target
+    from headrace.platforms.services import OVER
+    from headrace.platforms.targets import Question, Refusal, request_target
 
     for each in services:
         if each.entry.job_id == job_id and each.state in OVER:
@@ -196,7 +196,7 @@ def _target(services: list[Service], job_id: str, arch: str) -> Entry:
 
 def _sampling(kind: Architecture, given: Mapping[str, str]) -> dict[str, Any]:
     """What was given, as the types of the architecture's fields; what it has no field for, as JSON or else as text."""
-    from headrace.launch.chat_bodies import read_value
+    from headrace.platforms.chat_bodies import read_value
 
     fields = {each.name: each for each in kind.fields}
     made: dict[str, Any] = {}
@@ -220,7 +220,7 @@ def _prepared(
     force: bool,
 ) -> dict[str, Any]:
     from headrace.cli.service_view import ask_fields, default_of, is_interactive
-    from headrace.launch.chat_bodies import check_no_secret, fields_to_ask, kind_of, mismatches, prepare
+    from headrace.platforms.chat_bodies import check_no_secret, fields_to_ask, kind_of, mismatches, prepare
 
     check_no_secret(document, os.environ)
     whole = {**document, **sampling}
@@ -273,6 +273,6 @@ def _show(answer: Answer, output: Path | None, as_json: bool) -> None:
 
 def _content(text: str) -> bytes:
     """The video of a data: URL; any other answer as it is."""
-    from headrace.media.data_urls import content_of, parse_data_url
+    from headrace.models.media.data_urls import content_of, parse_data_url
 
     return content_of(parse_data_url(text), _MOST_BODY) if text.startswith("data:") else text.encode()

@@ -24,9 +24,9 @@ from headrace.cli.service_options import (
 )
 
 if TYPE_CHECKING:
-    from headrace.launch.catalogue import Architecture
-    from headrace.launch.launcher import Launcher
-    from headrace.launch.registry import Entry
+    from headrace.platforms.catalogue import Architecture
+    from headrace.platforms.launcher import Launcher
+    from headrace.platforms.registry import Entry
 
 _PLATFORM, _IMAGE = "Platforms", "Containers"
 
@@ -121,7 +121,7 @@ def start(
 
         headrace service start --arch tao-dataservices --model-path /models/m --platform slurm --partition gpu --no-wait
     """
-    from headrace.launch.launcher import Patience, StartRequest
+    from headrace.platforms.launcher import Patience, StartRequest
 
     settings = pairs(setting, "--setting") | told_only(
         {
@@ -139,7 +139,7 @@ def start(
     began = time.monotonic()
 
     async def work(launcher: Launcher) -> Entry:
-        from headrace.launch.planning import mount_of
+        from headrace.platforms.planning import mount_of
 
         made = StartRequest(
             arch,

@@ -15,9 +15,9 @@ from headrace.cli.tables import heading, line, open_console, table
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from headrace.launch.catalogue import Field
-    from headrace.launch.launcher import Preflight, Service
-    from headrace.launch.registry import Entry
+    from headrace.platforms.catalogue import Field
+    from headrace.platforms.launcher import Preflight, Service
+    from headrace.platforms.registry import Entry
 
 _STYLES = {"running": "green", "starting": "yellow", "ended": "red", "stale": "dim", "unknown": "magenta"}
 
@@ -97,7 +97,7 @@ def show_preflight(found: Preflight, as_json: bool) -> None:
 
 def choose(question: str, candidates: Sequence[Entry], shown: Sequence[str]) -> Entry:
     """Ask which one, by its number."""
-    from headrace.telemetry.logs import one_line
+    from headrace.core.telemetry.logs import one_line
 
     typer.echo(question, err=True)
     for number, entry in enumerate(candidates, 1):
@@ -113,7 +113,7 @@ def choose(question: str, candidates: Sequence[Entry], shown: Sequence[str]) -> 
 def ask_fields(fields: Sequence[Field]) -> dict[str, Any]:
     """The sampling parameters, each with its type and default; nothing typed takes the default."""
     from headrace.core.errors import InvalidArgument
-    from headrace.launch.chat_bodies import kind_of, read_value
+    from headrace.platforms.chat_bodies import kind_of, read_value
 
     typer.echo("sampling parameters; Enter takes the default:", err=True)
     answers: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headrace.telemetry.logs import one_line
+from headrace.core.telemetry.logs import one_line
 
 _PLAIN_WIDTH = 1000
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from headrace.cli.tables import STATE_STYLES, line, table
 from headrace.cli.top_rates import Gpu, Row, View
-from headrace.telemetry.logs import one_line
+from headrace.core.telemetry.logs import one_line
 
 _BACKEND_STYLES = {"up": "green", "starting": "yellow", "ejected": "yellow", "down": "red", "asleep": "blue"}
 _MODELS = {

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import InvalidArgument
-from headrace.loadtest.settings import Setting
-from headrace.modelconfig.drafts import Draft, read_draft
-from headrace.modelconfig.problems import ConfigError
-from headrace.modelconfig.showing import to_text
-from headrace.modelconfig.text_syntax import parse_text
-from headrace.modelconfig.trees import Block, Entry, Items, Scalar
+from headrace.models.config.drafts import Draft, read_draft
+from headrace.models.config.problems import ConfigError
+from headrace.models.config.showing import to_text
+from headrace.models.config.text_syntax import parse_text
+from headrace.models.config.trees import Block, Entry, Items, Scalar
+from headrace.programs.loadtest.settings import Setting
 
 BESIDE = "config.tuned.pbtxt"
 _OPENING = re.compile(r"(?:\s|#[^\n]*(?:\n|$)|:|\[)*[{<]")

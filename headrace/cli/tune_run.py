@@ -25,13 +25,13 @@ from headrace.cli.tune_view import found_document, show_found, trial_line
 from headrace.client import AsyncClient, Client
 from headrace.core.errors import HeadraceError, InvalidArgument, Unimplemented, retold
 from headrace.core.names import check_name
-from headrace.loadtest.measured import Measured
-from headrace.loadtest.pictures import check_picture, draw_trials
-from headrace.loadtest.private_server import private_server
-from headrace.loadtest.running import Access, LoadTest, Plan
-from headrace.loadtest.search import Found, Search
-from headrace.loadtest.settings import Setting, setting_of, space_of, with_setting
-from headrace.telemetry.progress import Progress
+from headrace.core.telemetry.progress import Progress
+from headrace.programs.loadtest.measured import Measured
+from headrace.programs.loadtest.pictures import check_picture, draw_trials
+from headrace.programs.loadtest.private_server import private_server
+from headrace.programs.loadtest.running import Access, LoadTest, Plan
+from headrace.programs.loadtest.search import Found, Search
+from headrace.programs.loadtest.settings import Setting, setting_of, space_of, with_setting
 
 _MOST_INSTANCES = 8
 _TIMEOUT_SECONDS = 30.0

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from headrace.cli.tables import heading, line, open_console, table
 from headrace.cli.tune_config import Change
-from headrace.loadtest.measured import BUSY_SHARE
-from headrace.loadtest.plots import bar, milliseconds
-from headrace.loadtest.search import Found, Trial
-from headrace.loadtest.settings import Setting
+from headrace.programs.loadtest.measured import BUSY_SHARE
+from headrace.programs.loadtest.plots import bar, milliseconds
+from headrace.programs.loadtest.search import Found, Trial
+from headrace.programs.loadtest.settings import Setting
 
 _WIDTH = 40
 

@@ -15,7 +15,7 @@ from headrace.cli.gateway import DATA_DIR, DatabaseUrl, DataDir
 from headrace.cli.results import Json, print_json, print_result
 
 if TYPE_CHECKING:
-    from headrace.access.users import User, Users
+    from headrace.api.access.users import User, Users
 
 users = typer.Typer(name="users", help="Add, list and remove the users of a gateway.", no_args_is_help=True)
 
@@ -145,8 +145,8 @@ def rotate_signing_key(
 
         headrace users rotate-signing-key --drop-old
     """
-    from headrace.access.audit import AUDIT_FILE, Audit
-    from headrace.access.tokens import SIGNING_KEYS_FILE, SigningKeys
+    from headrace.api.access.audit import AUDIT_FILE, Audit
+    from headrace.api.access.tokens import SIGNING_KEYS_FILE, SigningKeys
     from headrace.core.errors import NotFound
 
     del database_url  # as all verbs take it; but signing keys are in the data directory alone
@@ -202,8 +202,8 @@ def _with_users(
     """Do something with the users; a change is written into the audit log."""
     import asyncio
 
-    from headrace.gateway.opening import opened
     from headrace.jobs.settings import JobSettings
+    from headrace.programs.gateway.opening import opened
 
     settings = JobSettings(data_dir.expanduser(), database_url=database_url)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headrace from Python: numpy in and out, over HTTP or gRPC, blocking or with asyncio.
+"""The Python client: numpy in and out, over HTTP or gRPC, blocking or with asyncio.
 
     from headrace.client import Client
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words everyone shares: data types, tensors, requests and responses, errors, names, limits, the clock.
+"""Types that every package shares: tensors, requests, errors, limits, the clock; logs and metrics.
 
-Lives here: small values and pure functions that two or more rooms need, on numpy and the standard library.
-May not live here: sockets, files, threads, logging, anything that knows a protocol, a model format or a platform.
-Every other room may import this one; it imports none of them.
+Small values and pure functions, on numpy and the standard library; `telemetry` has logs, metrics, traces and progress.
+Imports no other package.
 """

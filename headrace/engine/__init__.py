@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and requests: who computes a request, with whom, and when. Knows no protocol.
+"""The inference engine: model repository, schedulers, instances, ensembles, cache, statistics, traffic splits.
 
-Lives here: the repository of models, their schedulers and instances, ensembles, cache and statistics, and the data plane
-that every protocol calls. May not live here: HTTP, gRPC, JSON, sockets; and what a format of models needs (`backends`).
+`dataplane` is what every protocol calls. Knows no HTTP, gRPC, JSON or socket; what a model format needs is in `backends`.
 """

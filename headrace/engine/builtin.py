@@ -12,10 +12,10 @@ from pathlib import Path
 from headrace.backends.contract import ModelFiles
 from headrace.core.clock import SystemClock
 from headrace.core.dtypes import FP32
+from headrace.core.telemetry.progress import Reporter, silent
 from headrace.engine.opening import VersionOpener
 from headrace.engine.repository.directory import Directory, ServedModel
-from headrace.modelconfig.types import DynamicBatching, InputSpec, InstanceGroup, ModelConfig, OutputSpec
-from headrace.telemetry.progress import Reporter, silent
+from headrace.models.config.types import DynamicBatching, InputSpec, InstanceGroup, ModelConfig, OutputSpec
 
 _NOWHERE = ModelFiles(Path(), 1, Path())
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.dtypes import BYTES
 from headrace.core.messages import InferRequest
+from headrace.core.telemetry.registry import Registry
 from headrace.core.tensors import Tensor
-from headrace.telemetry.registry import Registry
 
 _ENTRY_BYTES = 512
 """What an entry takes beside its tensors, roughly."""

@@ -14,7 +14,7 @@ from headrace.core.dtypes import BF16
 from headrace.core.errors import InvalidArgument
 from headrace.core.messages import InferRequest
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import InputSpec, ModelConfig, SequenceBatching, fits
+from headrace.models.config.types import InputSpec, ModelConfig, SequenceBatching, fits
 
 _SHOWN_NAMES = 16
 _BF16_EXPONENT = np.uint16(0x7F80)

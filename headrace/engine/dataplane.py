@@ -20,7 +20,7 @@ from headrace.engine.repository.directory import Directory
 from headrace.engine.repository.states import UNLOADED, State
 from headrace.engine.scheduling.pending import Answered, Done, Pending
 from headrace.engine.versions import ModelVersion
-from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
 
 ServingVersion = ModelVersion | EnsembleVersion
 

@@ -16,6 +16,8 @@ from headrace.backends.devices import visible_gpus
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.handing import HandingSettings
 from headrace.core.limits import MIB
+from headrace.core.telemetry.progress import Progress, silent
+from headrace.core.telemetry.registry import Registry
 from headrace.engine.builtin import open_builtin_models
 from headrace.engine.cache import ResponseCache
 from headrace.engine.dataplane import DataPlane
@@ -25,8 +27,6 @@ from headrace.engine.repository.directory import Directory
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.scheduling.limiter import Limiter
 from headrace.engine.services import ModelServices
-from headrace.telemetry.progress import Progress, silent
-from headrace.telemetry.registry import Registry
 
 log = logging.getLogger("headrace.engine")
 

@@ -25,7 +25,7 @@ from headrace.engine.scheduling.pending import ANSWERED, Answered, Done, Pending
 from headrace.engine.scheduling.watching import Watch
 from headrace.engine.statistics import VersionStatistics
 from headrace.engine.versions import Drain
-from headrace.modelconfig.types import EnsembleScheduling, ModelConfig
+from headrace.models.config.types import EnsembleScheduling, ModelConfig
 
 
 class EnsembleVersion:

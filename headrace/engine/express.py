@@ -20,7 +20,7 @@ from headrace.engine.execution.runners import ComputeRunner, told
 from headrace.engine.scheduling.pending import Owner, Pending
 from headrace.engine.scheduling.scheduler import BatchScheduler, Runner
 from headrace.engine.statistics import VersionStatistics
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 Express = Callable[[InferRequest], InferResponse | None]
 """The answer to a request; None, and nothing has been done, if it is to take the long way."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from headrace.core.errors import FailedPrecondition
-from headrace.modelconfig.types import EnsembleStep, ModelConfig
+from headrace.models.config.types import EnsembleStep, ModelConfig
 
 _MOST_BYTES = 16 * 1024 * 1024
 _MOST_LABELS = 1_000_000

@@ -28,6 +28,8 @@ from headrace.backends.contract import (
 )
 from headrace.backends.table import backend_named
 from headrace.core.errors import InvalidArgument
+from headrace.core.telemetry.metrics import Histogram
+from headrace.core.telemetry.progress import Reporter
 from headrace.engine.cache import ResponseCache
 from headrace.engine.checking import RequestChecker
 from headrace.engine.ensembles import EnsembleVersion
@@ -51,7 +53,7 @@ from headrace.engine.sequences.states import StatefulJoiner, read_initial_states
 from headrace.engine.services import ModelServices
 from headrace.engine.statistics import VersionStatistics, first_answer_bounds
 from headrace.engine.versions import ModelVersion, Scheduler
-from headrace.modelconfig.types import (
+from headrace.models.config.types import (
     DynamicBatching,
     EnsembleScheduling,
     InstanceGroup,
@@ -59,8 +61,6 @@ from headrace.modelconfig.types import (
     QueuePolicy,
     SequenceBatching,
 )
-from headrace.telemetry.metrics import Histogram
-from headrace.telemetry.progress import Reporter
 
 log = logging.getLogger("headrace.engine")
 

@@ -16,7 +16,7 @@ from headrace.backends.contract import Answer
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, Internal, Unavailable
 from headrace.core.handing import HandingSettings
 from headrace.core.messages import InferRequest, InferResponse
-from headrace.telemetry.registry import Registry
+from headrace.core.telemetry.registry import Registry
 
 if TYPE_CHECKING:
     from headrace.engine.dataplane import DataPlane

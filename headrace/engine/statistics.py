@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Code, HeadraceError, InvalidArgument
+from headrace.core.telemetry.metrics import Histogram, check_bounds
+from headrace.core.telemetry.summaries import DEFAULT_WINDOW_SECONDS, Summary
+from headrace.core.telemetry.tallies import LOAD_EXCESSES, QUICK_NS, SlowTally
 from headrace.engine.responses import ByPlace
 from headrace.engine.scheduling.batches import BatchLog, BatchRecord
 from headrace.engine.scheduling.pending import Pending
-from headrace.modelconfig.types import ModelConfig
-from headrace.telemetry.metrics import Histogram, check_bounds
-from headrace.telemetry.summaries import DEFAULT_WINDOW_SECONDS, Summary
-from headrace.telemetry.tallies import LOAD_EXCESSES, QUICK_NS, SlowTally
+from headrace.models.config.types import ModelConfig
 
 
 class RequestStats:

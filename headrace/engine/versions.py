@@ -23,7 +23,7 @@ from headrace.engine.scheduling.pending import Answered, Done, Pending, StreamPe
 from headrace.engine.scheduling.scheduler import Runner
 from headrace.engine.scheduling.watching import Watch
 from headrace.engine.statistics import VersionStatistics
-from headrace.modelconfig.types import ModelConfig, SequenceBatching
+from headrace.models.config.types import ModelConfig, SequenceBatching
 
 _copies = count(1)
 """Tells two loads of the same version apart, for the cache."""

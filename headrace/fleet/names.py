@@ -11,6 +11,8 @@ import hashlib
 GROUP = "ome.io"
 VERSION = "v1beta1"
 API_VERSION = f"{GROUP}/{VERSION}"
+NAMESPACE = "headrace-system"
+"""Where Headrace is installed unless another is named."""
 
 COMPONENTS = ("engine", "decoder", "router")
 """In the order they are made."""

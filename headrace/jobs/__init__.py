@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs: organisations' workspaces, experiments, registered models and running services, and what is true of each.
+"""NVIDIA TAO's programs: the job API with login, the inference microservice and batch inference.
 
-`service` is the door, for `api.jobs`, the gateway and the command line. Knows no HTTP server and no engine.
+`service` is what the job API, the gateway and the command line call; `store` keeps records in SQL; `api` has the HTTP
+routes; `microservice` serves one model as a job; `batch` runs a model once over many items.
 """

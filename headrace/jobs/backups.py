@@ -25,10 +25,10 @@ from headrace.jobs.secrets import Vault
 from headrace.jobs.store.backups import put_back, rows_of
 from headrace.jobs.store.database import Database
 from headrace.jobs.store.tables import metadata as tables
-from headrace.storage.credentials import CloudCredentials
-from headrace.storage.locations import CLOUD_SCHEMES, Cloud, ObjectPlace
-from headrace.storage.objects import ObjectLimits, ObjectSource
-from headrace.storage.uploading import upload
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.locations import CLOUD_SCHEMES, Cloud, ObjectPlace
+from headrace.models.storage.objects import ObjectLimits, ObjectSource
+from headrace.models.storage.uploading import upload
 
 FOLDER = "headrace-backups"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", re.ASCII)

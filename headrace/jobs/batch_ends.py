@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.launch.contract import Observed
+from headrace.platforms.contract import Observed
 
 _ALL_DONE = (0, 3, None)
 _NOT_BEGUN = 2

@@ -18,9 +18,9 @@ from headrace.core.errors import HeadraceError, InvalidArgument, PermissionDenie
 from headrace.jobs.checks import check_text
 from headrace.jobs.records import Job
 from headrace.jobs.settings import JobSettings
-from headrace.launch.contract import FILE, SECRET, LaunchSpec
-from headrace.storage.credentials import CloudCredentials
-from headrace.storage.locations import HubPlace, LocalPlace, ObjectPlace, parse_location
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.locations import HubPlace, LocalPlace, ObjectPlace, parse_location
+from headrace.platforms.contract import FILE, SECRET, LaunchSpec
 
 _NUMBERS: Mapping[str, tuple[int, int]] = {
     "limit": (0, 10**12),

@@ -16,7 +16,7 @@ from headrace.jobs.records import Job
 from headrace.jobs.settings import JobSettings
 from headrace.jobs.store.jobs import Change
 from headrace.jobs.store.store import Store
-from headrace.launch.contract import Driver, Handle
+from headrace.platforms.contract import Driver, Handle
 
 log = logging.getLogger("headrace.jobs")
 

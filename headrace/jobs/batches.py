@@ -28,8 +28,8 @@ from headrace.jobs.batch_specs import Places, batch_launch, check_fields, progre
 from headrace.jobs.batch_tools import WAITING, handle_of, waits
 from headrace.jobs.records import BATCH, Experiment, Job, JobWish
 from headrace.jobs.store.jobs import Change
-from headrace.launch.contract import Observed
-from headrace.launch.identity import is_surely_dead
+from headrace.platforms.contract import Observed
+from headrace.platforms.identity import is_surely_dead
 
 log = logging.getLogger("headrace.jobs")
 

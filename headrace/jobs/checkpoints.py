@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import InvalidArgument, NotFound
-from headrace.storage.credentials import CloudCredentials
-from headrace.storage.locations import ObjectPlace
-from headrace.storage.objects import ObjectLimits, ObjectSource
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.locations import ObjectPlace
+from headrace.models.storage.objects import ObjectLimits, ObjectSource
 
 log = logging.getLogger("headrace.jobs")
 

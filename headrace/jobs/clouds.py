@@ -14,10 +14,10 @@ from typing import Any
 
 from headrace.core.errors import HeadraceError, InvalidArgument, NotFound
 from headrace.jobs.checks import check_json, check_text, strings_in
-from headrace.storage.credentials import CloudCredentials
-from headrace.storage.locations import CLOUD_SCHEMES, ObjectPlace, parse_location
-from headrace.storage.objects import ObjectLimits, ObjectSource
-from headrace.storage.problems import NoSuchBucket
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.locations import CLOUD_SCHEMES, ObjectPlace, parse_location
+from headrace.models.storage.objects import ObjectLimits, ObjectSource
+from headrace.models.storage.problems import NoSuchBucket
 
 log = logging.getLogger("headrace.jobs")
 

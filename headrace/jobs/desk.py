@@ -34,7 +34,7 @@ from headrace.jobs.records import (
 )
 from headrace.jobs.store.jobs import Change
 from headrace.jobs.workspace_desk import WorkspaceDesk
-from headrace.storage.locations import LocalPlace, parse_location
+from headrace.models.storage.locations import LocalPlace, parse_location
 
 _MOST_GPUS = 1024
 _MOST_SKIP = 1 << 40

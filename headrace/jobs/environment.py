@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.core.errors import InvalidArgument
 from headrace.jobs.checks import check_text
-from headrace.launch.variables import ALLOWED, MOST_VALUE
+from headrace.platforms.variables import ALLOWED, MOST_VALUE
 
 
 def check_variables(given: object) -> dict[str, str]:

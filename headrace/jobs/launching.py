@@ -16,12 +16,12 @@ from typing import Any
 from headrace.jobs.planning import Plan
 from headrace.jobs.records import Job
 from headrace.jobs.settings import ContainerSettings, JobSettings
-from headrace.launch import payloads
-from headrace.launch.architecture import Architecture
-from headrace.launch.catalogue import find, load
-from headrace.launch.contract import PORT, SECRET, Container, LaunchSpec, Mount
-from headrace.launch.images import OWN, Image, choose_image, resolve_image
-from headrace.launch.variables import PER_JOB
+from headrace.platforms import payloads
+from headrace.platforms.architecture import Architecture
+from headrace.platforms.catalogue import find, load
+from headrace.platforms.contract import PORT, SECRET, Container, LaunchSpec, Mount
+from headrace.platforms.images import OWN, Image, choose_image, resolve_image
+from headrace.platforms.variables import PER_JOB
 
 TAO = "tao"
 """As an image: that of the architecture, by `IMAGE_<KEY>` and versions.yaml."""

@@ -23,8 +23,8 @@ from headrace.jobs.records import Experiment, Job, Workspace
 from headrace.jobs.secrets import Vault
 from headrace.jobs.settings import JobSettings
 from headrace.jobs.store.store import Store
-from headrace.storage.credentials import CloudCredentials
-from headrace.storage.locations import HubPlace, LocalPlace, ObjectPlace, parse_location, scheme_of
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.locations import HubPlace, LocalPlace, ObjectPlace, parse_location, scheme_of
 
 _NOT_SPECS = frozenset({"parent_id", "parent_job_id", "model_path", "hf_model", "network_arch", "docker_env_vars"})
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")

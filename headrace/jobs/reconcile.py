@@ -19,8 +19,8 @@ from headrace.jobs.batches import Batches
 from headrace.jobs.records import BATCH, Job
 from headrace.jobs.services import Services
 from headrace.jobs.store.jobs import Change
-from headrace.launch.contract import Observed
-from headrace.launch.identity import is_surely_dead
+from headrace.platforms.contract import Observed
+from headrace.platforms.identity import is_surely_dead
 
 log = logging.getLogger("headrace.jobs")
 

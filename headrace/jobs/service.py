@@ -32,9 +32,9 @@ from headrace.jobs.services import STOPPED, Services
 from headrace.jobs.settings import JobSettings
 from headrace.jobs.store.jobs import Change
 from headrace.jobs.store.store import Store
-from headrace.launch.contract import Driver
-from headrace.launch.identity import own_name
-from headrace.launch.process import ProcessDriver
+from headrace.platforms.contract import Driver
+from headrace.platforms.identity import own_name
+from headrace.platforms.process import ProcessDriver
 
 log = logging.getLogger("headrace.jobs")
 

@@ -35,7 +35,7 @@ from headrace.jobs.settings import JobSettings
 from headrace.jobs.statuses import as_it_ends, failed_body, failure_of, live_body
 from headrace.jobs.store.jobs import Change
 from headrace.jobs.store.store import Store
-from headrace.launch.contract import Driver, Handle, Observed
+from headrace.platforms.contract import Driver, Handle, Observed
 
 log = logging.getLogger("headrace.jobs")
 

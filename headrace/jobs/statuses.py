@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.jobs.records import Job
-from headrace.launch.contract import Observed
+from headrace.platforms.contract import Observed
 
 _BEFORE = {
     "model_loaded": False,

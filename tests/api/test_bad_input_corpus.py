@@ -12,7 +12,6 @@ import gzip
 import hashlib
 import json
 import struct
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,15 @@ from urllib.parse import quote
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from support.conformance import disagreement, operations
-from support.waiting import eventually
-
-sys.path.insert(0, str(Path(__file__).parent / "openapi"))
-
 from bad_inputs import NAMES, V1_HEADERS, WRONG_GENERATES, WRONG_TENSORS, nested, one
 from described_server import BODY_BYTES, DescribedServer, described_server, make_models
 from grpc_asking import framed, grpc_methods, status, varint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from raw_asking import METHODS, Answer, ask, exchange, filled, routes_of
+
+from support.conformance import disagreement, operations
+from support.waiting import eventually
 
 REHEARSALS = 3
 """Rounds of the worst before the baseline: what is made once and kept (remembered heads and layouts) is there then."""

@@ -8,8 +8,8 @@ import pytest
 from headrace.api.openai.errors import _KINDS as OPENAI
 from headrace.api.v1.accounts import _CODES as V1
 from headrace.core.errors import Code
-from headrace.wire.grpc.status import GRPC_STATUS
-from headrace.wire.http.status import HTTP_STATUS
+from headrace.net.grpc.status import GRPC_STATUS
+from headrace.net.http.status import HTTP_STATUS
 
 REQUEST, SERVER = "invalid_request_error", "server_error"
 EXPECTED = {

@@ -30,7 +30,7 @@ from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.repository.states import State
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 from support.engines import Asked
 
 T = TypeVar("T")

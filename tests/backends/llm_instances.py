@@ -22,8 +22,8 @@ from headrace.core.errors import HeadraceError
 from headrace.core.generation import Generation, GenerationRequest
 from headrace.core.handing import HandingSettings
 from headrace.core.messages import InferRequest
-from headrace.modelconfig.types import ModelConfig, OutputSpec
-from headrace.telemetry.registry import Registry
+from headrace.core.telemetry.registry import Registry
+from headrace.models.config.types import ModelConfig, OutputSpec
 from support import llm_models
 
 ON_CUDA = os.environ.get("HEADRACE_TEST_DEVICE") == "cuda"

@@ -23,8 +23,8 @@ from headrace.backends.netdef.schema import caffe2_message
 from headrace.backends.netdef.translation import InputTensor, translate
 from headrace.backends.onnx.backend import OnnxInstance
 from headrace.core.dtypes import FP32, DType, dtype_of
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.types import Dims, InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.schema import new_config
+from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec
 
 Array = np.ndarray[Any, Any]
 

@@ -17,8 +17,8 @@ from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.backends.pytorch.backend import PyTorchBackend
 from headrace.backends.pytorch.instance import TorchInstance
 from headrace.core.dtypes import FP32, DType
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.types import Dims, InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.schema import new_config
+from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec
 
 CPU = Placement("test_0_cpu")
 NO_SERVICES = cast("EngineServices", None)

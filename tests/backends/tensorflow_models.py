@@ -11,8 +11,8 @@ import numpy as np
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.core.dtypes import DTYPES, FP32, DType
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.types import Dims, InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.schema import new_config
+from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec
 from support.late_imports import late
 
 if TYPE_CHECKING:

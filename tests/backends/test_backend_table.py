@@ -18,8 +18,8 @@ from contract_serving import Served
 from headrace.backends.contract import Backend
 from headrace.backends.table import BACKENDS, BY_HAND, EXTRAS, backend_named
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.drafts import read_draft
-from headrace.modelconfig.formats import FORMATS
+from headrace.models.config.drafts import read_draft
+from headrace.models.config.formats import FORMATS
 
 pytestmark = pytest.mark.worker("frameworks")
 
@@ -80,7 +80,7 @@ def test_every_backend_has_its_methods_and_says_how_to_install_it() -> None:
 def test_no_framework_is_imported_before_a_model_needs_it() -> None:
     code = f"""
 import sys
-import headrace.engine.engine, headrace.engine.repository.check, headrace.apps.server, headrace.cli.main
+import headrace.engine.engine, headrace.engine.repository.check, headrace.programs.serve.server, headrace.cli.main
 import headrace.backends.table
 print([name for name in {FRAMEWORKS!r} if name in sys.modules])
 """

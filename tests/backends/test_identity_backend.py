@@ -14,7 +14,7 @@ from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.backends.identity import IdentityBackend, IdentityInstance
 from headrace.core.dtypes import BYTES, FP32, INT32, DType
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
 
 FILES = ModelFiles(Path("/nowhere"), 1, Path("/nowhere/1"))
 

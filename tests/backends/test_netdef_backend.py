@@ -15,8 +15,8 @@ from netdef_nets import Nets, config_of, files_of, opened, rows
 from headrace.backends.netdef.backend import NetDefBackend
 from headrace.core.dtypes import BYTES, FP32, FP64, INT64, UINT32, UINT64
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.types import (
+from headrace.models.config.schema import new_config
+from headrace.models.config.types import (
     ControlInput,
     InputSpec,
     ModelConfig,

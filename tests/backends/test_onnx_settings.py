@@ -13,8 +13,8 @@ from headrace.backends.contract import Placement
 from headrace.backends.onnx import settings as onnx_settings
 from headrace.backends.onnx.backend import OnnxBackend
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.schema import new_config
+from headrace.models.config.types import ModelConfig
 
 GPU = Placement("test_0_gpu1", "gpu", 1)
 

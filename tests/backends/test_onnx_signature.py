@@ -17,7 +17,7 @@ from headrace.backends.onnx.backend import OnnxBackend
 from headrace.backends.signature import DEFAULT_MAX_BATCH_SIZE
 from headrace.core.dtypes import BOOL, FP32, FP64, INT32, INT64
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import (
+from headrace.models.config.types import (
     BatchInput,
     ControlInput,
     DynamicBatching,

@@ -20,7 +20,7 @@ from headrace.backends.openvino.quiet import import_openvino
 from headrace.backends.openvino.settings import properties
 from headrace.core.dtypes import FP32, INT64, DType
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument, Unimplemented
-from headrace.modelconfig.types import InstanceGroup
+from headrace.models.config.types import InstanceGroup
 
 OPENVINO_TYPES = {
     "BOOL": "boolean",

@@ -39,7 +39,7 @@ from headrace.backends.pytorch.settings import settings_of
 from headrace.backends.signature import DEFAULT_MAX_BATCH_SIZE
 from headrace.core.dtypes import BF16, BYTES, FP16, FP32, FP64, INT64, DType
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument, Unimplemented
-from headrace.modelconfig.types import ModelConfig, SequenceBatching, StateSpec
+from headrace.models.config.types import ModelConfig, SequenceBatching, StateSpec
 
 ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)
 

@@ -25,7 +25,7 @@ from tensorflow_models import (
 from headrace.backends.signature import DEFAULT_MAX_BATCH_SIZE
 from headrace.core.dtypes import BOOL, FP32, FP64, INT32
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ControlInput, SequenceBatching, StateSpec
+from headrace.models.config.types import ControlInput, SequenceBatching, StateSpec
 
 pytestmark = pytest.mark.worker("frameworks")
 

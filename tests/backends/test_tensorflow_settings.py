@@ -14,7 +14,7 @@ from tensorflow_models import CPU, NO_SERVICES, TensorFlowBackend, configured, i
 
 from headrace.backends.contract import Placement
 from headrace.core.errors import InvalidArgument, Unimplemented
-from headrace.modelconfig.schema import new_config
+from headrace.models.config.schema import new_config
 from support.late_imports import late
 
 pytestmark = pytest.mark.worker("frameworks")

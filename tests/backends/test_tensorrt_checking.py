@@ -19,7 +19,7 @@ from tensorrt_setup import (
 
 from headrace.core.dtypes import FP16, FP32, INT32, INT64
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec, SequenceBatching, StateSpec
+from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec, SequenceBatching, StateSpec
 
 IDENTITY = batched("identity", ["X"], ["Y"], [4])
 

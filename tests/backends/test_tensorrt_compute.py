@@ -28,8 +28,8 @@ from tensorrt_setup import (
 from headrace.backends.contract import Placement
 from headrace.core.dtypes import BF16, BOOL, FP16, FP32, INT8, INT32, INT64, UINT8, DType
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.types import InputSpec, OutputSpec
+from headrace.models.config.schema import new_config
+from headrace.models.config.types import InputSpec, OutputSpec
 
 TYPES = {
     "FLOAT": FP32,

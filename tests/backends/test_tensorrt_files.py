@@ -26,7 +26,7 @@ from tensorrt_setup import (
 from headrace.backends.contract import Placement
 from headrace.backends.tensorrt.settings import Settings, plan_file, settings_of
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 IDENTITY = batched("identity", ["X"], ["Y"], [4])
 NAMED = {"8.6": "ampere.plan", "9.0": "hopper.plan"}

@@ -16,8 +16,8 @@ from headrace.backends.tensorrt.buffers import Buffer, Staging, rounded
 from headrace.backends.tensorrt.plan import Binding, Plan, Profile, Range
 from headrace.backends.tensorrt.profiles import chosen_profile, described, most_rows, usable_profiles
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.schema import new_config
+from headrace.models.config.types import ModelConfig
 
 
 def profile(index: int, lowest: int, optimum: int, highest: int, side: int = 4) -> Profile:

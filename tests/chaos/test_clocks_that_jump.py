@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.access.concurrency import InFlight
-from headrace.access.keys import KeyRing
-from headrace.access.keys_file import create_key
-from headrace.access.rates import Rates
-from headrace.access.settings import RateLimit
+from headrace.api.access.concurrency import InFlight
+from headrace.api.access.keys import KeyRing
+from headrace.api.access.keys_file import create_key
+from headrace.api.access.rates import Rates
+from headrace.api.access.settings import RateLimit
 from headrace.core.clock import ManualClock
 from headrace.engine.repository.scan import scan
 from headrace.engine.repository.watching import Watch

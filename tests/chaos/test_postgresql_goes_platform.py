@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from chaos_records import Writers
 from gateway_process import Gateway, gateway
-from jobs.postgresql_servers import PostgresqlServer
+from postgresql_servers import PostgresqlServer
 
 from support.waiting import eventually
 

@@ -11,16 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "traffic"))
-
 from split_planes import World
+from typer.testing import CliRunner, Result
 
 from headrace.api.admin.http import Admin
 from headrace.cli.ab import ab
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
 from support.serving import Serving, serving
 
 pytestmark = pytest.mark.worker("matplotlib")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.apps import server
-from headrace.apps.server import ServerSettings
 from headrace.cli.config import config
 from headrace.cli.main import app
 from headrace.core.errors import InvalidArgument
+from headrace.programs.serve import server
+from headrace.programs.serve.server import ServerSettings
 
 FILE = """server:
   port: 8080

@@ -19,7 +19,7 @@ from headrace.backends.netdef.schema import caffe2_message
 from headrace.cli.convert import convert_netdef, find_net
 from headrace.cli.models import models
 from headrace.core.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
-from headrace.telemetry.progress import ProgressEvent
+from headrace.core.telemetry.progress import ProgressEvent
 
 WEIGHTS = np.arange(12, dtype=np.float32).reshape(3, 4)
 

@@ -19,7 +19,7 @@ import pytest
 
 from headrace.cli.doctor import server_url
 from headrace.core.errors import InvalidArgument
-from headrace.doctor.servers import check_gateway
+from headrace.programs.doctor.servers import check_gateway
 from support.ports import free_port
 from support.programs import Finished, Program, run
 from support.servers import serve_in_thread

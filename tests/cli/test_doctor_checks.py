@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from headrace.doctor import gpus, machine, packages, places
-from headrace.doctor.finding import Finding, ok
-from headrace.doctor.ports import Holder, holder_of
-from headrace.doctor.running import diagnose
+from headrace.programs.doctor import gpus, machine, packages, places
+from headrace.programs.doctor.finding import Finding, ok
+from headrace.programs.doctor.ports import Holder, holder_of
+from headrace.programs.doctor.running import diagnose
 
 
 def states(findings: Any) -> dict[str, str]:

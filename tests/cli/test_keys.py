@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.access.keys import KeyRing
-from headrace.access.keys_file import read_keys
+from headrace.api.access.keys import KeyRing
+from headrace.api.access.keys_file import read_keys
 from headrace.cli.keys import keys
 
 

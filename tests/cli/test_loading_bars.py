@@ -18,7 +18,7 @@ from rich.console import Console
 
 from headrace.cli.progress import BesideBars, LoadingBars, LoadingLines, logging_beside_bars
 from headrace.core.clock import SystemClock
-from headrace.telemetry.progress import ProgressEvent
+from headrace.core.telemetry.progress import ProgressEvent
 from support.programs import HEADRACE
 from support.tiny_models import CONFIG, make_models
 

@@ -15,7 +15,7 @@ from headrace.cli import init
 from headrace.cli.init import init_model
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.engine.repository.check import check_repository
-from headrace.modelconfig.drafts import read_draft
+from headrace.models.config.drafts import read_draft
 from support.programs import run
 
 PREDICT = """

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.api.v2.settings import TraceDefaults
-from headrace.apps import server
-from headrace.apps.server import ServerSettings
 from headrace.cli.main import app
+from headrace.programs.serve import server
+from headrace.programs.serve.server import ServerSettings
 
 
 @pytest.fixture

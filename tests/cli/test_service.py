@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,18 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
-from typer.testing import CliRunner
-
-from support.ports import launchers_ports
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
-
 from service_programs import make_model
+from typer.testing import CliRunner
 
 from headrace.cli import service_view
 from headrace.cli.main import app
-from headrace.launch import planning
-from headrace.launch.registry import RUNNING, Entry, Registry
+from headrace.platforms import planning
+from headrace.platforms.registry import RUNNING, Entry, Registry
+from support.ports import launchers_ports
 
 PROGRAMS = str(Path(__file__).parent.parent / "launch")
 ARCH = "tao-dataservices"

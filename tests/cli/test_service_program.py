@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.cli.service_program import read_words
-from headrace.launch import catalogue
-from headrace.launch.planning import StartRequest, plan_of, spec_of
+from headrace.platforms import catalogue
+from headrace.platforms.planning import StartRequest, plan_of, spec_of
 
 JOB = "0b6e5c2e-7f2e-4d0c-9f0e-3a1b2c3d4e5f"
 

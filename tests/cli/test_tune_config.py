@@ -13,8 +13,8 @@ import pytest
 from headrace.cli import tune_config
 from headrace.cli.tune_config import Change, change_of, write_change
 from headrace.core.errors import InvalidArgument
-from headrace.loadtest.settings import Setting
-from headrace.modelconfig.drafts import read_draft
+from headrace.models.config.drafts import read_draft
+from headrace.programs.loadtest.settings import Setting
 
 ALL = Change(16, 500, 3)
 

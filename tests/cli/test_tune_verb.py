@@ -12,7 +12,7 @@ import pytest
 
 from headrace.cli import tune_run
 from headrace.client import Client
-from headrace.modelconfig.drafts import read_draft
+from headrace.models.config.drafts import read_draft
 from support.programs import Finished, run
 from support.servers import serve_in_thread
 from support.tiny_models import make_models

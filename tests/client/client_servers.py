@@ -20,13 +20,13 @@ from typing import Any
 import grpc
 from client_models import make_repository
 
-from headrace.wire.grpc.call import GrpcCall
-from headrace.wire.grpc.services import Services
-from headrace.wire.http.exchange import Buffer, Exchange
-from headrace.wire.http.heads import OK_JSON
-from headrace.wire.http.routes import Routes
-from headrace.wire.http.sse import EventStream
-from headrace.wire.site import Site
+from headrace.net.grpc.call import GrpcCall
+from headrace.net.grpc.services import Services
+from headrace.net.http.exchange import Buffer, Exchange
+from headrace.net.http.heads import OK_JSON
+from headrace.net.http.routes import Routes
+from headrace.net.http.sse import EventStream
+from headrace.net.site import Site
 from support.servers import serve_in_thread
 
 

@@ -4,15 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from client_servers import RealServer, real_server
 
 from headrace.client import AsyncClient, Client, Result

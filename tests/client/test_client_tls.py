@@ -14,7 +14,7 @@ from client_servers import HeldSite
 
 from headrace.client import NO_RETRY
 from headrace.core.errors import InvalidArgument, Unavailable, Unimplemented
-from headrace.wire.tls import TlsFiles
+from headrace.net.tls import TlsFiles
 from support.serving import Serving, serving
 
 

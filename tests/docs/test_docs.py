@@ -42,7 +42,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_files_named_in_the_text_exist(document: Path) -> None:
-    roots = (ROOT, ROOT / "headrace", ROOT / "headrace/wire", document.parent)
+    roots = (ROOT, ROOT / "headrace", ROOT / "headrace/net", document.parent)
     for span in code_spans_of(document.read_text()):
         if re.fullmatch(r"[\w./-]+\.(py|md|toml|proto|binpb|sh)", span) and "/" in span:
             assert any((root / span).exists() for root in roots), f"`{span}` does not exist"

@@ -45,7 +45,7 @@ ELSEWHERE = {
     "docs/guides/model-agent.md",
     "docs/guides/local-fleet.md",
 }
-"""What they tell needs a cluster or an account; `tests/launch` tries it where there is one, or a stand-in."""
+"""What they tell needs a cluster or an account; `tests/platforms` tries it where there is one, or a stand-in."""
 RUN = [document for document in documents() if runs_something(document)]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.core.messages import InferRequest, RequestedOutput
 from headrace.engine.scheduling.batches import BatchLog, BatchRecord, BatchRules, Choice, choose
 from headrace.engine.scheduling.pending import Pending
-from headrace.modelconfig.types import DynamicBatching, OutputSpec
+from headrace.models.config.types import DynamicBatching, OutputSpec
 from support.engines import (
     Asked,
     Recorder,

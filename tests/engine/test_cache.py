@@ -16,11 +16,11 @@ from headrace.core.clock import ManualClock
 from headrace.core.dtypes import BF16, BYTES, DTYPES, UINT16
 from headrace.core.errors import Cancelled, Internal
 from headrace.core.messages import GuidedRequest, InferRequest, RequestedOutput
+from headrace.core.telemetry.exposition import render
+from headrace.core.telemetry.registry import Registry
 from headrace.core.tensors import Tensor
 from headrace.engine.cache import ResponseCache, key_of
-from headrace.modelconfig.types import OutputSpec
-from headrace.telemetry.exposition import render
-from headrace.telemetry.registry import Registry
+from headrace.models.config.types import OutputSpec
 from support.engines import Asked, Recorder, answers, array_of, config_of, counted, serving_plane, submit, tensors_of
 
 MIB = 1024 * 1024

@@ -16,7 +16,7 @@ from headrace.core.errors import InvalidArgument
 from headrace.core.messages import InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.engine.checking import RequestChecker
-from headrace.modelconfig.types import BatchInput, ControlInput, InputSpec, OutputSpec, SequenceBatching, StateSpec
+from headrace.models.config.types import BatchInput, ControlInput, InputSpec, OutputSpec, SequenceBatching, StateSpec
 from support.engines import config_of, tensors_of
 
 A = InputSpec("A", INT32, (2,))

@@ -5,25 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import threading
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "storage"))
-
 from store_stub import ACCESS, SECRET, StoreStub
 
 from headrace.cli.repositories import mirrored
 from headrace.cli.serve_configuration import configure
 from headrace.cli.serve_settings import open_settings
 from headrace.core.errors import HeadraceError, NotFound, PermissionDenied, Unimplemented
+from headrace.core.telemetry.progress import silent
 from headrace.engine.engine import Engine, open_engine
 from headrace.engine.repository.scan import open_repositories
-from headrace.telemetry.progress import silent
 from support.programs import Program
 from support.tiny_models import CONFIG
 from support.waiting import eventually

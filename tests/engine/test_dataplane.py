@@ -18,7 +18,7 @@ from headrace.core.tensors import Tensor
 from headrace.engine.dataplane import TensorMetadata
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.engine.repository.states import State
-from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from headrace.models.config.types import InputSpec, InstanceGroup, OutputSpec
 from support.engines import Recorder, array_of, ask, builtin_plane, config_of, counted, plane_of, serving_plane, submit
 
 PAYLOADS = 32_000

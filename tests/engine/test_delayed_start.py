@@ -11,7 +11,7 @@ import pytest
 
 from headrace.core.errors import Cancelled, InvalidArgument, Unavailable
 from headrace.engine.scheduling.delayed_start import StartDelay, read_start_delay
-from headrace.modelconfig.types import DynamicBatching, InstanceGroup, QueuePolicy
+from headrace.models.config.types import DynamicBatching, InstanceGroup, QueuePolicy
 from support.engines import Recorder, answers, array_of, config_of, counted, serving_plane, submit
 
 REQUESTS = "TRITONSERVER_DELAY_SCHEDULER"

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.core.dtypes import FP32
 from headrace.engine.cache import ResponseCache
-from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from headrace.models.config.types import InputSpec, InstanceGroup, OutputSpec
 from support.engines import answers, ask, config_of, counted, ensemble, serving_plane, step, submit
 
 

@@ -16,7 +16,7 @@ from headrace.backends.contract import Work
 from headrace.core.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
 from headrace.core.messages import InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import (
+from headrace.models.config.types import (
     DynamicBatching,
     EnsembleScheduling,
     InputSpec,

@@ -18,7 +18,7 @@ from headrace.core.dtypes import INT64
 from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailable
 from headrace.core.messages import InferRequest, InferResponse
 from headrace.engine.scheduling.limiter import Limiter
-from headrace.modelconfig.types import (
+from headrace.models.config.types import (
     DynamicBatching,
     InputSpec,
     InstanceGroup,

@@ -15,7 +15,7 @@ from headrace.core.dtypes import FP32
 from headrace.core.errors import Internal, InvalidArgument, Unavailable
 from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import DynamicBatching, InputSpec, InstanceGroup, ModelConfig, OutputSpec
+from headrace.models.config.types import DynamicBatching, InputSpec, InstanceGroup, ModelConfig, OutputSpec
 from support.engines import Recorder, config_of, counted, serving_plane, submit
 
 ROW = np.arange(4, dtype=np.float32)

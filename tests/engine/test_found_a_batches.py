@@ -16,7 +16,7 @@ from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Joiner
 from headrace.engine.execution.ragged import RaggedJoiner
 from headrace.engine.scheduling.delay import AutoDelay
-from headrace.modelconfig.types import Dims, DynamicBatching, InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.types import Dims, DynamicBatching, InputSpec, ModelConfig, OutputSpec
 from support.engines import Asked, Streamed, answers, array_of, config_of, counted, pending_of, serving_plane, submit
 
 

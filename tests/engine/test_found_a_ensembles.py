@@ -15,7 +15,7 @@ from headrace.core.dtypes import INT64
 from headrace.core.errors import InvalidArgument
 from headrace.core.messages import RequestedOutput
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import (
+from headrace.models.config.types import (
     EnsembleScheduling,
     EnsembleStep,
     InputSpec,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.engine.scheduling.limiter import Limiter
-from headrace.modelconfig.types import DynamicBatching, InstanceGroup, ModelConfig, Resource
+from headrace.models.config.types import DynamicBatching, InstanceGroup, ModelConfig, Resource
 from support.engines import Asked, answers, config_of, serving_plane, submit
 
 ROW = np.array([[1]])

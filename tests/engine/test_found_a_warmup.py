@@ -12,7 +12,7 @@ from headrace.core.dtypes import FP32, INT64
 from headrace.core.errors import FailedPrecondition
 from headrace.engine.execution.warmup import warm_up
 from headrace.engine.scheduling.scheduler import Runner
-from headrace.modelconfig.types import InputSpec, Warmup, WarmupInput
+from headrace.models.config.types import InputSpec, Warmup, WarmupInput
 from support.engines import config_of
 
 

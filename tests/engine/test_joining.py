@@ -18,7 +18,7 @@ from headrace.core.errors import Internal, InvalidArgument
 from headrace.core.messages import InferResponse
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Joiner
-from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from headrace.models.config.types import InputSpec, InstanceGroup, OutputSpec
 from support.engines import Recorder, answers, array_of, config_of, counted, pending_of, serving_plane, submit
 
 

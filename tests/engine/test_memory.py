@@ -19,7 +19,7 @@ from headrace.core.messages import InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.engine.cache import ResponseCache
 from headrace.engine.dataplane import DataPlane
-from headrace.modelconfig.types import (
+from headrace.models.config.types import (
     DynamicBatching,
     EnsembleScheduling,
     EnsembleStep,

@@ -18,13 +18,15 @@ from headrace.backends.contract import ModelFiles, Placement
 from headrace.core.clock import SystemClock
 from headrace.core.dtypes import BF16, BOOL, BYTES, DTYPES, FP32, INT64, encode_bytes_elements
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
+from headrace.core.telemetry.progress import ProgressEvent, Reporter
+from headrace.core.telemetry.registry import Registry
 from headrace.engine import opening
 from headrace.engine.labels import read_labels
 from headrace.engine.opening import VersionOpener, placements_of
 from headrace.engine.scheduling.delay import AutoDelay
 from headrace.engine.scheduling.limiter import Limiter
 from headrace.engine.services import ModelServices
-from headrace.modelconfig.types import (
+from headrace.models.config.types import (
     DynamicBatching,
     InputSpec,
     InstanceGroup,
@@ -34,8 +36,6 @@ from headrace.modelconfig.types import (
     Warmup,
     WarmupInput,
 )
-from headrace.telemetry.progress import ProgressEvent, Reporter
-from headrace.telemetry.registry import Registry
 from support.engines import Recorder, array_of, config_of, counted, serving_plane, submit
 from support.waiting import eventually_async
 

@@ -17,7 +17,7 @@ from headrace.core.errors import Cancelled, InvalidArgument, Unavailable
 from headrace.core.messages import InferRequest
 from headrace.engine.scheduling.pending import RUNNING, Pending
 from headrace.engine.scheduling.queues import FifoQueue, PolicyQueue
-from headrace.modelconfig.types import DynamicBatching, InstanceGroup, QueuePolicy
+from headrace.models.config.types import DynamicBatching, InstanceGroup, QueuePolicy
 from support.engines import Asked, Gate, answers, config_of, counted, pending_of, serving_plane, submit, tensors_of
 
 MICROSECOND = 1000

@@ -16,7 +16,7 @@ from headrace.core.dtypes import BF16, BYTES, FP32, INT32, INT64, float32_to_bf1
 from headrace.core.errors import Internal
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.ragged import RaggedJoiner
-from headrace.modelconfig.types import BatchInput, BatchInputKind, BatchOutput, InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.types import BatchInput, BatchInputKind, BatchOutput, InputSpec, ModelConfig, OutputSpec
 from support.engines import answers, array_of, config_of, counted, pending_of, serving_plane, submit
 
 RAGGED = InputSpec("INPUT0", INT64, (-1,), allow_ragged_batch=True)

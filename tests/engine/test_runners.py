@@ -18,7 +18,7 @@ from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailab
 from headrace.core.messages import InferResponse
 from headrace.core.tensors import Tensor
 from headrace.engine.scheduling.pace import INLINE_BELOW_NS, THREAD_ABOVE_NS, Pace
-from headrace.modelconfig.types import DynamicBatching, InstanceGroup, OutputSpec
+from headrace.models.config.types import DynamicBatching, InstanceGroup, OutputSpec
 from support.engines import (
     Asked,
     Recorder,

@@ -17,7 +17,7 @@ from headrace.core.messages import InferRequest
 from headrace.core.tensors import Tensor
 from headrace.engine.scheduling.limiter import Limiter
 from headrace.engine.scheduling.order import Order
-from headrace.modelconfig.types import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy, Resource
+from headrace.models.config.types import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy, Resource
 from support.engines import (
     Asked,
     Gate,

@@ -12,10 +12,10 @@ import pytest
 from headrace.core.clock import SystemClock
 from headrace.core.errors import Cancelled, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from headrace.core.messages import InferRequest
+from headrace.core.telemetry.registry import Registry
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.services import ModelServices
-from headrace.modelconfig.types import InstanceGroup
-from headrace.telemetry.registry import Registry
+from headrace.models.config.types import InstanceGroup
 from support.engines import Gate, Recorder, array_of, config_of, counted, plane_of, serving_plane, tensors_of
 
 

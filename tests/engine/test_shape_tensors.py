@@ -11,7 +11,7 @@ import pytest
 
 from headrace.core.dtypes import FP32, INT32
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import InputSpec, OutputSpec
+from headrace.models.config.types import InputSpec, OutputSpec
 from support.engines import answers, ask, config_of, serving_plane, submit
 
 

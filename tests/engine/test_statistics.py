@@ -20,7 +20,7 @@ from headrace.core.errors import (
     Unavailable,
 )
 from headrace.engine.statistics import FAILURE_REASONS, RequestStats, VersionStatistics, failure_reason
-from headrace.modelconfig.types import DynamicBatching, InstanceGroup, QueuePolicy
+from headrace.models.config.types import DynamicBatching, InstanceGroup, QueuePolicy
 from support.engines import Gate, Recorder, answers, array_of, config_of, counted, serving_plane, submit
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.console.requests import Watching, Wish, wish_of
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument, NotFound, ResourceExhausted
 from headrace.core.messages import InferRequest, InferResponse
@@ -21,7 +20,8 @@ from headrace.engine.dataplane import DataPlane
 from headrace.engine.express import _express
 from headrace.engine.scheduling.watching import IDS
 from headrace.engine.versions import ModelVersion
-from headrace.modelconfig.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
+from headrace.programs.console.requests import Watching, Wish, wish_of
 from support.engines import Asked, config_of, serving_plane
 from support.waiting import eventually_async
 

@@ -10,22 +10,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-
-from support.ports import free_port
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
-
 from doc_blocks import anchors_of, links_of
 from doc_session import Session
 
-from headrace.launch.ports import is_free
+from headrace.platforms.ports import is_free
+from support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -102,7 +97,7 @@ def test_an_example_does_what_its_page_says(name: str, reader: Reader) -> None:
 @pytest.mark.platform
 @pytest.mark.timeout(900)
 def test_pictures_in_a_store_are_described(reader: Reader, tmp_path: Path) -> None:
-    from storage.s3_server import INSTALLED, program
+    from s3_server import INSTALLED, program
 
     moto = program("HEADRACE_MOTO_SERVER", INSTALLED / "moto" / "bin" / "moto_server")
     (tmp_path / "bin").mkdir()
@@ -114,7 +109,7 @@ def test_pictures_in_a_store_are_described(reader: Reader, tmp_path: Path) -> No
 @pytest.mark.platform
 @pytest.mark.timeout(900)
 def test_a_service_runs_on_slurm(reader: Reader) -> None:
-    from launch.slurm_platform import cluster
+    from slurm_platform import cluster
 
     with cluster() as slurm:
         reader.set("SLURM_CONF", slurm.environ["SLURM_CONF"])
@@ -125,7 +120,6 @@ def test_a_service_runs_on_slurm(reader: Reader) -> None:
 @pytest.mark.platform
 @pytest.mark.timeout(900)
 def test_the_same_file_is_applied_to_a_cluster(reader: Reader, tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT / "tests/fleet/cluster"))
     from controller_site import Site
     from fleet.cluster.test_verbs_platform import pods_marked
 

@@ -19,9 +19,9 @@ from headrace.backends.contract import ComputeInstance, EngineServices, ModelFil
 from headrace.backends.python.child import pb_utils
 from headrace.backends.table import backend_named
 from headrace.core.dtypes import DTYPES
-from headrace.modelconfig.drafts import read_draft
-from headrace.modelconfig.finishing import finish
-from headrace.modelconfig.types import DynamicBatching, EnsembleScheduling, ModelConfig
+from headrace.models.config.drafts import read_draft
+from headrace.models.config.finishing import finish
+from headrace.models.config.types import DynamicBatching, EnsembleScheduling, ModelConfig
 
 IDENTITIES = [f"identity_{name.lower()}" for name in DTYPES]
 ONNX_MODELS = ["accumulator", "digits", "mlp", "simple"]

@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from selection_documents import Json, accelerator, facts, runtime, service
 
 from headrace.fleet.selection.accelerators import Choice, choose

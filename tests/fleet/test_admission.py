@@ -2,17 +2,13 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet_documents import document, service, small_cluster
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fleet_documents import document, service, small_cluster
 from schema_values import sample, ways, whole_document
 
 from headrace.fleet import admission, documents, schema

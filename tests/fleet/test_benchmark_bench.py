@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,7 +117,6 @@ def test_why_it_failed_is_said_last(server: Serving, tmp_path: Path) -> None:
 
 @pytest.mark.platform
 def test_a_bucket_for_the_prompts_and_the_results(server: Serving, tmp_path: Path) -> None:
-    sys.path.append(str(Path(__file__).parents[1] / "storage"))
     from s3_server import ACCESS_KEY, SECRET_KEY, s3_server
 
     with s3_server(tmp_path) as store:

@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from helm_chart import CHARTS, by_key, helm, rendered
 
 from headrace.fleet.cluster.manifests import ManifestSettings, manifests

@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from schema_values import path, put, sample, ways, whole_document, wrong
 
 from headrace.fleet import schema

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import seed_examples
 from fleet_cluster import MODELS, RUNTIMES
 from hypothesis import given, settings

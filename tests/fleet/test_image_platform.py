@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "launch"))
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 

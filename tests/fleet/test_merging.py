@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fleet_documents import document
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fleet_documents import document
 from selection_documents import Json, accelerator, entry, facts, model, runtime, service
 
 from headrace.fleet.merging import Component, components

@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from selection_documents import Json, facts, service
 
 from headrace.fleet.merging.modes import Mode, mode_of

@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from plan_cases import facts, live, names, one, service
 
 from headrace.fleet.planning import Plan, plan

@@ -4,14 +4,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from plan_cases import facts, names, one, planned, service
 
 from headrace.fleet.planning import plan

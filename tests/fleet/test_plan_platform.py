@@ -8,15 +8,11 @@ kinds that others bring (Knative, LeaderWorkerSet, KubeRay) the pods are tried.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from plan_cases import UID, facts, live, service
 
 import headrace.fleet

@@ -4,13 +4,8 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from plan_cases import UID, facts, names, one, planned, service
 
 from headrace.fleet.planning import plan

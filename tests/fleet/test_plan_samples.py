@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import facts, runtime, service

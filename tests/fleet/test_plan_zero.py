@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from plan_cases import facts, live, names, one, planned, service
 
 from headrace.cli.router_settings import router_settings
 from headrace.fleet.planning import Plan, Rise, plan
-from headrace.router.waking.settings import Target, TargetScale
+from headrace.fleet.router.waking.settings import Target, TargetScale
 
 ZERO = {"engine": {"minReplicas": 0, "maxReplicas": 6, "scaleTarget": 10}}
 

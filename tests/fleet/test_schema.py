@@ -5,17 +5,12 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet_documents import document, service
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fleet_documents import document, service
 from schema_values import path, put, sample, ways, whole_document, wrong
 
 from headrace.fleet import schema

@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import seed_examples
 import yaml
+from fleet_sight import LLAMA, NOON, ROUTED, condition, facts, live, look, pod, revision, service, sight, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import seed_examples
-from fleet_sight import LLAMA, NOON, ROUTED, condition, facts, live, look, pod, revision, service, sight, told
 
 from headrace import fleet
 from headrace.fleet import schema

@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fleet_sight import LLAMA, NOON, facts, look, pod, revision, service, sight, told
 
 from headrace.fleet import schema

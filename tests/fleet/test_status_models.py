@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fleet_sight import LLAMA, NOON, ROUTED, condition, crashing, facts, live, pod, revision, service, sight, told
 
 from headrace.fleet import schema

@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fleet_sight import LLAMA, NOON, by_key, crashing, facts, live, look, pod, revision, service, sight, told
 
 from headrace.fleet.planning import plan

@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from fleet_documents import document, small_cluster
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fleet_documents import document, small_cluster
 
 from headrace.fleet import words
 from headrace.fleet.words import ClusterFacts, Problem, name_of, namespace_of

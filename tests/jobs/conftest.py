@@ -7,14 +7,10 @@ their records where `JobSettings` puts them, and in PostgreSQL.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from postgresql_servers import PostgresqlServer
 
 from headrace.jobs.settings import JobSettings

@@ -15,7 +15,7 @@ from headrace.core.errors import AlreadyExists
 from headrace.jobs.records import ExperimentWish, Job, JobWish
 from headrace.jobs.service import JobService
 from headrace.jobs.settings import JobSettings
-from headrace.launch.contract import Check, Handle, LaunchSpec, Observed
+from headrace.platforms.contract import Check, Handle, LaunchSpec, Observed
 from support.ports import service_ports
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches as records: turns, restarts, cancels, killed gateways. In memory; tests/gateway has real processes."""
+"""Batches as records: turns, restarts, cancels, killed gateways. In memory; tests/jobs/gateway has real processes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from jobs_tools import FakeDriver, GatewayKilled, JobWish, opened, run, started, trained
 
-from headrace.batch.delivering import target_of
-from headrace.batch.job_file import JobFile, job_path, write_job
-from headrace.batch.settings import BatchSettings, Shard
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.jobs.batch.delivering import target_of
+from headrace.jobs.batch.job_file import JobFile, job_path, write_job
+from headrace.jobs.batch.settings import BatchSettings, Shard
 from headrace.jobs.batch_ends import judge, read_progress
 from headrace.jobs.batch_specs import progress_path
 from headrace.jobs.records import Job
 from headrace.jobs.service import JobService
-from headrace.launch.contract import Handle, Observed
+from headrace.platforms.contract import Handle, Observed
 
 SUMMARY = {
     "state": "finished",
@@ -367,8 +367,8 @@ def test_what_an_end_means(code: int | None, log: str, status: str, reason: str)
 
 @pytest.mark.parametrize("output", ["/o/r.jsonl", "/o/r.parquet", "/o/r-{shard}.jsonl", "s3://bucket/a/r.jsonl"])
 def test_progress_lies_where_the_batch_writes_it(tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.batch.delivering._store", lambda place, settings: None)
-    monkeypatch.setattr("headrace.batch.parquet.pyarrow_for", lambda what: None)
+    monkeypatch.setattr("headrace.jobs.batch.delivering._store", lambda place, settings: None)
+    monkeypatch.setattr("headrace.jobs.batch.parquet.pyarrow_for", lambda what: None)
 
     async def main() -> None:
         given(tmp_path)

@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from store_stub import StoreStub
 
 from headrace.core.errors import InvalidArgument, NotFound
 from headrace.jobs.checkpoints import Choice, choose, find_local, find_stored
-from headrace.storage.credentials import CloudCredentials
-from headrace.storage.locations import ObjectPlace
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
-
-from store_stub import StoreStub
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.locations import ObjectPlace
 
 EPOCHS = ["train/model_epoch_000.pth", "train/model_epoch_009.pth", "train/model_epoch_010.pth", "status.json"]
 COSMOS = ["config.toml", "step_50/safetensors/model.safetensors", "step_100/safetensors/model.safetensors"]

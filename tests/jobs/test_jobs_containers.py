@@ -6,25 +6,21 @@ from __future__ import annotations
 import json
 import stat
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs_tools import FakeDriver, JobWish, opened, run, started, trained
+from store_stub import ACCESS, SECRET, StoreStub
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.jobs.records import ExperimentWish, Job, WorkspaceWish
 from headrace.jobs.service import JobService
 from headrace.jobs.settings import ContainerSettings
-from headrace.launch.checking import check_spec
-from headrace.launch.contract import LaunchSpec, Mount
-from headrace.launch.process import ProcessDriver
+from headrace.platforms.checking import check_spec
+from headrace.platforms.contract import LaunchSpec, Mount
+from headrace.platforms.process import ProcessDriver
 from headrace.version import __version__
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
-
-from store_stub import ACCESS, SECRET, StoreStub
 
 HUB = "hf_a_token_of_a_user"
 HOSTILE = 'it\'s "quoted" $(touch canary) `touch canary` $HOME;\n&& touch canary'

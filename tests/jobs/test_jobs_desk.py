@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -15,8 +14,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from jobs_tools import FakeDriver, model_file, opened, run, started, trained
 from sqlalchemy import insert, text
+from store_stub import ACCESS, SECRET, StoreStub
 
-from headrace.access.users import Key, User
+from headrace.api.access.users import Key, User
 from headrace.core.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -31,10 +31,6 @@ from headrace.jobs.secrets import Vault
 from headrace.jobs.service import JobService
 from headrace.jobs.store.store import Store
 from headrace.jobs.store.tables import jobs
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
-
-from store_stub import ACCESS, SECRET, StoreStub
 
 
 def aws(store: StoreStub, bucket: str = "bkt", **more: str) -> WorkspaceWish:

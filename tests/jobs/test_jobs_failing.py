@@ -6,21 +6,17 @@ That is a start with a workspace of its own, experiments that change, and jobs t
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from jobs_tools import ExperimentWish, FakeDriver, JobWish, opened, run, started, trained
+from store_stub import StoreStub
 
 from headrace.core.errors import InvalidArgument, NotFound
 from headrace.jobs.idle import Ending
 from headrace.jobs.records import ExperimentChange, WorkspaceWish
 from headrace.jobs.service import JobService
 from headrace.jobs.services import STOPPED
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
-
-from store_stub import StoreStub
 
 FAILED = Ending("Error", "Model failed to load: no such operator", {"model_load_error": "no such operator"})
 NOBODY = "99999999-9999-4999-8999-999999999999"

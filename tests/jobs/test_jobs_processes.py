@@ -28,7 +28,7 @@ from PIL import Image
 from headrace.jobs.records import Job
 from headrace.jobs.service import JobService
 from headrace.jobs.settings import JobSettings
-from headrace.launch.identity import stat_of
+from headrace.platforms.identity import stat_of
 from support.waiting import eventually_async
 
 HERE = str(Path(__file__).parent)
@@ -142,7 +142,7 @@ def test_a_real_microservice(folder: Path) -> None:
     run(main())
 
 
-@pytest.mark.slow  # quick: test_jobs_failing.py, tests/microservice/test_microservice_lifecycle.py
+@pytest.mark.slow  # quick: test_jobs_failing.py, tests/jobs/microservice/test_microservice_lifecycle.py
 @pytest.mark.timeout(300)
 def test_a_model_that_cannot_be_loaded_is_told(folder: Path) -> None:
     async def main() -> None:
@@ -204,7 +204,7 @@ import asyncio, os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 from headrace.jobs.service import JobService
-from headrace.launch.process import ProcessDriver
+from headrace.platforms.process import ProcessDriver
 from jobs_tools import settings_of
 
 def die():

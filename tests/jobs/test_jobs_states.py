@@ -24,7 +24,7 @@ from headrace.core.errors import HeadraceError, NotFound
 from headrace.jobs.records import MOVES, SERVICE, Job
 from headrace.jobs.service import JobService
 from headrace.jobs.settings import JobSettings
-from headrace.launch.contract import LaunchSpec
+from headrace.platforms.contract import LaunchSpec
 
 PLACES = st.sampled_from(["", "", "start", "started", "stop", "stopped"])
 ANY = st.integers(0, 7)

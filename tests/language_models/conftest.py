@@ -3,16 +3,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "media"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
-
 from lm_served import Server, make_repository, served_in_thread
 from openai import OpenAI
 from web_stub import WebStub

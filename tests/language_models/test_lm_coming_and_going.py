@@ -127,7 +127,7 @@ def test_a_model_that_is_unloaded_while_it_streams(server: Server) -> None:
     assert begun(server, "first", 1, 5)[0].ended().tokens == 5
 
 
-@pytest.mark.slow  # quick, with other models: tests/wire, tests/cli
+@pytest.mark.slow  # quick, with other models: tests/net, tests/cli
 def test_the_server_ends_when_its_streams_have(models: Path, tmp_path: Path) -> None:
     with served_by_process(tmp_path / "log", models, *EXPLICIT) as server:
         load(server, "first", "second")

@@ -18,18 +18,16 @@ import psutil
 from job_api import EXPERIMENT, JOB, ORG
 from raw_asking import Answer, ask, told
 
-from headrace.access.keys_file import create_key
-from headrace.access.settings import AccessSettings
+from headrace.api.access.keys_file import create_key
+from headrace.api.access.settings import AccessSettings
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.predict.settings import PredictSettings
 from headrace.api.v2.settings import V2Settings
-from headrace.apps.protocols import Protocols, build_protocols
-from headrace.apps.router import RouterAppSettings, build_router_site
-from headrace.apps.settings import ServerSettings
-from headrace.console.fleet import server_of as console_server
 from headrace.core.clock import SystemClock
 from headrace.core.handing import HandingSettings
+from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.tracing import NO_TRACING
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.fleet.agent.serving import AgentMetrics
@@ -40,18 +38,20 @@ from headrace.fleet.cluster.webhooks.serving import WebhookMetrics
 from headrace.fleet.cluster.webhooks.serving import server_of as webhook_server
 from headrace.fleet.local.control import Control
 from headrace.fleet.local.settings import SOCKET, LocalSettings
-from headrace.microservice.app import build_site as microservice_site
-from headrace.microservice.profiles import profile_named
-from headrace.microservice.service import Microservice
-from headrace.microservice.settings import MicroserviceSettings
-from headrace.router.proxy import RouterProxy
-from headrace.router.settings import BackendAddress, RouterSettings
-from headrace.telemetry.registry import Registry
-from headrace.telemetry.tracing import NO_TRACING
-from headrace.wire.http.routes import Routes
-from headrace.wire.server import WireServer
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
+from headrace.fleet.router.proxy import RouterProxy
+from headrace.fleet.router.settings import BackendAddress, RouterSettings
+from headrace.jobs.microservice.profiles import profile_named
+from headrace.jobs.microservice.service import Microservice
+from headrace.jobs.microservice.settings import MicroserviceSettings
+from headrace.net.http.routes import Routes
+from headrace.net.server import WireServer
+from headrace.net.site import Site
+from headrace.net.sockets import Address
+from headrace.programs.console.fleet import server_of as console_server
+from headrace.programs.microservice import build_site as microservice_site
+from headrace.programs.router import RouterAppSettings, build_router_site
+from headrace.programs.serve.protocols import Protocols, build_protocols
+from headrace.programs.serve.settings import ServerSettings
 from support.ports import free_port
 from support.programs import HEADRACE, Program
 from support.serving import Serving, serving

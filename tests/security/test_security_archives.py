@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Archives of models that were prepared to write elsewhere (test 2), the whole way from a URL.
 
-Each trick alone is refused by `tests/storage/test_archives.py`. Here several are put one after the other, as they are used:
-a member opens the way, and a later one takes it.
+Each trick alone is refused by `tests/models/storage/test_archives.py`. Here several are put one after the other, as they are
+used: a member opens the way, and a later one takes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from web_stub import WebStub, serve
 
 from headrace.core.errors import InvalidArgument
-from headrace.storage.bringing import BringSettings, bring
+from headrace.models.storage.bringing import BringSettings, bring
 
 ROOT = Path(__file__).parents[2]
 LOCAL = BringSettings(private_hosts=("127.0.0.1",))

@@ -19,10 +19,10 @@ from job_api import ORG, Api, StandInJobs, job_api
 from raw_asking import METHODS, ask, exchange
 from surfaces import SCOPES, Served, fleet_servers, gateway_path, inference_server, microservice_routes, router_routes
 
-from headrace.console.pages import GATEWAY, Pages
 from headrace.core.clock import SystemClock
-from headrace.gateway.metrics import GatewayMetrics
-from headrace.wire.http.routes import Routes
+from headrace.net.http.routes import Routes
+from headrace.programs.console.pages import GATEWAY, Pages
+from headrace.programs.gateway.metrics import GatewayMetrics
 
 ROOT = Path(__file__).parents[2]
 TABLES = {
@@ -209,7 +209,7 @@ def test_every_route_of_the_gateway_has_a_rule(gateway: Api) -> None:
     assert found == rights.by_route(rights.GATEWAY).keys()
 
 
-# A wrong key is soon told to wait, for its address: `tests/access/test_access_logins.py`.
+# A wrong key is soon told to wait, for its address: `tests/api/access/test_access_logins.py`.
 @pytest.mark.parametrize("token", ["", "eyJhbGciOiJub25lIn0.eyJzdWIiOiJyb290In0."])
 def test_nothing_of_the_gateway_without_a_good_token_whatever_the_method(gateway: Api, token: str) -> None:
     rules = rights.by_route(rights.GATEWAY)

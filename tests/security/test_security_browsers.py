@@ -20,11 +20,11 @@ from job_api import Api, StandInJobs, job_api
 from raw_asking import Answer, exchange
 from surfaces import Served, inference_server, microservice_routes, router_routes, write_echo
 
-from headrace.access.settings import AccessSettings, RateLimit, RateLimits
+from headrace.api.access.settings import AccessSettings, RateLimit, RateLimits
 from headrace.api.predict.settings import PredictSettings
-from headrace.apps.from_pages import may_change
-from headrace.wire.http.heads import RequestHead
-from headrace.wire.http.routes import Routes
+from headrace.net.http.heads import RequestHead
+from headrace.net.http.routes import Routes
+from headrace.programs.serve.from_pages import may_change
 
 CHANGES = [
     route.split(" ") for route, right in rights.by_route(rights.SERVER).items()

@@ -14,11 +14,11 @@ import pytest
 
 from headrace.cli.client import ServerClient
 from headrace.core.errors import Unavailable
-from headrace.doctor.servers import ask
 from headrace.fleet.asking import router_status
 from headrace.fleet.status.pods import state_of
 from headrace.jobs.asking import Asking
 from headrace.jobs.batch_ends import read_progress, summary_in
+from headrace.programs.doctor.servers import ask
 
 DEEP = '{"state":' + "[" * 100_000
 

@@ -25,8 +25,8 @@ from headrace.core.errors import INTERNAL_TEXT
 from headrace.engine.dataplane import DataPlane
 from headrace.fleet.cluster.webhooks import serving as webhooks
 from headrace.fleet.local.control import Control
-from headrace.microservice.service import Microservice
-from headrace.wire.site import Site
+from headrace.jobs.microservice.service import Microservice
+from headrace.net.site import Site
 from support.serving import serving
 
 SECRET = "/srv/secret/w31ghts.bin at 0x7f3a12345678"

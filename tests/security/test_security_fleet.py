@@ -2,7 +2,8 @@
 """The fleet of one machine as it runs, `headrace up`: the verbs of its socket and the calls of its page, asked badly.
 
 Names (test 1), nesting (3), sizes (4), numbers (5), garbage (6), forged requests (12), the key in what others see (14),
-accidents (15). Who may ask at all is in `test_security_authorisation` and `tests/console/test_fleet_console_http.py`.
+accidents (15). Who may ask at all is in `test_security_authorisation` and
+`tests/programs/console/test_fleet_console_http.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Bodies that are none (tests 3 and 6), on every route of the microservice, the router and the webhooks that takes one.
 
 The inference server's routes are tried by `tests/api/test_bad_input_corpus.py`, the gateway's by
-`tests/api/jobs/test_jobs_schemathesis.py`, those of a machine's fleet by `test_security_fleet`.
+`tests/jobs/api/test_jobs_schemathesis.py`, those of a machine's fleet by `test_security_fleet`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from surfaces import fleet_servers, microservice_routes
 
 from headrace.fleet.cluster.webhooks.reviews import REVIEW_VERSION, Sight
 from headrace.fleet.words import ClusterFacts
-from headrace.microservice.service import Microservice
-from headrace.wire.site import Site
+from headrace.jobs.microservice.service import Microservice
+from headrace.net.site import Site
 from support.serving import serving
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a refused login tells (test 14). Hashes, their costs, tokens and lock-outs are held by `tests/access`."""
+"""What a refused login tells (test 14). Hashes, their costs, tokens and lock-outs are held by `tests/api/access`."""
 
 from __future__ import annotations
 

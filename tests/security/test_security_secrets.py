@@ -2,7 +2,7 @@
 """Secrets by canary (test 14): a server is given one of each kind, and all that it shows is searched for them.
 
 What platforms show of services that the gateway and `headrace service` start (`ps`, records, manifests, container
-inspection, job scripts) is searched by `tests/launch/driver_contract.py` and `tests/jobs`; see the README beside this.
+inspection, job scripts) is searched by `tests/platforms/driver_contract.py` and `tests/jobs`; see the README beside this.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from raw_asking import ask
 from surfaces import RunningVerb, program, write_echo
 from typer.testing import CliRunner
 
-from headrace.access.keys_file import create_key
+from headrace.api.access.keys_file import create_key
 from headrace.core.errors import InvalidArgument
-from headrace.router.settings import BackendAddress
+from headrace.fleet.router.settings import BackendAddress
 from support.ports import free_port
 
 CANARIES = {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """More than is allowed (test 4), on every route of the gateway, a microservice, the router and the webhooks with a body.
 
-The inference server's routes are tried by `tests/api/test_bad_input_corpus.py`, frames and messages by `tests/wire`. Nobody
+The inference server's routes are tried by `tests/api/test_bad_input_corpus.py`, frames and messages by `tests/net`. Nobody
 sends what is announced: who waits for it before they refuse would never answer. What gateway and router pass on is not kept
-by them but held back (`tests/router/test_router_forwarding.py`), and counted where it ends.
+by them but held back (`tests/fleet/router/test_router_forwarding.py`), and counted where it ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from routing import routing
 from surfaces import fleet_servers, gateway_path, microservice_routes
 
 from headrace.core.limits import Limits
-from headrace.microservice.service import Microservice
-from headrace.wire.site import Site
+from headrace.jobs.microservice.service import Microservice
+from headrace.net.site import Site
 from support.serving import serving
 
 MOST = 1 << 20

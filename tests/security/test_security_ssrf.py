@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that a client would have the server make (test 10): a resolver that changes its mind, and stores of users.
 
-The rules of `fetch` are held by `tests/storage/test_fetching.py`, that nothing else fetches by its last test, media by
-`tests/media/test_media_reader.py`. Here the system's own resolver lies, so that a second look-up anywhere would be seen.
+The rules of `fetch` are held by `tests/models/storage/test_fetching.py`, that nothing else fetches by its last test,
+media by `tests/models/media/test_media_reader.py`. Here the system's own resolver lies, so that a second look-up anywhere
+would be seen.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from job_api import ORG, Api, job_api
 from web_stub import WebStub, serve
 
 from headrace.core.errors import HeadraceError, InvalidArgument
-from headrace.media.reader import MediaReader
-from headrace.media.settings import MediaSettings
-from headrace.storage.bringing import bring
-from headrace.storage.credentials import CloudCredentials
-from headrace.storage.fetching import FetchPolicy, fetch
-from headrace.storage.locations import ObjectPlace, parse_location
-from headrace.storage.objects import ObjectLimits, ObjectSource
+from headrace.models.media.reader import MediaReader
+from headrace.models.media.settings import MediaSettings
+from headrace.models.storage.bringing import bring
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.fetching import FetchPolicy, fetch
+from headrace.models.storage.locations import ObjectPlace, parse_location
+from headrace.models.storage.objects import ObjectLimits, ObjectSource
 
 PUBLIC = "8.8.8.8"
 

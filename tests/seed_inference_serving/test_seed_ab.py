@@ -18,15 +18,15 @@ import uvloop
 from seed_models import SECRET, expected
 from seed_programs import ROW, Server, run, serve
 
-from headrace.apps.splits_file import SplitsFile
 from headrace.core.clock import SystemClock
 from headrace.core.messages import InferRequest, InferResponse
+from headrace.core.telemetry.registry import Registry
 from headrace.core.tensors import Tensor
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.telemetry.registry import Registry
-from headrace.traffic.settings import Split
-from headrace.traffic.traffic import Traffic
+from headrace.engine.traffic.settings import Split
+from headrace.engine.traffic.traffic import Traffic
+from headrace.programs.serve.splits_file import SplitsFile
 from support.waiting import eventually
 
 CONFIG = """

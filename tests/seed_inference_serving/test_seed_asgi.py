@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seed's example 1, `uvicorn app:app`, with the seed's model; other hosts are in `tests/apps/test_asgi_app.py`."""
+"""The seed's example 1, `uvicorn app:app`, with its model; other hosts are in `tests/programs/serve/test_asgi_app.py`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import uvicorn
 from seed_models import expected
 from seed_programs import ROW, Client
 
-from headrace.apps.hosted import HostedServer
 from headrace.asgi import _settings
+from headrace.programs.serve.hosted import HostedServer
 from support.ports import free_port
 from support.programs import Program
 from support.waiting import eventually

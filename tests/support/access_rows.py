@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from headrace.access.users import KeyHasher, User
+from headrace.api.access.users import KeyHasher, User
 from headrace.core.errors import AlreadyExists
 
 

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import uvloop
 
-from headrace.wire import server as wire_server
+from headrace.net import server as wire_server
 
 _START_SECONDS, _STOP_SECONDS = 240.0, 120.0
 _ONE_AT_A_TIME = threading.Lock()
@@ -72,7 +72,7 @@ class AppThread:
 
 
 class _Signals:
-    """Stands in for `headrace.wire.server._Signals`, which only the main thread can have."""
+    """Stands in for `headrace.net.server._Signals`, which only the main thread can have."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

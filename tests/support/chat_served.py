@@ -10,8 +10,8 @@ from typing import Any
 
 from headrace.api.openai.http import OpenAiHttp
 from headrace.engine.engine import EngineSettings, open_engine
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
 from support.llm_models import tiny_llama
 from support.serving import Serving, serving
 

@@ -25,6 +25,8 @@ from unittest.mock import patch
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.core.clock import SystemClock
 from headrace.core.messages import InferRequest, InferResponse, RequestedOutput
+from headrace.core.telemetry.progress import Reporter, silent
+from headrace.core.telemetry.registry import Registry
 from headrace.core.tensors import Tensor
 from headrace.engine import opening
 from headrace.engine.cache import ResponseCache
@@ -36,7 +38,7 @@ from headrace.engine.scheduling.limiter import Limiter
 from headrace.engine.scheduling.pending import Pending
 from headrace.engine.services import ModelServices
 from headrace.engine.statistics import VersionStatistics
-from headrace.modelconfig.types import (
+from headrace.models.config.types import (
     DynamicBatching,
     EnsembleScheduling,
     EnsembleStep,
@@ -45,8 +47,6 @@ from headrace.modelconfig.types import (
     ModelConfig,
     OutputSpec,
 )
-from headrace.telemetry.progress import Reporter, silent
-from headrace.telemetry.registry import Registry
 from support.virtual_time import LoopClock, run_virtual
 
 Compute = Callable[[Mapping[str, Any]], Mapping[str, Any]]

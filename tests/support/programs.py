@@ -245,7 +245,7 @@ def _process_kept(verb: str = "") -> Iterator[None]:
     if verb not in ("batch", "microservice"):
         yield
         return
-    with patch("headrace.microservice.app.end_process", lambda code: None):
+    with patch("headrace.programs.microservice.end_process", lambda code: None):
         yield
 
 

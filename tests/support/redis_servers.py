@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.access.redis_wire import RedisAddress, RedisWire
+from headrace.api.access.redis_wire import RedisAddress, RedisWire
 from headrace.core.errors import Unavailable
 from support.ports import free_port
 

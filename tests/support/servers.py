@@ -63,10 +63,10 @@ def serve_in_thread(*words: str | Path) -> Iterator[ThreadServer]:
     The command line, the settings, the engine and the ports are those of the command. The signal that ends it comes from
     here, connections are cut at the end, and logs go where the test's logs go. One process only: no `--workers`.
     """
-    from headrace.apps import server as app
     from headrace.cli.serve_configuration import configure
     from headrace.cli.serve_settings import open_settings
-    from headrace.telemetry.progress import silent
+    from headrace.core.telemetry.progress import silent
+    from headrace.programs.serve import server as app
 
     options, folders = _parse(*_FREE_PORTS, *words)
     outcome: dict[str, Any] = {}

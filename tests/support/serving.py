@@ -18,20 +18,20 @@ import uvloop
 
 from headrace.core.errors import InvalidArgument
 from headrace.core.limits import Limits
-from headrace.wire.grpc.call import GrpcCall
-from headrace.wire.grpc.health import HealthService
-from headrace.wire.grpc.reflection import ReflectionService
-from headrace.wire.grpc.services import Services
-from headrace.wire.grpc.status import Status
-from headrace.wire.grpc.streaming import CoroutineCalls, MessageStream
-from headrace.wire.http.exchange import Buffer, Exchange
-from headrace.wire.http.heads import OK_PLAIN
-from headrace.wire.http.routes import Routes
-from headrace.wire.negotiation import NegotiatingProtocol
-from headrace.wire.server import WireServer
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
-from headrace.wire.tls import TlsFiles
+from headrace.net.grpc.call import GrpcCall
+from headrace.net.grpc.health import HealthService
+from headrace.net.grpc.reflection import ReflectionService
+from headrace.net.grpc.services import Services
+from headrace.net.grpc.status import Status
+from headrace.net.grpc.streaming import CoroutineCalls, MessageStream
+from headrace.net.http.exchange import Buffer, Exchange
+from headrace.net.http.heads import OK_PLAIN
+from headrace.net.http.routes import Routes
+from headrace.net.negotiation import NegotiatingProtocol
+from headrace.net.server import WireServer
+from headrace.net.site import Site
+from headrace.net.sockets import Address
+from headrace.net.tls import TlsFiles
 
 
 class Serving:

@@ -17,15 +17,15 @@ from headrace.api.v2 import grpc_codec, json_codec
 from headrace.api.v2.schema import SERVICE
 from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.tensors import Tensor
-from headrace.wire.grpc.call import GrpcCall
-from headrace.wire.grpc.services import Services
-from headrace.wire.http.exchange import Buffer, Exchange
-from headrace.wire.http.heads import CONTENT_TYPE, OK_EMPTY, OK_JSON, ResponseHead
-from headrace.wire.http.routes import Routes
-from headrace.wire.negotiation import NegotiatingProtocol
-from headrace.wire.server import WireServer, run_until_signal
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
+from headrace.net.grpc.call import GrpcCall
+from headrace.net.grpc.services import Services
+from headrace.net.http.exchange import Buffer, Exchange
+from headrace.net.http.heads import CONTENT_TYPE, OK_EMPTY, OK_JSON, ResponseHead
+from headrace.net.http.routes import Routes
+from headrace.net.negotiation import NegotiatingProtocol
+from headrace.net.server import WireServer, run_until_signal
+from headrace.net.site import Site
+from headrace.net.sockets import Address
 
 HEADER_LENGTH = b"inference-header-content-length"
 OK_BINARY = ResponseHead(200, [(CONTENT_TYPE, b"application/octet-stream")])

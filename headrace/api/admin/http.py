@@ -19,12 +19,12 @@ from typing import Any
 import orjson
 
 from headrace.core.errors import InvalidArgument
-from headrace.traffic.accounts import Numbers
-from headrace.traffic.parsing import parse_split
-from headrace.traffic.traffic import Traffic
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import OK_JSON
-from headrace.wire.http.routes import Routes
+from headrace.engine.traffic.accounts import Numbers
+from headrace.engine.traffic.parsing import parse_split
+from headrace.engine.traffic.traffic import Traffic
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_JSON
+from headrace.net.http.routes import Routes
 
 _MOST_BYTES = 256 * 1024
 _MOST_REASON = 500

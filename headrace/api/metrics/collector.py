@@ -20,12 +20,12 @@ from headrace.api.metrics.machine import COLLECTIONS, CPU, PROCESS, process_samp
 from headrace.api.metrics.sampler import Sampler
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.core.clock import Clock
+from headrace.core.telemetry.exposition import Format, pieces, read
+from headrace.core.telemetry.families import Kind
+from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.samples import Samples, Value, labels_text
 from headrace.engine.dataplane import DataPlane
-from headrace.modelconfig.types import ModelConfig
-from headrace.telemetry.exposition import Format, pieces, read
-from headrace.telemetry.families import Kind
-from headrace.telemetry.registry import Registry
-from headrace.telemetry.samples import Samples, Value, labels_text
+from headrace.models.config.types import ModelConfig
 
 TURN_SECONDS = 0.001
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from headrace.engine.statistics import FAILURE_REASONS, FIRST_RESPONSE, LatencySummaries, VersionStatistics
-from headrace.telemetry.families import Kind
-from headrace.telemetry.merging import added
-from headrace.telemetry.metrics import DURATION_BUCKETS_SECONDS
-from headrace.telemetry.samples import (
+from headrace.core.telemetry.families import Kind
+from headrace.core.telemetry.merging import added
+from headrace.core.telemetry.metrics import DURATION_BUCKETS_SECONDS
+from headrace.core.telemetry.samples import (
     HistogramValue,
     SummaryValue,
     Together,
@@ -21,7 +20,8 @@ from headrace.telemetry.samples import (
     histogram_value,
     summary_value,
 )
-from headrace.telemetry.tallies import LOAD_RATIO_BOUNDS, SlowTally
+from headrace.core.telemetry.tallies import LOAD_RATIO_BOUNDS, SlowTally
+from headrace.engine.statistics import FAILURE_REASONS, FIRST_RESPONSE, LatencySummaries, VersionStatistics
 
 Group = Literal["always", "counters", "histograms", "summaries"]
 """Which setting switches a column on."""

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.backends.devices import visible_gpus
-from headrace.telemetry.families import Kind
-from headrace.telemetry.samples import Samples, labels_text
+from headrace.core.telemetry.families import Kind
+from headrace.core.telemetry.samples import Samples, labels_text
 
 log = logging.getLogger("headrace.api")
 

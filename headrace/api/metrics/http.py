@@ -15,15 +15,15 @@ from headrace.api.metrics.sampler import Sampler
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.api.metrics.workers import WorkersMetrics
 from headrace.core.clock import Clock, SystemClock
+from headrace.core.telemetry.exposition import Format, negotiate
+from headrace.core.telemetry.merging import pack
+from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.samples import Samples
 from headrace.engine.dataplane import DataPlane
-from headrace.telemetry.exposition import Format, negotiate
-from headrace.telemetry.merging import pack
-from headrace.telemetry.registry import Registry
-from headrace.telemetry.samples import Samples
-from headrace.wire.http.coding import choose_coding, deflate
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import CONTENT_TYPE, ResponseHead
-from headrace.wire.http.routes import Routes
+from headrace.net.http.coding import choose_coding, deflate
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import CONTENT_TYPE, ResponseHead
+from headrace.net.http.routes import Routes
 
 _HEADS = {one: ResponseHead(200, [(CONTENT_TYPE, one.value)]) for one in Format}
 _WORTH_COMPRESSING = 1024

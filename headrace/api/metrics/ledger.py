@@ -20,7 +20,7 @@ from headrace.api.metrics.columns import Row, row_of, rows_added
 from headrace.core.clock import Clock
 from headrace.engine.dataplane import ServingVersion
 from headrace.engine.statistics import VersionStatistics
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 KEPT_SECONDS = 300.0
 

@@ -13,8 +13,8 @@ import resource
 import time
 from pathlib import Path
 
-from headrace.telemetry.families import Kind
-from headrace.telemetry.samples import Samples, Together
+from headrace.core.telemetry.families import Kind
+from headrace.core.telemetry.samples import Samples, Together
 
 _PROC = Path("/proc")
 

@@ -14,7 +14,7 @@ from threading import Event, Thread
 from headrace.api.metrics.gpus import Gpus, open_gpus
 from headrace.api.metrics.machine import CpuMeter
 from headrace.api.metrics.settings import MetricsSettings
-from headrace.telemetry.samples import Samples
+from headrace.core.telemetry.samples import Samples
 
 log = logging.getLogger("headrace.api")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.core.errors import InvalidArgument
-from headrace.telemetry.summaries import DEFAULT_QUANTILES, check_quantiles
+from headrace.core.telemetry.summaries import DEFAULT_QUANTILES, check_quantiles
 
 
 @dataclass(frozen=True, slots=True)

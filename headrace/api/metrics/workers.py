@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.telemetry.exposition import Format, pieces
-from headrace.telemetry.merging import lasting, merge, pack, unpack
-from headrace.telemetry.samples import Samples
+from headrace.core.telemetry.exposition import Format, pieces
+from headrace.core.telemetry.merging import lasting, merge, pack, unpack
+from headrace.core.telemetry.samples import Samples
 
 log = logging.getLogger("headrace.api")
 

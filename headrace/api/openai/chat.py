@@ -29,7 +29,7 @@ from headrace.api.openai.wholes import WholeChat
 from headrace.core.generation import Generation, GenerationRequest
 from headrace.core.ids import REQUEST_ID_FIELD, request_id
 from headrace.engine.dataplane import DataPlane
-from headrace.wire.http.exchange import Exchange
+from headrace.net.http.exchange import Exchange
 
 _NOT_DONE = {
     "audio": "this server does not speak",

@@ -24,7 +24,7 @@ from headrace.api.openai.tickets import TicketWriter, prompt_alone, with_ticket
 from headrace.api.openai.wholes import WholeCompletion
 from headrace.core.generation import Generation, GenerationRequest
 from headrace.engine.dataplane import DataPlane
-from headrace.wire.http.exchange import Exchange
+from headrace.net.http.exchange import Exchange
 
 _USUAL_TOKENS = 16
 """OpenAI's, for requests that do not say."""

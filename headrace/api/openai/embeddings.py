@@ -27,9 +27,9 @@ from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.tensors import Tensor, tensor_from_values
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.scheduling.pending import Pending
-from headrace.modelconfig.types import ModelConfig
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import OK_JSON
+from headrace.models.config.types import ModelConfig
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_JSON
 
 TOKEN_COUNT = "token_count"  # noqa: S105  # the name of an output
 """An output that a model may have: how many tokens a text was."""

@@ -16,9 +16,9 @@ import orjson
 
 from headrace.core.errors import INTERNAL_TEXT, Code, HeadraceError, InvalidArgument, NotFound
 from headrace.core.ids import REQUEST_ID_FIELD, request_id
-from headrace.wire.http.exchange import Exchange, Handler
-from headrace.wire.http.heads import CONTENT_TYPE, JSON, Fields, ResponseHead
-from headrace.wire.http.status import HTTP_STATUS
+from headrace.net.http.exchange import Exchange, Handler
+from headrace.net.http.heads import CONTENT_TYPE, JSON, Fields, ResponseHead
+from headrace.net.http.status import HTTP_STATUS
 
 log = logging.getLogger("headrace.api")
 

@@ -10,8 +10,8 @@ import logging
 
 from headrace.api.openai.errors import error_json, fail
 from headrace.core.errors import HeadraceError
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.sse import EventStream
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.sse import EventStream
 
 log = logging.getLogger("headrace.api")
 

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from headrace.api.openai.errors import Refused
-from headrace.wire.http.exchange import Buffer
+from headrace.net.http.exchange import Buffer
 
 _DEEPEST = 96
 """Nested lists and objects in a request: more than any schema has, less than what writing it again would stumble over."""

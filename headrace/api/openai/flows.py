@@ -15,7 +15,7 @@ from headrace.core.generation import TEXT_OUTPUT, GenerationRequest
 from headrace.core.messages import InferResponse, Parameters
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.scheduling.pending import Pending
-from headrace.wire.http.exchange import Exchange
+from headrace.net.http.exchange import Exchange
 
 
 class Writer(Protocol):

@@ -17,9 +17,9 @@ from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.errors import NotFound
 from headrace.core.handing import PREFILL_PATH, HandingSettings
 from headrace.engine.dataplane import DataPlane
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
-from headrace.wire.http.routes import Routes
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
+from headrace.net.http.routes import Routes
 
 _MODEL = "/v1/models/"
 

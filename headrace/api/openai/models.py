@@ -18,9 +18,9 @@ from headrace.api.openai.fields import Fields
 from headrace.core.errors import Code, HeadraceError
 from headrace.core.generation import EMBEDDING, TEXT_INPUT
 from headrace.engine.dataplane import DataPlane, ServingVersion
-from headrace.modelconfig.types import ModelConfig
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import OK_JSON
+from headrace.models.config.types import ModelConfig
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_JSON
 
 ADAPTERS, MAX_MODEL_LEN = "adapters", "max_model_len"
 _GENERATING = ("llm", "openai_proxy")

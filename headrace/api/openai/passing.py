@@ -21,8 +21,8 @@ from headrace.core.errors import Unavailable
 from headrace.core.generation import Generation, GenerationRequest
 from headrace.core.messages import InferResponse
 from headrace.engine.dataplane import DataPlane
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import OK_JSON
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_JSON
 
 _RAW = "openai"
 

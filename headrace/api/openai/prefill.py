@@ -17,7 +17,7 @@ from headrace.api.openai.fields import Fields, read_document
 from headrace.api.openai.tickets import TicketWriter
 from headrace.core.errors import PermissionDenied
 from headrace.core.handing import HEADER, HandingSettings, may_ask
-from headrace.wire.http.exchange import Exchange
+from headrace.net.http.exchange import Exchange
 
 
 class Prefill:

@@ -11,8 +11,8 @@ from headrace.api.openai.errors import fail
 from headrace.core.generation import Generation, Sampling
 from headrace.core.handing import HEADER, LONGEST_TICKET
 from headrace.core.messages import InferResponse
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import OK_JSON
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_JSON
 
 _PROMPT_ALONE = Sampling(max_tokens=1, temperature=0.0)
 _NOTHING: dict[str, object] = {"ticket": "", "prompt_tokens": 0}

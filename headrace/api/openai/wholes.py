@@ -13,8 +13,8 @@ from headrace.api.openai.errors import fail
 from headrace.api.openai.flows import Usage, text_of
 from headrace.api.openai.logprobs import chat_logprobs, completion_logprobs
 from headrace.core.messages import InferResponse
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import OK_JSON
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_JSON
 
 
 class _Choice:

@@ -25,8 +25,8 @@ from headrace.api.openapi.models import TAG as LOADED
 from headrace.api.openapi.schemas import shared_schemas
 from headrace.api.openapi.v1_routes import DOCUMENT, METRICS, V1, other_table, v1_table
 from headrace.api.openapi.v2_routes import HEALTH, INFERENCE, MEMORY, MODELS, REPOSITORY, SETTINGS, STATISTICS, v2_table
+from headrace.net.http.routes import Routes
 from headrace.version import __version__
-from headrace.wire.http.routes import Routes
 
 OTHER = "Other"
 _TAGS = {

@@ -17,7 +17,7 @@ import orjson
 from headrace.api.openapi.describing import Schema
 from headrace.api.openapi.v2_routes import LENGTH_FIELD
 from headrace.core.dtypes import BYTES, FP32, DType
-from headrace.modelconfig.types import InputSpec, ModelConfig, SequenceBatching
+from headrace.models.config.types import InputSpec, ModelConfig, SequenceBatching
 
 _MOST_ELEMENTS = 256
 """Of all inputs together; above, the example has binary tensors."""

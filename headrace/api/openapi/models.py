@@ -18,7 +18,7 @@ from headrace.api.openapi.examples import Example, example_of, inputs_of
 from headrace.api.openapi.schemas import list_of, thing
 from headrace.api.openapi.v2_routes import generate_operation, infer_operation
 from headrace.core.dtypes import BF16, BYTES, DType
-from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
 
 TAG = "Loaded models"
 MODEL_FIELD = "x-headrace-model"

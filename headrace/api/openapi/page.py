@@ -11,7 +11,7 @@ import base64
 import hashlib
 from importlib.resources import files
 
-from headrace.wire.http.heads import CONTENT_TYPE, ResponseHead
+from headrace.net.http.heads import CONTENT_TYPE, ResponseHead
 
 _STYLE = "/*STYLE*/"
 _SCRIPT = "/*SCRIPT*/"

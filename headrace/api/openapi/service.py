@@ -22,11 +22,11 @@ from headrace.api.openapi.page import load_page
 from headrace.core.errors import InvalidArgument
 from headrace.core.names import check_name
 from headrace.engine.dataplane import DataPlane
-from headrace.modelconfig.types import ModelConfig
-from headrace.wire.http.coding import choose_coding, deflate
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
-from headrace.wire.http.routes import Routes
+from headrace.models.config.types import ModelConfig
+from headrace.net.http.coding import choose_coding, deflate
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
+from headrace.net.http.routes import Routes
 
 _FIELDS = [(b"cache-control", b"no-cache"), (b"vary", b"accept-encoding"), (b"x-content-type-options", b"nosniff")]
 _OK = ResponseHead(200, [(CONTENT_TYPE, JSON), *_FIELDS])

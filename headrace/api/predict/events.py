@@ -17,8 +17,8 @@ from headrace.core.errors import INTERNAL_TEXT, HeadraceError, InvalidArgument
 from headrace.core.messages import InferResponse
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.scheduling.pending import Pending
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.sse import EventStream
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.sse import EventStream
 
 log = logging.getLogger("headrace.api")
 

@@ -19,7 +19,7 @@ from headrace.core.dtypes import BF16, BYTES, FP32, DType, bf16_to_float32, floa
 from headrace.core.errors import InvalidArgument
 from headrace.core.messages import InferResponse
 from headrace.core.tensors import Tensor
-from headrace.wire.http.heads import RequestHead
+from headrace.net.http.heads import RequestHead
 
 _LABEL = "inputs"
 

@@ -24,10 +24,10 @@ from headrace.api.predict.settings import PredictSettings
 from headrace.core.errors import ResourceExhausted, Unavailable
 from headrace.core.messages import InferResponse
 from headrace.engine.dataplane import DataPlane
-from headrace.wire.grpc.call import GrpcCall
-from headrace.wire.grpc.services import Services
-from headrace.wire.http.exchange import Buffer
-from headrace.wire.http.heads import RequestHead
+from headrace.net.grpc.call import GrpcCall
+from headrace.net.grpc.services import Services
+from headrace.net.http.exchange import Buffer
+from headrace.net.http.heads import RequestHead
 
 _MODEL = b"model"
 

@@ -16,10 +16,10 @@ from headrace.api.predict.settings import PredictSettings
 from headrace.core.errors import HeadraceError
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.repository.states import State
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
+from headrace.net.http.routes import Routes
 from headrace.version import __version__
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
-from headrace.wire.http.routes import Routes
 
 # Kept by nobody on the way: an old answer to this question is a wrong one.
 _FIELDS = [(CONTENT_TYPE, JSON), (b"cache-control", b"no-store")]

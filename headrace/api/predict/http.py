@@ -22,9 +22,9 @@ from headrace.api.predict.writing import answer_json
 from headrace.core.errors import Unimplemented
 from headrace.core.messages import InferResponse
 from headrace.engine.dataplane import DataPlane
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import CONTENT_TYPE, JSON, OK_JSON, ResponseHead
-from headrace.wire.http.routes import Routes
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import CONTENT_TYPE, JSON, OK_JSON, ResponseHead
+from headrace.net.http.routes import Routes
 
 _USE_POST = ResponseHead(405, [(CONTENT_TYPE, JSON), (b"allow", b"POST")])
 _USE_POST_TEXT = (

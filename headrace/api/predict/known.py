@@ -21,7 +21,7 @@ from headrace.api.predict.values import Dims, guessed_dtype, is_ragged, shape_of
 from headrace.core.dtypes import FP32, FP64
 from headrace.core.errors import InvalidArgument
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec, fits
+from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec, fits
 
 _CODES = {FP32: "f", FP64: "d"}
 _NUMBERS = frozenset((int, float))

@@ -21,7 +21,7 @@ from headrace.api.predict.values import shape_of, tensor_of
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.core.messages import GuidedRequest, InferRequest
 from headrace.core.tensors import Tensor
-from headrace.wire.http.heads import RequestHead
+from headrace.net.http.heads import RequestHead
 
 KeyOf = Callable[[str, RequestHead, Mapping[str, object]], str]
 """Whom a request is for, from its model, its head and its fields; "" for nobody in particular."""

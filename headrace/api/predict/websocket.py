@@ -29,11 +29,11 @@ from headrace.api.predict.writing import answer_json
 from headrace.core.errors import HeadraceError, InvalidArgument, ResourceExhausted
 from headrace.core.messages import InferResponse
 from headrace.engine.dataplane import DataPlane
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.routes import Routes
-from headrace.wire.websocket.accept import accept
-from headrace.wire.websocket.closing import INTERNAL, NORMAL, POLICY
-from headrace.wire.websocket.contract import WebSocket
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.routes import Routes
+from headrace.net.websocket.accept import accept
+from headrace.net.websocket.closing import INTERNAL, NORMAL, POLICY
+from headrace.net.websocket.contract import WebSocket
 
 log = logging.getLogger("headrace.api")
 

@@ -20,7 +20,7 @@ from headrace.core.limits import TENSOR_COUNT
 from headrace.core.messages import InferRequest, RequestedOutput
 from headrace.core.tensors import Buffer, Tensor, element_count, tensor_from_buffer
 from headrace.engine.dataplane import DataPlane, ServingVersion
-from headrace.modelconfig.types import InputSpec, ModelConfig, SequenceBatching
+from headrace.models.config.types import InputSpec, ModelConfig, SequenceBatching
 
 _SHOWN = 256
 """So much of a client's name is shown in an error."""

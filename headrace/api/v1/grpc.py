@@ -26,9 +26,9 @@ from headrace.api.v1.streams import InferStream
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.messages import InferResponse
 from headrace.engine.dataplane import DataPlane
-from headrace.wire.grpc.call import GrpcCall
-from headrace.wire.grpc.services import Services
-from headrace.wire.http.exchange import Buffer
+from headrace.net.grpc.call import GrpcCall
+from headrace.net.grpc.services import Services
+from headrace.net.http.exchange import Buffer
 
 _LOAD = 1
 

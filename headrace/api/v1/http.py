@@ -19,9 +19,9 @@ from headrace.api.v1.status import server_status
 from headrace.api.v1.texts import response_field, response_lines
 from headrace.core.messages import InferResponse
 from headrace.engine.dataplane import DataPlane
-from headrace.wire.http.exchange import Buffer, Exchange
-from headrace.wire.http.heads import ResponseHead
-from headrace.wire.http.routes import Routes
+from headrace.net.http.exchange import Buffer, Exchange
+from headrace.net.http.heads import ResponseHead
+from headrace.net.http.routes import Routes
 
 _REQUEST_FIELD = b"nv-inferrequest"
 _RESPONSE_FIELD = b"nv-inferresponse"

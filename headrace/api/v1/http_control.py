@@ -18,8 +18,8 @@ from headrace.api.v1.schema import message_class
 from headrace.api.v1.shared_memory import SharedMemory, control, described, granted
 from headrace.core.errors import Unavailable
 from headrace.engine.dataplane import DataPlane
-from headrace.wire.http.exchange import Buffer, Exchange
-from headrace.wire.http.routes import Routes
+from headrace.net.http.exchange import Buffer, Exchange
+from headrace.net.http.routes import Routes
 
 _SHM = "/api/sharedmemorycontrol"
 _CUDA_HANDLE_BYTES = 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from headrace.core.tensors import Buffer
-from headrace.modelconfig.types import InputSpec
+from headrace.models.config.types import InputSpec
 
 _KINDS = ((b"\xff\xd8\xff", "JPEG"), (b"\x89PNG\r\n\x1a\n", "PNG"))
 

@@ -14,8 +14,8 @@ from google.protobuf import json_format
 
 from headrace.api.v1.texts import many_lines
 from headrace.core.errors import Unavailable
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import CONTENT_TYPE, OK_EMPTY, OK_JSON, OK_PLAIN, ResponseHead
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import CONTENT_TYPE, OK_EMPTY, OK_JSON, OK_PLAIN, ResponseHead
 
 STATUS_FIELD = b"nv-status"
 

@@ -9,7 +9,7 @@ from math import prod
 from headrace.api.v1.headers import HeaderInput
 from headrace.core.dtypes import BYTES, DType
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import InputSpec, ModelConfig, fits
+from headrace.models.config.types import InputSpec, ModelConfig, fits
 
 
 def dims_by_size(spec: InputSpec, dims: tuple[int, ...], dtype: DType, byte_size: int) -> tuple[int, ...]:

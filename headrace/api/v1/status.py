@@ -14,7 +14,7 @@ from headrace.core.errors import NotFound
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.repository.control import IndexEntry
 from headrace.engine.statistics import RequestStats, VersionStatistics
-from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
 
 _TALLIES = {
     "status": "status_stats",

@@ -20,7 +20,7 @@ from headrace.core.messages import InferResponse
 from headrace.core.tensors import Buffer
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.scheduling.pending import Pending
-from headrace.wire.grpc.call import GrpcCall
+from headrace.net.grpc.call import GrpcCall
 
 _MOST_REQUESTS = 64
 _MOST_BYTES = 16 * 1024 * 1024

@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 
 from headrace.core.errors import InvalidArgument
-from headrace.wire.http.exchange import Buffer, Exchange
-from headrace.wire.http.heads import OK_JSON
+from headrace.net.http.exchange import Buffer, Exchange
+from headrace.net.http.heads import OK_JSON
 
 
 def answer_json(exchange: Exchange, value: Any) -> None:

@@ -23,11 +23,11 @@ from headrace.core.errors import INTERNAL_TEXT, HeadraceError, InvalidArgument
 from headrace.core.messages import NO_PARAMETERS, InferRequest, InferResponse, Parameters
 from headrace.core.tensors import Tensor, tensor_from_values
 from headrace.engine.scheduling.pending import Answered, Pending
-from headrace.modelconfig.types import InputSpec, ModelConfig
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import OK_JSON
-from headrace.wire.http.routes import Routes
-from headrace.wire.http.sse import EventStream
+from headrace.models.config.types import InputSpec, ModelConfig
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_JSON
+from headrace.net.http.routes import Routes
+from headrace.net.http.sse import EventStream
 
 log = logging.getLogger("headrace.api")
 

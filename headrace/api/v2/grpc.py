@@ -17,11 +17,11 @@ from headrace.api.v2.shared import V2Shared
 from headrace.api.v2.tracing import infer_traced
 from headrace.core.errors import HeadraceError
 from headrace.core.messages import InferRequest, InferResponse
+from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.engine.dataplane import DataPlane
-from headrace.telemetry.tracing import NO_TRACING, Tracer
-from headrace.wire.grpc.call import GrpcCall
-from headrace.wire.grpc.services import Services
-from headrace.wire.http.exchange import Buffer
+from headrace.net.grpc.call import GrpcCall
+from headrace.net.grpc.services import Services
+from headrace.net.http.exchange import Buffer
 
 _DOOR = "ModelInfer RPC"
 

@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError
 from headrace.api.v2.schema import SERVICE, inference_schema
 from headrace.api.v2.shared import V2Shared
 from headrace.core.errors import InvalidArgument
-from headrace.wire.grpc.call import GrpcCall
-from headrace.wire.grpc.services import Services
-from headrace.wire.http.exchange import Buffer
+from headrace.net.grpc.call import GrpcCall
+from headrace.net.grpc.services import Services
+from headrace.net.http.exchange import Buffer
 
 Answer = Callable[[Any, Any], None]
 """Gets a parsed request and fills an empty response; raises for what cannot be done."""

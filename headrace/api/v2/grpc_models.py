@@ -15,8 +15,8 @@ from headrace.api.v2.shared import V2Shared
 from headrace.api.v2.statistics import stats_json
 from headrace.core.names import check_name
 from headrace.engine.dataplane import ServingVersion, TensorMetadata
+from headrace.net.grpc.services import Services
 from headrace.version import __version__
-from headrace.wire.grpc.services import Services
 
 
 class GrpcModels:

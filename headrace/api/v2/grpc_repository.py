@@ -16,9 +16,9 @@ from headrace.api.v2.schema import SERVICE, inference_schema
 from headrace.api.v2.shared import V2Shared
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.names import check_name
-from headrace.wire.grpc.call import GrpcCall
-from headrace.wire.grpc.services import Services
-from headrace.wire.http.exchange import Buffer
+from headrace.net.grpc.call import GrpcCall
+from headrace.net.grpc.services import Services
+from headrace.net.http.exchange import Buffer
 
 Work = Callable[[Any, Any], Coroutine[Any, Any, None]]
 

@@ -8,7 +8,7 @@ from typing import Any
 from headrace.api.v2.grpc_messages import Methods
 from headrace.api.v2.shared import V2Shared
 from headrace.core.names import check_name
-from headrace.wire.grpc.services import Services
+from headrace.net.grpc.services import Services
 
 _LOG_FIELDS = {bool: "bool_param", int: "uint32_param", str: "string_param"}
 

@@ -21,9 +21,9 @@ from headrace.api.v2.shared import V2Shared
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, ResourceExhausted, Unavailable
 from headrace.core.messages import InferRequest, InferResponse
 from headrace.engine.scheduling.pending import Pending
-from headrace.wire.grpc.call import GrpcCall
-from headrace.wire.grpc.services import Services
-from headrace.wire.http.exchange import Buffer
+from headrace.net.grpc.call import GrpcCall
+from headrace.net.grpc.services import Services
+from headrace.net.http.exchange import Buffer
 
 log = logging.getLogger("headrace.api")
 

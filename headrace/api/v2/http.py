@@ -21,11 +21,11 @@ from headrace.api.v2.tracing import infer_traced
 from headrace.core.errors import HeadraceError
 from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.names import check_name
+from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.engine.dataplane import DataPlane
-from headrace.telemetry.tracing import NO_TRACING, Tracer
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import CONTENT_TYPE, OK_EMPTY, OK_JSON, ResponseHead
-from headrace.wire.http.routes import Routes
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import CONTENT_TYPE, OK_EMPTY, OK_JSON, ResponseHead
+from headrace.net.http.routes import Routes
 
 _HEADER_LENGTH = b"inference-header-content-length"
 _NOT_READY = ResponseHead(400)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.core.errors import InvalidArgument
-from headrace.telemetry.logs import LogLevels, change_log_levels, log_levels
+from headrace.core.telemetry.logs import LogLevels, change_log_levels, log_levels
 
 FORMATS = ("default", "ISO8601")
 """Triton's two ways to write the time. Ours is ISO 8601 in both."""

@@ -13,12 +13,12 @@ from headrace.api.v2.documents import answer_json
 from headrace.api.v2.shared import V2Shared
 from headrace.core.names import check_name
 from headrace.engine.dataplane import ModelMetadata, TensorMetadata
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.showing import to_json
-from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.schema import new_config
+from headrace.models.config.showing import to_json
+from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.routes import Routes
 from headrace.version import __version__
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.routes import Routes
 
 MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 

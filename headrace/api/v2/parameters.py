@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.messages import Parameters, ParameterValue
-from headrace.wire.http.heads import RequestHead
+from headrace.net.http.heads import RequestHead
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"

@@ -18,9 +18,9 @@ from headrace.api.v2.shared import V2Shared
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.names import check_name
 from headrace.engine.repository.control import IndexEntry
-from headrace.wire.http.exchange import Buffer, Exchange
-from headrace.wire.http.heads import OK_EMPTY
-from headrace.wire.http.routes import Routes
+from headrace.net.http.exchange import Buffer, Exchange
+from headrace.net.http.heads import OK_EMPTY
+from headrace.net.http.routes import Routes
 
 _FILE = "file:"
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, PermissionDenied
-from headrace.wire.grpc.call import GrpcCall
-from headrace.wire.http.exchange import Exchange, Handler
-from headrace.wire.http.heads import RequestHead
+from headrace.net.grpc.call import GrpcCall
+from headrace.net.http.exchange import Exchange, Handler
+from headrace.net.http.heads import RequestHead
 
 APIS = (
     "health",

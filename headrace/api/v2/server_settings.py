@@ -10,8 +10,8 @@ from headrace.api.v2.documents import answer_json, read_document
 from headrace.api.v2.shared import V2Shared
 from headrace.core.errors import InvalidArgument
 from headrace.core.names import check_name
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.routes import Routes
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.routes import Routes
 
 
 class V2ServerSettings:

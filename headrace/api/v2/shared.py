@@ -15,10 +15,10 @@ from headrace.api.v2.settings import V2Settings
 from headrace.api.v2.tracing import infer_stream_traced
 from headrace.api.v2.tracing_control import TraceControl
 from headrace.core.messages import InferRequest
+from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.scheduling.pending import Answered, Pending
-from headrace.telemetry.tracing import NO_TRACING, Tracer
-from headrace.wire.http.heads import RequestHead
+from headrace.net.http.heads import RequestHead
 
 _EXTENSIONS = (
     "classification",

@@ -10,9 +10,9 @@ from typing import Any
 from headrace.api.v2.documents import answer_json, read_document
 from headrace.api.v2.shared import V2Shared
 from headrace.core.errors import InvalidArgument
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import OK_EMPTY
-from headrace.wire.http.routes import Routes
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_EMPTY
+from headrace.net.http.routes import Routes
 
 _SYSTEM, _CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 

@@ -17,8 +17,8 @@ from headrace.engine.responses import ResponseStats, place_text
 from headrace.engine.scheduling.batches import BatchRecord
 from headrace.engine.scheduling.delay import AutoDelay
 from headrace.engine.statistics import BatchStats, VersionStatistics
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.routes import Routes
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.routes import Routes
 
 RECENT_BATCHES = 16
 

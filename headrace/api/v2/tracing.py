@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from headrace.core.messages import InferRequest, InferResponse
+from headrace.core.telemetry.tracing import Span, Tracer
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.scheduling.pending import Answered, Done, Pending
-from headrace.telemetry.tracing import Span, Tracer
-from headrace.wire.http.heads import RequestHead
+from headrace.net.http.heads import RequestHead
 
 
 def infer_traced(plane: DataPlane, tracer: Tracer, head: RequestHead, request: InferRequest, done: Done) -> Pending:

@@ -13,8 +13,8 @@ from typing import Any
 
 from headrace.api.v2.settings import TraceDefaults
 from headrace.core.errors import InvalidArgument
+from headrace.core.telemetry.tracing import Tracer
 from headrace.engine.dataplane import DataPlane
-from headrace.telemetry.tracing import Tracer
 
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _MOST = (1 << 31) - 1

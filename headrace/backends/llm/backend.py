@@ -36,8 +36,8 @@ from headrace.backends.llm.settings import LlmSettings, model_folder, read_setti
 from headrace.backends.llm.text.tokenizer import Tokenizer
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.generation import TEXT_INPUT, TEXT_OUTPUT
-from headrace.modelconfig.types import ModelConfig
-from headrace.telemetry.registry import Registry
+from headrace.core.telemetry.registry import Registry
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends.llm")
 

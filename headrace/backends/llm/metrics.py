@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 
-from headrace.telemetry.metrics import Counter, Gauge, Histogram
-from headrace.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Counter, Gauge, Histogram
+from headrace.core.telemetry.registry import Registry
 
 _LABELS = ("model", "version")
 _FIRST_TOKEN_SECONDS = (

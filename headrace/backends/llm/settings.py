@@ -28,7 +28,7 @@ from pathlib import Path
 
 from headrace.backends.contract import ModelFiles
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 _CPU_CACHE_BYTES = 512 * 2**20
 _DTYPES = ("auto", "float32", "bfloat16", "float16")

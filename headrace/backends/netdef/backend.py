@@ -22,7 +22,7 @@ from headrace.backends.onnx.settings import session_options
 from headrace.backends.signature import Port, Signature, completion, is_declared
 from headrace.core.dtypes import DTYPES
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, retold
-from headrace.modelconfig.types import ModelConfig, SequenceBatching
+from headrace.models.config.types import ModelConfig, SequenceBatching
 
 log = logging.getLogger("headrace.backends")
 

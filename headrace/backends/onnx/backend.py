@@ -34,7 +34,7 @@ from headrace.backends.onnx.settings import (
 from headrace.backends.signature import Signature, check_signature, completion, is_declared
 from headrace.core.dtypes import BF16, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, Unimplemented
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 DEFAULT_FILENAME = "model.onnx"
 

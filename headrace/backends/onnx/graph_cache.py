@@ -34,7 +34,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

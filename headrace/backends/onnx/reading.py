@@ -14,7 +14,7 @@ from io import SEEK_END, FileIO
 from pathlib import Path, PurePosixPath
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 LARGE_BYTES = 4096
 """Constants of fewer bytes stay in the outline: shapes of outputs may follow from their values."""

@@ -34,7 +34,7 @@ from headrace.core.dtypes import (
     UINT64,
 )
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

@@ -31,7 +31,7 @@ import onnxruntime as ort
 from headrace.backends.contract import Placement
 from headrace.backends.parameters import number_of
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 Providers = list[tuple[str, dict[str, str]]]
 

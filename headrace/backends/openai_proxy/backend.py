@@ -19,7 +19,7 @@ from headrace.backends.openai_proxy.requests import SAMPLING, STREAM
 from headrace.backends.openai_proxy.settings import ProxySettings, settings_of
 from headrace.core.errors import InvalidArgument
 from headrace.core.generation import TEXT_INPUT, TEXT_OUTPUT
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 _INPUTS = {TEXT_INPUT: "TYPE_STRING", STREAM: "TYPE_BOOL", SAMPLING: "TYPE_STRING"}
 

@@ -31,7 +31,7 @@ from headrace.backends.contract import ModelFiles
 from headrace.backends.openai_proxy.origin import Origin, origin_of
 from headrace.backends.parameters import number_of
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 HEALTH_PATH = "/health"
 MODELS_PATH = "/v1/models"

@@ -23,7 +23,7 @@ from headrace.backends.openvino.shapes import ShapeCheck, needs_asking
 from headrace.backends.signature import Port, Signature, check_signature, completion, is_declared
 from headrace.core.dtypes import BF16, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 FILENAMES = ("model.xml", "model.onnx")
 

@@ -30,7 +30,7 @@ from headrace.core.dtypes import (
     UINT64,
 )
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 _DTYPES = {
     "boolean": BOOL,

@@ -24,7 +24,7 @@ a model looks like.
 from __future__ import annotations
 
 from headrace.core.errors import InvalidArgument, Unimplemented
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 _AS_THEY_ARE = (
     "PERFORMANCE_HINT",

@@ -18,8 +18,8 @@ from headrace.backends.python.launch import Launch, launch_of
 from headrace.backends.python.measures import Families
 from headrace.backends.python.self_calls import SelfCalls
 from headrace.backends.python.starting import Starting
-from headrace.modelconfig.types import ModelConfig
-from headrace.telemetry.registry import Registry
+from headrace.core.telemetry.registry import Registry
+from headrace.models.config.types import ModelConfig
 
 
 class PythonBackend:

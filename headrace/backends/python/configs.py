@@ -9,8 +9,8 @@ from typing import Any
 from google.protobuf.json_format import ParseDict, ParseError
 
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.showing import to_json
-from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.showing import to_json
+from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
 
 
 def config_json(config: ModelConfig) -> str:

@@ -16,7 +16,7 @@ from headrace.backends.contract import ModelFiles, Placement
 from headrace.backends.python.configs import config_json
 from headrace.backends.python.frames import Meta
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unimplemented
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 _INIT_TIMEOUT_SECONDS = 300.0
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from headrace.backends.python.frames import Meta
 from headrace.core.errors import InvalidArgument
-from headrace.telemetry.families import Family
-from headrace.telemetry.metrics import Counter, Gauge, Histogram, check_bounds
-from headrace.telemetry.registry import Registry
+from headrace.core.telemetry.families import Family
+from headrace.core.telemetry.metrics import Counter, Gauge, Histogram, check_bounds
+from headrace.core.telemetry.registry import Registry
 
 _Labels = tuple[tuple[str, str], ...]
 _Key = tuple[str, _Labels]

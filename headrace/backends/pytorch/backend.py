@@ -30,7 +30,7 @@ from headrace.backends.pytorch.settings import Settings, apply_to_process, setti
 from headrace.backends.signature import check_signature, completion, is_declared
 from headrace.core.dtypes import BYTES
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 FILENAMES = ("model.pt", "model.pt2")
 

@@ -17,7 +17,7 @@ from headrace.backends.pytorch.calls import Argument, Call, Outputs
 from headrace.backends.pytorch.program_check import NotPlain, keys_of_tree
 from headrace.backends.pytorch.settings import Settings
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

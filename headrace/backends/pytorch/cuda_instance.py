@@ -16,7 +16,7 @@ from headrace.backends.pytorch.instance import TorchInstance, to_bytes
 from headrace.backends.pytorch.naming import Plan
 from headrace.backends.pytorch.settings import Settings
 from headrace.core.errors import HeadraceError
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

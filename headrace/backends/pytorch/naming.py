@@ -18,7 +18,7 @@ from headrace.backends.pytorch.calls import Argument, Call, Ports
 from headrace.backends.signature import Port, Signature
 from headrace.core.dtypes import DType
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig, SequenceBatching
+from headrace.models.config.types import ModelConfig, SequenceBatching
 
 _INDEXED = re.compile(r".*__([0-9]{1,4})", re.DOTALL)
 

@@ -27,7 +27,7 @@ from headrace.backends.pytorch.program_check import NotPlain, checked_program, k
 from headrace.backends.pytorch.settings import Settings
 from headrace.backends.signature import Port
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

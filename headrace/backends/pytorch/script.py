@@ -19,7 +19,7 @@ from headrace.backends.pytorch.calls import Argument, Call, Outputs
 from headrace.backends.pytorch.script_check import check_nodes, check_text, nodes_of
 from headrace.backends.pytorch.settings import Settings
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

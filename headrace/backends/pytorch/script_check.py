@@ -21,7 +21,7 @@ from typing import Any
 
 from headrace.backends.pytorch.archive import Archive
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 NAMESPACES = frozenset(
     {

@@ -36,7 +36,7 @@ import torch
 
 from headrace.backends.parameters import number_of
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

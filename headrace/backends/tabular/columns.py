@@ -16,7 +16,7 @@ from headrace.backends.contract import Array
 from headrace.backends.signature import Port
 from headrace.core.dtypes import BYTES, DType
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import InputSpec, ModelConfig
+from headrace.models.config.types import InputSpec, ModelConfig
 
 INPUT = "input"
 """What the input is called where no configuration says."""

@@ -32,7 +32,7 @@ from headrace.backends.signature import Port, Signature
 from headrace.backends.tabular.columns import Columns, switch_of, widened
 from headrace.core.dtypes import FP32, FP64, INT32, INT64, DType
 from headrace.core.errors import Internal, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 FIL_OUTPUT = "output__0"
 MOST_THREADS = 1024

@@ -38,7 +38,7 @@ from headrace.backends.tabular.lightgbm_text import (
 from headrace.backends.tabular.remembering import Format, read_checked
 from headrace.core.dtypes import FP32, FP64
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 DEFAULT_FILENAME = "model.txt"
 

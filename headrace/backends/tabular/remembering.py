@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 from headrace.backends.parameters import number_of
 from headrace.backends.tabular.checked_files import CheckedFiles, usual_folder
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 from headrace.version import __version__
 
 LEAST_BYTES = 1 << 20

@@ -53,7 +53,7 @@ from headrace.core.dtypes import (
     dtype_of,
 )
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 DEFAULT_FILENAME = "model.skops"
 METHODS = ("predict", "predict_proba", "predict_log_proba", "decision_function", "transform", "score_samples")

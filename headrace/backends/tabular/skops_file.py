@@ -28,7 +28,7 @@ from sklearn.tree._tree import Tree
 
 from headrace.backends.tabular.trees import check_tree
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 CHECKED_TYPES = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in (Tree, TreePredictor))
 TRUSTABLE = ("sklearn.", "scipy.interpolate.")

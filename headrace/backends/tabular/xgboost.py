@@ -38,7 +38,7 @@ from headrace.backends.tabular.xgboost_file import (
 )
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 FILENAMES = ("model.ubj", "model.json", "xgboost.ubj", "xgboost.json")
 """Ours, and those of Triton's FIL backend."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.backends.tensorflow.operators import called_functions, node_name, reached_nodes
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 _TABLES = {"InitializeTableFromTextFile": 1, "InitializeTableFromTextFileV2": 1}
 """Where the file's name is among the inputs."""

@@ -19,7 +19,7 @@ from headrace.backends.tensorflow import graphdef, savedmodel, settings
 from headrace.backends.tensorflow.function import Function, declared_inputs, declared_outputs, dismantle
 from headrace.backends.tensorflow.session import Session
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 GRAPHDEF = "tensorflow_graphdef"
 SAVEDMODEL = "tensorflow_savedmodel"

@@ -31,7 +31,7 @@ from headrace.core.dtypes import (
     UINT64,
 )
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import InputSpec, ModelConfig, OutputSpec, SequenceBatching
+from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec, SequenceBatching
 
 log = logging.getLogger("headrace.backends")
 

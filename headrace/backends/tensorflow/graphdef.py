@@ -29,7 +29,7 @@ from headrace.backends.tensorflow.operators import check_operators, check_reache
 from headrace.backends.tensorflow.runtime import tf
 from headrace.backends.tensorflow.settings import allows_files
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

@@ -22,7 +22,7 @@ from headrace.backends.tensorflow.runtime import AssetFileDef, SavedModel, tf
 from headrace.backends.tensorflow.settings import allows_files, graph_tags, signature_name
 from headrace.backends.tensorflow.variables import has_variables, restoring
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

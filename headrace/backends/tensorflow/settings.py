@@ -28,7 +28,7 @@ from headrace.backends.contract import Placement
 from headrace.backends.parameters import number_of
 from headrace.backends.tensorflow.runtime import tf
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 _TRUE = ("1", "true", "on", "yes")
 _FALSE = ("0", "false", "off", "no")

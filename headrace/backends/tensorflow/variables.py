@@ -17,7 +17,7 @@ from headrace.backends.tensorflow.function import Step
 from headrace.backends.tensorflow.operators import node_name, reached_at_the_top
 from headrace.backends.tensorflow.runtime import TrackableObjectGraph, tf
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

@@ -24,7 +24,7 @@ from headrace.backends.tensorrt.plan import Plan
 from headrace.backends.tensorrt.profiles import usable_profiles
 from headrace.backends.tensorrt.settings import Settings, plan_file, settings_of
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

@@ -14,7 +14,7 @@ from headrace.backends.signature import Port, Signature, check_signature, comple
 from headrace.backends.tensorrt.plan import DTYPES, LINEAR, Binding, Plan, Profile
 from headrace.backends.tensorrt.profiles import described, most_rows
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import Dims, InputSpec, ModelConfig, OutputSpec, SequenceBatching
+from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec, SequenceBatching
 
 
 def check_plan(config: ModelConfig, plan: Plan, profiles: Sequence[Profile]) -> None:

@@ -25,7 +25,7 @@ except ImportError:  # before 12.9.1
 
 from headrace.backends.tensorrt.buffers import Buffer
 from headrace.backends.tensorrt.plan import LINEAR, Binding, Plan, Profile, Range
-from headrace.modelconfig.types import Dims
+from headrace.models.config.types import Dims
 
 log = logging.getLogger("headrace.backends")
 

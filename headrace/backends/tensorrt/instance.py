@@ -21,7 +21,7 @@ from headrace.backends.tensorrt.plan import Binding, Plan, Profile
 from headrace.backends.tensorrt.profiles import chosen_profile, described
 from headrace.backends.tensorrt.shaping import Batch, shape_values_for_rows, shaped_batch
 from headrace.core.errors import HeadraceError, Internal, InvalidArgument
-from headrace.modelconfig.types import Dims, ModelConfig
+from headrace.models.config.types import Dims, ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

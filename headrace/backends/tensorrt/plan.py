@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.core.dtypes import BF16, BOOL, FP16, FP32, INT8, INT32, INT64, UINT8, DType
-from headrace.modelconfig.types import Dims
+from headrace.models.config.types import Dims
 
 DTYPES: Mapping[str, DType] = {
     "FLOAT": FP32,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from headrace.backends.contract import Placement
 from headrace.backends.tensorrt.plan import Plan, Profile
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import Dims, ModelConfig
+from headrace.models.config.types import Dims, ModelConfig
 
 
 def usable_profiles(config: ModelConfig, placement: Placement, plan: Plan) -> tuple[Profile, ...]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from headrace.backends.contract import ModelFiles
 from headrace.backends.model_files import model_path, named_path
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 DEFAULT_FILENAME = "model.plan"
 

@@ -19,7 +19,7 @@ import numpy as np
 from headrace.backends.contract import Array
 from headrace.backends.tensorrt.plan import Binding
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import Dims
+from headrace.models.config.types import Dims
 
 
 @dataclass(frozen=True, slots=True)

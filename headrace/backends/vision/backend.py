@@ -22,7 +22,7 @@ from headrace.backends.vision.instance import CudaVisionInstance, VisionInstance
 from headrace.backends.vision.settings import Settings, settings_of
 from headrace.backends.vision.weights import load_weights
 from headrace.core.errors import FailedPrecondition
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 MAX_BATCH_SIZE = 8
 """Unless the configuration says: images are large."""

@@ -22,7 +22,7 @@ import torch
 from headrace.backends.contract import ModelFiles
 from headrace.backends.parameters import number_of
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

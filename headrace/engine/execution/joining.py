@@ -17,7 +17,7 @@ from headrace.core.dtypes import BF16, DType
 from headrace.core.errors import Internal
 from headrace.core.tensors import Tensor
 from headrace.engine.scheduling.pending import Pending
-from headrace.modelconfig.types import Dims, ModelConfig, OutputSpec, fits
+from headrace.models.config.types import Dims, ModelConfig, OutputSpec, fits
 
 Answers = list[Sequence[Tensor]]
 """The outputs for each request of a batch."""

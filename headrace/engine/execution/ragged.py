@@ -18,7 +18,7 @@ from headrace.core.errors import Internal
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.joining import Answers, Joiner, column
 from headrace.engine.scheduling.pending import Pending
-from headrace.modelconfig.types import BatchInput, ModelConfig
+from headrace.models.config.types import BatchInput, ModelConfig
 
 
 class RaggedJoiner(Joiner):

@@ -22,7 +22,7 @@ from headrace.engine.scheduling.delay import Delay
 from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pending import Pending
 from headrace.engine.statistics import VersionStatistics
-from headrace.modelconfig.types import Resource
+from headrace.models.config.types import Resource
 
 log = logging.getLogger("headrace.engine")
 

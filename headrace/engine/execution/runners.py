@@ -27,7 +27,7 @@ from headrace.engine.scheduling.pace import Pace
 from headrace.engine.scheduling.pending import ANSWERED, Pending
 from headrace.engine.scheduling.scheduler import Runner
 from headrace.engine.statistics import VersionStatistics
-from headrace.modelconfig.types import Resource
+from headrace.models.config.types import Resource
 
 log = logging.getLogger("headrace.engine")
 

@@ -17,7 +17,7 @@ from headrace.core.tensors import Tensor, tensor_from_buffer
 from headrace.engine.scheduling.pending import Pending, StreamPending
 from headrace.engine.scheduling.scheduler import Runner
 from headrace.engine.scheduling.watching import Watch
-from headrace.modelconfig.types import ModelConfig, Warmup, WarmupInput, fits
+from headrace.models.config.types import ModelConfig, Warmup, WarmupInput, fits
 
 
 class _Nobody:

@@ -18,12 +18,12 @@ from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.engine.repository.ensembles import ENSEMBLE_CACHE, ensemble_problems
 from headrace.engine.repository.plans import ENSEMBLE, gpus_for
 from headrace.engine.repository.scan import FoundModel, Stray, open_repositories, scan
-from headrace.modelconfig.checking import check_model_filenames
-from headrace.modelconfig.drafts import Draft, read_draft
-from headrace.modelconfig.finishing import finish
-from headrace.modelconfig.formats import FORMATS
-from headrace.modelconfig.problems import ConfigError, Problem
-from headrace.modelconfig.types import EnsembleScheduling, EnsembleStep, ModelConfig
+from headrace.models.config.checking import check_model_filenames
+from headrace.models.config.drafts import Draft, read_draft
+from headrace.models.config.finishing import finish
+from headrace.models.config.formats import FORMATS
+from headrace.models.config.problems import ConfigError, Problem
+from headrace.models.config.types import EnsembleScheduling, EnsembleStep, ModelConfig
 
 log = logging.getLogger("headrace.engine.repository")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.backends.contract import ModelFiles
-from headrace.modelconfig.types import EnsembleStep, ModelConfig, VersionPolicy
-from headrace.telemetry.progress import Reporter
+from headrace.core.telemetry.progress import Reporter
+from headrace.models.config.types import EnsembleStep, ModelConfig, VersionPolicy
 
 
 class LoadedVersion(Protocol):

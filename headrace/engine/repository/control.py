@@ -18,6 +18,7 @@ from pathlib import Path
 from headrace.core.clock import Clock
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable, retold
 from headrace.core.names import check_name
+from headrace.core.telemetry.progress import Progress, ProgressEvent, silent
 from headrace.engine.repository.contract import OpenVersion, ReadPlan
 from headrace.engine.repository.directory import Directory
 from headrace.engine.repository.lifecycle import ModelLife
@@ -30,8 +31,7 @@ from headrace.engine.repository.states import State, States, VersionState
 from headrace.engine.repository.watching import Watch
 from headrace.engine.repository.wishes import Wish
 from headrace.engine.repository.workshop import Workshop, told
-from headrace.modelconfig.types import ModelConfig
-from headrace.telemetry.progress import Progress, ProgressEvent, silent
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.engine.repository")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.core.dtypes import DType
-from headrace.modelconfig.types import EnsembleScheduling, EnsembleStep, InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.types import EnsembleScheduling, EnsembleStep, InputSpec, ModelConfig, OutputSpec
 
 Lookup = Callable[[EnsembleStep], ModelConfig | None]
 """The configuration of the model that a step uses; None when it is not known."""

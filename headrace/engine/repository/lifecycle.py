@@ -22,7 +22,7 @@ from headrace.engine.repository.scan import Fingerprint, FoundModel
 from headrace.engine.repository.states import UNLOADED, State
 from headrace.engine.repository.wishes import MissingStep, Neighbours, Wish
 from headrace.engine.repository.workshop import Workshop, told
-from headrace.modelconfig.types import EnsembleStep, ModelConfig
+from headrace.models.config.types import EnsembleStep, ModelConfig
 
 log = logging.getLogger("headrace.engine.repository")
 

@@ -14,7 +14,7 @@ from headrace.engine.repository.directory import Directory
 from headrace.engine.repository.ensembles import ensemble_problems, step_version
 from headrace.engine.repository.lifecycle import ModelLife
 from headrace.engine.repository.wishes import MissingStep
-from headrace.modelconfig.types import EnsembleScheduling, EnsembleStep, ModelConfig
+from headrace.models.config.types import EnsembleScheduling, EnsembleStep, ModelConfig
 
 Fetch = Callable[[str], Awaitable[None]]
 """Begin to load a model that an ensemble needs, if it can be found."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from headrace.backends.contract import Abandoning, Backend, ModelFiles
 from headrace.backends.table import backend_named
 from headrace.engine.repository.contract import Plan
-from headrace.modelconfig.checking import check_model_filenames
-from headrace.modelconfig.drafts import Draft, draft_from_json, read_draft
-from headrace.modelconfig.finishing import finish
-from headrace.modelconfig.problems import ConfigError, Problem
-from headrace.modelconfig.types import EnsembleScheduling, ModelConfig
+from headrace.models.config.checking import check_model_filenames
+from headrace.models.config.drafts import Draft, draft_from_json, read_draft
+from headrace.models.config.finishing import finish
+from headrace.models.config.problems import ConfigError, Problem
+from headrace.models.config.types import EnsembleScheduling, ModelConfig
 
 ENSEMBLE = "ensemble"
 

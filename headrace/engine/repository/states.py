@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from headrace.core.clock import Clock
-from headrace.telemetry.progress import ProgressEvent
+from headrace.core.telemetry.progress import ProgressEvent
 
 
 class State(Enum):

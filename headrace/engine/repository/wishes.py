@@ -9,7 +9,7 @@ from typing import Protocol
 from headrace.core.errors import FailedPrecondition
 from headrace.engine.repository.overrides import Override
 from headrace.engine.repository.scan import FoundModel
-from headrace.modelconfig.types import EnsembleStep, ModelConfig
+from headrace.models.config.types import EnsembleStep, ModelConfig
 
 
 @dataclass(frozen=True, eq=False, slots=True)

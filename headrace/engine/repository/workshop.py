@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, Internal, Unavailable
+from headrace.core.telemetry.progress import Progress, ProgressEvent, Reporter
 from headrace.engine.repository.contract import LoadedVersion, OpenVersion, ReadPlan
 from headrace.engine.repository.directory import Directory
 from headrace.engine.repository.overrides import Override, write_override
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.repository.states import States
-from headrace.telemetry.progress import Progress, ProgressEvent, Reporter
 
 log = logging.getLogger("headrace.engine.repository")
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from headrace.core.errors import InvalidArgument
-from headrace.modelconfig.types import Resource
+from headrace.models.config.types import Resource
 
 
 class Limited(Protocol):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.engine.scheduling.pending import ANSWERED, QUEUED, Pending
-from headrace.modelconfig.types import DynamicBatching, QueuePolicy
+from headrace.models.config.types import DynamicBatching, QueuePolicy
 
 _MANY = 256
 """Places among which it is worth looking for dead ones."""

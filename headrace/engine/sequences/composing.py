@@ -12,7 +12,7 @@ from headrace.engine.sequences.controls import Controls
 from headrace.engine.sequences.flags import SequenceId
 from headrace.engine.sequences.live import LiveSequence, Step
 from headrace.engine.sequences.states import States, zeros
-from headrace.modelconfig.types import ModelConfig, SequenceBatching
+from headrace.models.config.types import ModelConfig, SequenceBatching
 
 
 class Composer:

@@ -16,7 +16,7 @@ from headrace.core.dtypes import BYTES, DType
 from headrace.core.errors import InvalidArgument
 from headrace.core.tensors import Tensor
 from headrace.engine.sequences.flags import SequenceId
-from headrace.modelconfig.types import ControlInput
+from headrace.models.config.types import ControlInput
 
 
 class Controls:

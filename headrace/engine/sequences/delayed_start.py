@@ -12,7 +12,7 @@ from headrace.engine.scheduling.delayed_start import StartDelay
 from headrace.engine.sequences.lanes import DirectLane, Lane
 from headrace.engine.sequences.live import LiveSequence
 from headrace.engine.sequences.scheduler import SequenceScheduler
-from headrace.modelconfig.types import DirectStrategy, SequenceBatching
+from headrace.models.config.types import DirectStrategy, SequenceBatching
 
 
 def is_delayed(sequences: SequenceBatching, delay: StartDelay) -> bool:

@@ -15,7 +15,7 @@ from headrace.engine.scheduling.batches import BatchRules, Reason, choose
 from headrace.engine.scheduling.order import Order
 from headrace.engine.scheduling.scheduler import Runner
 from headrace.engine.sequences.live import LiveSequence, Step
-from headrace.modelconfig.types import DirectStrategy, ModelConfig, OldestStrategy
+from headrace.models.config.types import DirectStrategy, ModelConfig, OldestStrategy
 
 
 class Plan(NamedTuple):

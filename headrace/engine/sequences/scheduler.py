@@ -28,7 +28,7 @@ from headrace.engine.sequences.flags import SequenceId, many_rows, not_started, 
 from headrace.engine.sequences.lanes import DirectLane, Lane, OldestLane, Plan
 from headrace.engine.sequences.live import Entry, LiveSequence, Step
 from headrace.engine.sequences.roster import Roster
-from headrace.modelconfig.types import DirectStrategy, ModelConfig, SequenceBatching
+from headrace.models.config.types import DirectStrategy, ModelConfig, SequenceBatching
 
 
 class SequenceScheduler:

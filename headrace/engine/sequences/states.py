@@ -20,7 +20,7 @@ from headrace.core.tensors import Tensor, element_count, tensor_from_buffer
 from headrace.engine.execution.joining import Answers, Joiner
 from headrace.engine.scheduling.pending import Pending
 from headrace.engine.sequences.live import LiveSequence, Step
-from headrace.modelconfig.types import InitialState, ModelConfig, OutputSpec, SequenceBatching, StateSpec
+from headrace.models.config.types import InitialState, ModelConfig, OutputSpec, SequenceBatching, StateSpec
 
 
 class States:

@@ -15,13 +15,13 @@ from headrace.fleet.agent.reading import read_model
 from headrace.fleet.agent.records import Record
 from headrace.fleet.agent.shelf import Shelf
 from headrace.fleet.agent.sources import Source
-from headrace.storage.archives import is_archive
-from headrace.storage.bringing import BringSettings
-from headrace.storage.checksums import Checksum, from_etag, from_hex
-from headrace.storage.credentials import CloudCredentials
-from headrace.storage.hub import HubSource
-from headrace.storage.locations import HubPlace, ObjectPlace
-from headrace.storage.objects import ObjectLimits, ObjectSource
+from headrace.models.storage.archives import is_archive
+from headrace.models.storage.bringing import BringSettings
+from headrace.models.storage.checksums import Checksum, from_etag, from_hex
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.hub import HubSource
+from headrace.models.storage.locations import HubPlace, ObjectPlace
+from headrace.models.storage.objects import ObjectLimits, ObjectSource
 
 _Wanted = dict[str, tuple[int, Checksum | None]]
 

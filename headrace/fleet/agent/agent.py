@@ -50,7 +50,7 @@ from headrace.fleet.cluster.api import Api, Refused, Unreachable
 from headrace.fleet.cluster.following import Follower
 from headrace.fleet.cluster.queue import backoff
 from headrace.fleet.words import Document, labels_of, text
-from headrace.storage.credentials import CloudCredentials
+from headrace.models.storage.credentials import CloudCredentials
 
 log = logging.getLogger("headrace.agent")
 

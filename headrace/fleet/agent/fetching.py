@@ -13,19 +13,19 @@ import threading
 from dataclasses import dataclass, replace
 
 from headrace.core.errors import Cancelled, FailedPrecondition
+from headrace.core.telemetry.progress import ProgressEvent
 from headrace.fleet.agent.marks import ModelKey
 from headrace.fleet.agent.reading import read_model
 from headrace.fleet.agent.records import Record
 from headrace.fleet.agent.shelf import Shelf
 from headrace.fleet.agent.sources import Source
-from headrace.storage.bringing import BringSettings, bring
-from headrace.storage.cache import CacheUse
-from headrace.storage.credentials import CloudCredentials
-from headrace.storage.hub import HubSource
-from headrace.storage.locations import HubPlace, ObjectPlace, Place
-from headrace.storage.objects import ObjectLimits, ObjectSource
-from headrace.storage.problems import NoRoom, no_room
-from headrace.telemetry.progress import ProgressEvent
+from headrace.models.storage.bringing import BringSettings, bring
+from headrace.models.storage.cache import CacheUse
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.hub import HubSource
+from headrace.models.storage.locations import HubPlace, ObjectPlace, Place
+from headrace.models.storage.objects import ObjectLimits, ObjectSource
+from headrace.models.storage.problems import NoRoom, no_room
 
 log = logging.getLogger("headrace.agent")
 

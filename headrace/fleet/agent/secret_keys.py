@@ -10,7 +10,7 @@ from headrace.fleet.agent.marks import SECRETS
 from headrace.fleet.agent.sources import Source, credentials_of
 from headrace.fleet.cluster.api import Api, Refused, Unreachable
 from headrace.fleet.words import Document, text
-from headrace.storage.credentials import CloudCredentials
+from headrace.models.storage.credentials import CloudCredentials
 
 log = logging.getLogger("headrace.agent")
 

@@ -7,19 +7,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace.core.clock import SystemClock
+from headrace.core.telemetry.exposition import Format, negotiate, render
+from headrace.core.telemetry.registry import Registry
 from headrace.fleet.agent.marks import ModelKey
-from headrace.telemetry.exposition import Format, negotiate, render
-from headrace.telemetry.registry import Registry
-from headrace.wire.http.heads import CONTENT_TYPE, ResponseHead
-from headrace.wire.http.routes import Routes
-from headrace.wire.negotiation import NegotiatingProtocol
-from headrace.wire.server import WireServer
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
+from headrace.net.http.heads import CONTENT_TYPE, ResponseHead
+from headrace.net.http.routes import Routes
+from headrace.net.negotiation import NegotiatingProtocol
+from headrace.net.server import WireServer
+from headrace.net.site import Site
+from headrace.net.sockets import Address
 
 if TYPE_CHECKING:
     from headrace.fleet.cluster.api import Api
-    from headrace.wire.http.exchange import Exchange
+    from headrace.net.http.exchange import Exchange
 
 _LABELS = ["model_type", "namespace", "name"]
 _TEXT = [(CONTENT_TYPE, b"text/plain")]

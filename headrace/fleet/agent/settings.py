@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.fleet.cluster.queue import LONGEST_SECONDS
-from headrace.storage.bringing import BringSettings
+from headrace.models.storage.bringing import BringSettings
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from headrace.fleet.agent.linking import (
 from headrace.fleet.agent.marks import ModelKey, shown
 from headrace.fleet.agent.records import Record, Records
 from headrace.fleet.agent.sources import Source
-from headrace.storage.cache_room import BRINGING, bytes_below, on_disk
-from headrace.storage.locations import HubPlace, public_text
-from headrace.storage.problems import NoRoom, readable_bytes
+from headrace.models.storage.cache_room import BRINGING, bytes_below, on_disk
+from headrace.models.storage.locations import HubPlace, public_text
+from headrace.models.storage.problems import NoRoom, readable_bytes
 
 OWN = ".headrace"
 

@@ -17,9 +17,9 @@ from typing import Literal
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.fleet.words import Document, part, text
-from headrace.storage.credentials import BucketKeys, CloudCredentials
-from headrace.storage.hub import FILES
-from headrace.storage.locations import (
+from headrace.models.storage.credentials import BucketKeys, CloudCredentials
+from headrace.models.storage.hub import FILES
+from headrace.models.storage.locations import (
     CLOUD_SCHEMES,
     HUB_SCHEME,
     WEB_SCHEMES,

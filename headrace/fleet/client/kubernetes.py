@@ -16,9 +16,8 @@ from headrace.fleet.client.user_api import UserApi, connect_user
 from headrace.fleet.cluster.api import Refused, Unreachable
 from headrace.fleet.cluster.configuration import CONFIG_MAP, configured
 from headrace.fleet.cluster.differing import digest
-from headrace.fleet.cluster.program import NAMESPACE
 from headrace.fleet.cluster.resources import CHILDREN, EVENTS, FACTS, PODS, SETTINGS, Resource, Served
-from headrace.fleet.names import API_VERSION, GROUP, SERVICE_LABEL, VERSION, model_status_key, trunc63
+from headrace.fleet.names import API_VERSION, GROUP, NAMESPACE, SERVICE_LABEL, VERSION, model_status_key, trunc63
 from headrace.fleet.schema.fields import Kind
 from headrace.fleet.schema.kinds import find_kind
 from headrace.fleet.words import (

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.fleet.cluster.resources import Resource, Served
 from headrace.fleet.words import Document, items, text, whole
-from headrace.launch.kubernetes.kubeconfig import open_client, read_kubeconfig
+from headrace.platforms.kubernetes.kubeconfig import open_client, read_kubeconfig
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.core.errors import InvalidArgument
-from headrace.fleet.cluster.program import NAMESPACE
+from headrace.fleet.names import NAMESPACE
 from headrace.fleet.words import Document, FleetSettings
 
 OPERATOR = "headrace-operator"

@@ -27,7 +27,7 @@ from headrace.fleet.local.states import restated, state_in
 from headrace.fleet.local.system import System
 from headrace.fleet.status.conditions import time_text
 from headrace.fleet.words import Document, items, part, text, whole
-from headrace.launch.logs import keep_end, last_lines
+from headrace.platforms.logs import keep_end, last_lines
 
 log = logging.getLogger("headrace.fleet")
 

@@ -25,17 +25,17 @@ from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.settings import SOCKET, LocalSettings
 from headrace.fleet.local.store import CORE, Store, key_of, takes
 from headrace.fleet.words import Document, items, kind_of, name_of, part, text
+from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
+from headrace.net.http.routes import Routes
+from headrace.net.http.status import HTTP_STATUS
+from headrace.net.negotiation import NegotiatingProtocol
+from headrace.net.server import WireServer
+from headrace.net.site import Site
+from headrace.net.sockets import Address
 from headrace.version import __version__
-from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
-from headrace.wire.http.routes import Routes
-from headrace.wire.http.status import HTTP_STATUS
-from headrace.wire.negotiation import NegotiatingProtocol
-from headrace.wire.server import WireServer
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
 
 if TYPE_CHECKING:
-    from headrace.wire.http.exchange import Exchange
+    from headrace.net.http.exchange import Exchange
 
 log = logging.getLogger("headrace.fleet")
 

@@ -26,11 +26,11 @@ from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import read_json, write_json
 from headrace.fleet.planning.site import digest_of
 from headrace.fleet.words import part, text, whole
-from headrace.launch.docker.checking import checks_of, machine_of
-from headrace.launch.docker.engine import Engine
-from headrace.launch.docker.pulling import present_image
-from headrace.launch.docker.settings import DockerSettings
-from headrace.launch.docker.troubles import engine_error, is_missing
+from headrace.platforms.docker.checking import checks_of, machine_of
+from headrace.platforms.docker.engine import Engine
+from headrace.platforms.docker.pulling import present_image
+from headrace.platforms.docker.settings import DockerSettings
+from headrace.platforms.docker.troubles import engine_error, is_missing
 
 log = logging.getLogger("headrace.fleet")
 

@@ -14,9 +14,9 @@ from headrace.fleet.local.driving import Box, Ended
 from headrace.fleet.local.limits import Limits
 from headrace.fleet.local.sight import OOM_KILLED
 from headrace.fleet.words import part, text, whole
-from headrace.launch.contract import Mount
-from headrace.launch.docker.settings import DockerSettings
-from headrace.launch.docker.words import check_image, gpu_words, mount_words
+from headrace.platforms.contract import Mount
+from headrace.platforms.docker.settings import DockerSettings
+from headrace.platforms.docker.words import check_image, gpu_words, mount_words
 
 FLEET, POD, CONTAINER = "headrace.fleet", "headrace.pod", "headrace.container"
 """Labels: whose fleet, which pod, which container of it."""

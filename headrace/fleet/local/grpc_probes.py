@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.wire.http2.frames import (
+from headrace.net.http2.frames import (
     ACK,
     DATA,
     DEFAULT_FRAME_BYTES,
@@ -26,7 +26,7 @@ from headrace.wire.http2.frames import (
     SETTINGS_ACK,
     frame,
 )
-from headrace.wire.http2.headers import encode_field
+from headrace.net.http2.headers import encode_field
 
 _SERVING = b"\0\0\0\0\x02\x08\x01"
 """Not compressed, two bytes: field 1 is 1."""

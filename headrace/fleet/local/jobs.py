@@ -34,7 +34,7 @@ from headrace.fleet.local.system import System
 from headrace.fleet.local.volumes import mounted
 from headrace.fleet.status.conditions import time_text
 from headrace.fleet.words import Document, items, name_of, part, text, whole
-from headrace.launch.logs import keep_end, last_lines
+from headrace.platforms.logs import keep_end, last_lines
 
 log = logging.getLogger("headrace.fleet")
 

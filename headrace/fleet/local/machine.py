@@ -17,8 +17,8 @@ from headrace.fleet.local.commands import ports_of, tells
 from headrace.fleet.local.sight import roles_of
 from headrace.fleet.selection.measures import quantity
 from headrace.fleet.words import Document, part
-from headrace.launch.gpus import DEVICES, VARIABLE, gpus_here
-from headrace.launch.ports import Ports
+from headrace.platforms.gpus import DEVICES, VARIABLE, gpus_here
+from headrace.platforms.ports import Ports
 
 _GIBIBYTE = 1 << 30
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import HeadraceError, ResourceExhausted
+from headrace.core.telemetry.progress import ProgressEvent
 from headrace.fleet.agent.sources import Source, credentials_of, source_of
 from headrace.fleet.client.contract import NodeProgress
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.words import Document, kind_of, name_of, namespace_of, part, text
-from headrace.storage.bringing import BringSettings, bring
-from headrace.telemetry.progress import ProgressEvent
+from headrace.models.storage.bringing import BringSettings, bring
 
 log = logging.getLogger("headrace.fleet")
 

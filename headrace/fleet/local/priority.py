@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator
 from functools import lru_cache
 
-from headrace.launch.identity import session_members
+from headrace.platforms.identity import session_members
 
 _PASSES = 5
 

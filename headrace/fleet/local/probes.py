@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from headrace.core.errors import HeadraceError
 from headrace.fleet.local.grpc_probes import grpc_look
 from headrace.fleet.words import Document, items, part, text, whole
-from headrace.launch.commands import run_command
+from headrace.platforms.commands import run_command
 
 Look = Callable[[], Awaitable[bool]]
 _ANSWER_BYTES = 4096

@@ -28,8 +28,8 @@ from headrace.fleet.local.processes import Command, Process, headrace_words, pas
 from headrace.fleet.local.sight import OOM_KILLED
 from headrace.fleet.local.store import read_json, write_json
 from headrace.fleet.local.watching import Watch
-from headrace.launch.identity import session_members
-from headrace.launch.logs import last_lines
+from headrace.platforms.identity import session_members
+from headrace.platforms.logs import last_lines
 
 log = logging.getLogger("headrace.fleet")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.fleet.local import child
-from headrace.launch.identity import boot, session_members, stat_of, variables_of
+from headrace.platforms.identity import boot, session_members, stat_of, variables_of
 
 _RUN = "HEADRACE_RUN"
 """A variable of each process here, and so of all that it starts: whose they are, when nobody else can tell any more."""

@@ -28,9 +28,9 @@ from headrace.fleet.local.store import each_folder, read_json, write_json
 from headrace.fleet.local.system import System
 from headrace.fleet.planning.site import CLUSTER_DOMAIN
 from headrace.fleet.words import Document
-from headrace.launch.logs import keep_end
-from headrace.launch.ports import Ports
-from headrace.wire.sockets import Address, Listener
+from headrace.net.sockets import Address, Listener
+from headrace.platforms.logs import keep_end
+from headrace.platforms.ports import Ports
 
 log = logging.getLogger("headrace.fleet")
 

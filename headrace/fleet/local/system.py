@@ -15,7 +15,7 @@ from typing import Any
 from headrace.core.clock import Clock
 from headrace.fleet.local.processes import Command, Process, spawn
 from headrace.fleet.local.scaling.usage import Usage
-from headrace.wire.sockets import Address, Listener
+from headrace.net.sockets import Address, Listener
 
 
 class System:

@@ -12,7 +12,7 @@ from headrace.jobs.store.leases import LeaseRows
 from headrace.jobs.store.tables import organisations
 from headrace.jobs.store.users import UserRows
 from headrace.jobs.store.workspaces import ExperimentRows, WorkspaceRows
-from headrace.launch.identity import is_surely_dead
+from headrace.platforms.identity import is_surely_dead
 
 
 class Store:

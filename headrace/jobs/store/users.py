@@ -12,8 +12,8 @@ from typing import Any, cast
 from sqlalchemy import Connection, Select, delete, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
-from headrace.access.roles import ANY_ORGANISATION, Role
-from headrace.access.users import Key, User
+from headrace.api.access.roles import ANY_ORGANISATION, Role
+from headrace.api.access.users import Key, User
 from headrace.core.errors import AlreadyExists
 from headrace.jobs.store.database import Database
 from headrace.jobs.store.tables import counters, revoked_tokens, user_keys, user_roles, users

@@ -5,23 +5,18 @@ from __future__ import annotations
 
 import http.client
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "traffic"))
-
 from split_planes import World, same, world_of
 
 from headrace.api.admin.describing import admin_table
 from headrace.api.admin.http import Admin
 from headrace.api.openapi.document import base_document, undescribed
 from headrace.api.v2.http import V2Http
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
 from support.serving import Serving, serving
 
 REQUEST = {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}

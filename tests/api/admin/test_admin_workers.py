@@ -5,24 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-from support.waiting import eventually_async
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "traffic"))
 
 from split_planes import World, failing, in_a_loop, same
 
 from headrace.api.admin.http import Admin
-from headrace.apps.gathering import Gathering
-from headrace.apps.repeating import Repeating
-from headrace.apps.siblings import Siblings
-from headrace.apps.workers_routes import WorkersRoutes
 from headrace.core.errors import HeadraceError
-from headrace.wire.http.exchange import Exchange
-from headrace.wire.http.heads import RequestHead, ResponseHead
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import RequestHead, ResponseHead
+from headrace.programs.serve.gathering import Gathering
+from headrace.programs.serve.repeating import Repeating
+from headrace.programs.serve.siblings import Siblings
+from headrace.programs.serve.workers_routes import WorkersRoutes
+from support.waiting import eventually_async
 
 
 class Heard(Exchange):

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families as text_fami
 from headrace.api.metrics.http import Metrics
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.core.clock import SystemClock
+from headrace.core.telemetry.exposition import Format
+from headrace.core.telemetry.registry import Registry
 from headrace.engine.dataplane import DataPlane
-from headrace.telemetry.exposition import Format
-from headrace.telemetry.registry import Registry
 
 QUIET = MetricsSettings(gpu=False, cpu=False)
 

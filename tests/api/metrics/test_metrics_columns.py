@@ -11,9 +11,9 @@ import pytest
 from headrace.api.metrics.columns import COLUMNS, row_of, rows_added
 from headrace.core.clock import ManualClock
 from headrace.core.errors import Internal, InvalidArgument
+from headrace.core.telemetry.samples import HistogramValue, SummaryValue
+from headrace.core.telemetry.summaries import quantile_values
 from headrace.engine.statistics import VersionStatistics
-from headrace.telemetry.samples import HistogramValue, SummaryValue
-from headrace.telemetry.summaries import quantile_values
 
 US, MS = 1000, 1_000_000
 BOUNDS_US = (

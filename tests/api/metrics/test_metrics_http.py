@@ -16,13 +16,13 @@ from scraped import QUIET, Scraped, metrics_of, scrape
 
 from headrace.api.metrics.collector import TURN_SECONDS
 from headrace.core.clock import SystemClock
+from headrace.core.telemetry.exposition import Format
+from headrace.core.telemetry.registry import Registry
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.repository.directory import Directory, ServedModel
 from headrace.engine.statistics import VersionStatistics
-from headrace.telemetry.exposition import Format
-from headrace.telemetry.registry import Registry
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
 from support.engines import ask, builtin_plane, config_of
 from support.serving import Serving, serving
 

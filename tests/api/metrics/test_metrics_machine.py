@@ -20,7 +20,7 @@ from headrace.api.metrics.gpus import Gpus, open_gpus
 from headrace.api.metrics.machine import CpuMeter, process_samples
 from headrace.api.metrics.sampler import Sampler
 from headrace.api.metrics.settings import MetricsSettings
-from headrace.telemetry.samples import Samples
+from headrace.core.telemetry.samples import Samples
 from support.engines import builtin_plane
 from support.waiting import eventually_async
 

@@ -20,13 +20,13 @@ from headrace.core.clock import SystemClock
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.messages import InferRequest
+from headrace.core.telemetry.exposition import Format
+from headrace.core.telemetry.registry import Registry
 from headrace.core.tensors import Tensor
 from headrace.engine.cache import ResponseCache
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.modelconfig.types import DynamicBatching, InputSpec, InstanceGroup, OutputSpec, QueuePolicy
-from headrace.telemetry.exposition import Format
-from headrace.telemetry.registry import Registry
+from headrace.models.config.types import DynamicBatching, InputSpec, InstanceGroup, OutputSpec, QueuePolicy
 from support.engines import (
     Gate,
     Recorder,

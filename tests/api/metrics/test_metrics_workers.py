@@ -16,12 +16,12 @@ from scraped import QUIET, Scraped, metrics_of, scrape
 from headrace.api.metrics.http import Metrics
 from headrace.api.metrics.workers import WorkersMetrics, merged_pack, merged_text
 from headrace.core.clock import ManualClock
+from headrace.core.telemetry.exposition import Format, pieces
+from headrace.core.telemetry.merging import lasting, merge, pack, unpack
+from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.samples import HistogramValue, Samples, SummaryValue, samples_of
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.repository.directory import Directory
-from headrace.telemetry.exposition import Format, pieces
-from headrace.telemetry.merging import lasting, merge, pack, unpack
-from headrace.telemetry.registry import Registry
-from headrace.telemetry.samples import HistogramValue, Samples, SummaryValue, samples_of
 from support.engines import ask, builtin_plane
 
 

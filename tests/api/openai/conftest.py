@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from openai import OpenAI
 from wordy import Wordy, wordy_served
 

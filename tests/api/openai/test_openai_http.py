@@ -16,15 +16,15 @@ from openai import OpenAI
 from PIL import Image
 from wordy import Wordy, wordy_served
 
-from headrace.access.keys_file import create_key
-from headrace.access.settings import AccessSettings
+from headrace.api.access.keys_file import create_key
+from headrace.api.access.settings import AccessSettings
 from headrace.api.openai.settings import OpenAiSettings
-from headrace.apps.guarded import guarded_routes, open_guard
 from headrace.core.clock import SystemClock
 from headrace.core.generation import OutputFormat, Picture
-from headrace.media.reader import MediaReader
-from headrace.media.settings import MediaSettings
-from headrace.telemetry.registry import Registry
+from headrace.core.telemetry.registry import Registry
+from headrace.models.media.reader import MediaReader
+from headrace.models.media.settings import MediaSettings
+from headrace.programs.serve.guarded import guarded_routes, open_guard
 from support.waiting import eventually
 
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from headrace.api.openapi.describing import anonymous
 from headrace.api.openapi.document import base_document, undescribed
 from headrace.api.openapi.openai_routes import openai_table
 from headrace.core.handing import HandingSettings
-from headrace.wire.http.routes import Routes
+from headrace.net.http.routes import Routes
 
 
 def routes() -> Routes:

@@ -16,8 +16,8 @@ from headrace.api.openai.http import OpenAiHttp
 from headrace.api.v2.http import V2Http
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
 from support.llm_models import tiny_llama
 from support.serving import Serving, serving
 

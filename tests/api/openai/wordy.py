@@ -29,9 +29,9 @@ from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.generation import Clip, Generation, GenerationRequest, Picture, Sampling
 from headrace.core.handing import HandingSettings
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
+from headrace.models.config.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
 from support.engines import config_of, plane_of
 from support.serving import Serving, serving
 

@@ -151,15 +151,15 @@ def _main(models: str, mode: str, memory: str) -> None:
     from headrace.api.openapi.service import OpenApi
     from headrace.api.predict.settings import PredictSettings
     from headrace.api.v2.settings import V2Settings
-    from headrace.apps.protocols import build_protocols
-    from headrace.apps.server import ServerSettings
     from headrace.core.limits import Limits
+    from headrace.core.telemetry.tracing import NO_TRACING
     from headrace.engine.engine import EngineSettings, open_engine
     from headrace.engine.repository.settings import RepositorySettings
-    from headrace.telemetry.tracing import NO_TRACING
-    from headrace.wire.negotiation import NegotiatingProtocol
-    from headrace.wire.server import WireServer
-    from headrace.wire.sockets import Address
+    from headrace.net.negotiation import NegotiatingProtocol
+    from headrace.net.server import WireServer
+    from headrace.net.sockets import Address
+    from headrace.programs.serve.protocols import build_protocols
+    from headrace.programs.serve.server import ServerSettings
 
     logging.basicConfig(level=logging.WARNING)
     address = Address.parse("127.0.0.1:0")

@@ -27,18 +27,18 @@ from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.openapi.service import OpenApi, OpenApiSettings
 from headrace.api.predict.settings import PredictSettings
 from headrace.api.v2.http import V2Http
-from headrace.apps.protocols import build_protocols
-from headrace.apps.server import ServerSettings
-from headrace.console.describing import console_table
 from headrace.core.dtypes import DTYPES
 from headrace.core.handing import HandingSettings
+from headrace.core.telemetry.tracing import NO_TRACING
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import EngineSettings, open_engine
-from headrace.modelconfig.types import ControlInput, InputSpec, OutputSpec, SequenceBatching
-from headrace.telemetry.tracing import NO_TRACING
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
+from headrace.models.config.types import ControlInput, InputSpec, OutputSpec, SequenceBatching
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
+from headrace.net.sockets import Address
+from headrace.programs.console.describing import console_table
+from headrace.programs.serve.protocols import build_protocols
+from headrace.programs.serve.server import ServerSettings
 from support.engines import config_of, plane_of
 from support.serving import Serving, serving
 

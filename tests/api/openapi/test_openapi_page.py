@@ -14,8 +14,8 @@ import pytest
 from raw_asking import Answer, ask
 
 from headrace.api.openapi.service import OpenApi
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
 from support.engines import builtin_plane
 from support.serving import Serving, serving
 

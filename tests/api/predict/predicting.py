@@ -31,10 +31,10 @@ from headrace.core.tensors import Tensor
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.wire.grpc.reflection import ReflectionService
-from headrace.wire.grpc.services import Services
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
+from headrace.net.grpc.reflection import ReflectionService
+from headrace.net.grpc.services import Services
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
 from support.engines import Gate, plane_of
 from support.serving import Serving, serving
 from support.waiting import eventually

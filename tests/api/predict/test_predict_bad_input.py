@@ -14,7 +14,7 @@ from predicting import ask, ask_raw, predict_served
 
 from headrace.api.predict.settings import InputChecks, PredictSettings
 from headrace.core.dtypes import BOOL, BYTES, FP16, FP32, INT8, INT32
-from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from headrace.models.config.types import InputSpec, InstanceGroup, OutputSpec
 from support.engines import config_of
 from support.serving import Serving
 

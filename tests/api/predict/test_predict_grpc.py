@@ -21,7 +21,7 @@ from headrace.api.predict.settings import PredictSettings
 from headrace.core.dtypes import BF16, BOOL, BYTES, FP16, FP32, FP64, INT8, INT32
 from headrace.core.errors import InvalidArgument
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from headrace.models.config.types import InputSpec, InstanceGroup, OutputSpec
 from support.engines import Gate, config_of
 from support.serving import Serving
 from support.waiting import eventually

@@ -16,7 +16,7 @@ from predicting import Repeats, ask, ask_raw, predict_served, timing_out
 from headrace.api.predict.settings import PredictSettings
 from headrace.core.dtypes import BF16, BOOL, BYTES, FP32, FP64, INT64
 from headrace.core.messages import InferRequest
-from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from headrace.models.config.types import InputSpec, InstanceGroup, OutputSpec
 from support.engines import Gate, Recorder, config_of
 from support.serving import Serving
 from support.waiting import eventually

@@ -9,7 +9,7 @@ from headrace.api.openapi.describing import anonymous
 from headrace.api.openapi.document import base_document, undescribed
 from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.predict.http import PredictHttp
-from headrace.wire.http.routes import Routes
+from headrace.net.http.routes import Routes
 
 
 def routes() -> Routes:

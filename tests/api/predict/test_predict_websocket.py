@@ -20,7 +20,7 @@ from websockets.sync.client import ClientConnection, connect
 from headrace.api.predict import lanes, pacing, websocket
 from headrace.api.predict.settings import InputChecks, PredictSettings, StreamSettings
 from headrace.core.dtypes import BYTES, FP32, INT32
-from headrace.modelconfig.types import InputSpec, InstanceGroup, OutputSpec
+from headrace.models.config.types import InputSpec, InstanceGroup, OutputSpec
 from support.engines import Gate, config_of
 from support.serving import Serving
 from support.waiting import eventually_async

@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from trtis import TrtisSite, make_repository
 
 from support.serving import Serving, serving
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from trtis import TrtisSite, make_repository
 
 
 @pytest.fixture(scope="module")

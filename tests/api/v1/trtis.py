@@ -17,9 +17,9 @@ from headrace.api.v1.http import V1Http
 from headrace.api.v1.schema import message_class
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.wire.grpc.services import Services
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
+from headrace.net.grpc.services import Services
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
 from support.serving import Serving
 
 MODELS = {

@@ -3,22 +3,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import tritonclient.grpc
 import tritonclient.http
 
+from headrace.net.site import Site
+from headrace.net.sockets import Address
+from headrace.programs.serve.server import ServerSettings, build_site
 from support.engines import builtin_plane
 from support.serving import Serving, serving
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from headrace.apps.server import ServerSettings, build_site
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
 
 
 async def _site() -> Site:

@@ -18,13 +18,13 @@ from headrace.api.v2.grpc import V2Grpc
 from headrace.api.v2.http import V2Http
 from headrace.api.v2.settings import V2Settings
 from headrace.api.v2.shared import V2Shared
+from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.telemetry.tracing import NO_TRACING, Tracer
-from headrace.wire.grpc.services import Services
-from headrace.wire.http.routes import Routes
-from headrace.wire.site import Site
+from headrace.net.grpc.services import Services
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
 from support.engines import plane_of
 from support.serving import Serving, serving
 

@@ -22,7 +22,7 @@ from headrace.api.v2.settings import V2Settings
 from headrace.core.dtypes import FP32
 from headrace.core.errors import FailedPrecondition
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import InputSpec, OutputSpec
+from headrace.models.config.types import InputSpec, OutputSpec
 from support.engines import config_of
 from support.serving import Serving
 

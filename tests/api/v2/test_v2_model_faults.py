@@ -13,9 +13,9 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from headrace.apps.server import ServerSettings, build_site
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
+from headrace.net.site import Site
+from headrace.net.sockets import Address
+from headrace.programs.serve.server import ServerSettings, build_site
 from support.engines import config_of, plane_of
 from support.serving import Serving, serving
 

@@ -15,11 +15,11 @@ import pytest
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from headrace.apps.server import ServerSettings, build_site
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
+from headrace.net.site import Site
+from headrace.net.sockets import Address
+from headrace.programs.serve.server import ServerSettings, build_site
 from support.serving import Serving, serving
 
 CONFIG = """

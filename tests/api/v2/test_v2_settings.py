@@ -18,7 +18,7 @@ from sites import ask, functions_served
 from tritonclient.utils import InferenceServerException
 
 from headrace.api.v2.settings import TraceDefaults, V2Settings
-from headrace.telemetry import logs
+from headrace.core.telemetry import logs
 from support.engines import config_of
 from support.serving import Serving
 

@@ -24,7 +24,7 @@ from tensors import ARRAYS
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 from headrace.api.v2.settings import V2Settings
-from headrace.modelconfig.types import InputSpec, OutputSpec
+from headrace.models.config.types import InputSpec, OutputSpec
 from support.engines import config_of
 from support.serving import Serving
 

@@ -23,9 +23,9 @@ from tritonclient.utils import InferenceServerException
 
 from headrace.api.v2.grpc import V2Grpc
 from headrace.api.v2.settings import V2Settings
-from headrace.modelconfig.types import InstanceGroup
-from headrace.wire.grpc.services import Services
-from headrace.wire.site import Site
+from headrace.models.config.types import InstanceGroup
+from headrace.net.grpc.services import Services
+from headrace.net.site import Site
 from support.engines import Gate, config_of, plane_of
 from support.serving import Serving, serving
 from support.waiting import eventually

@@ -13,10 +13,10 @@ from headrace.api.v2.tracing import infer_traced
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument
 from headrace.core.messages import InferRequest, InferResponse
+from headrace.core.telemetry.tracing import Tracer
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import DynamicBatching, InputSpec, OutputSpec
-from headrace.telemetry.tracing import Tracer
-from headrace.wire.http.heads import RequestHead
+from headrace.models.config.types import DynamicBatching, InputSpec, OutputSpec
+from headrace.net.http.heads import RequestHead
 from support.engines import Asked, config_of, serving_plane
 
 

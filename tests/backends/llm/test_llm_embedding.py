@@ -18,9 +18,9 @@ from headrace.backends.llm.embedding import instance as computing
 from headrace.backends.llm.embedding.folder import embeds
 from headrace.backends.llm.embedding.model import EmbeddingModel, complete
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.typed import typed_config
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.schema import new_config
+from headrace.models.config.typed import typed_config
+from headrace.models.config.types import ModelConfig
 from support.llm_models import tiny_llama, tiny_tokenizer
 
 TEXTS = [

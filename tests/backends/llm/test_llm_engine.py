@@ -28,10 +28,10 @@ from headrace.core.errors import (
 )
 from headrace.core.generation import Generation, GenerationRequest, OutputFormat, Picture, Sampling
 from headrace.core.messages import InferRequest
+from headrace.core.telemetry.registry import Registry
 from headrace.core.tensors import Tensor
 from headrace.engine.engine import EngineSettings, open_engine
-from headrace.modelconfig.types import ModelConfig, OutputSpec
-from headrace.telemetry.registry import Registry
+from headrace.models.config.types import ModelConfig, OutputSpec
 from support import llm_models
 
 PROMPTS = [("the quick brown fox jumps over Grüße " * 3)[number : 3 + 5 * number] for number in range(20)]

@@ -30,9 +30,9 @@ from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.generation import Clip, Generation, GenerationRequest, Picture, Sampling
 from headrace.core.handing import HandingSettings
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.typed import typed_config
-from headrace.telemetry.registry import Registry
+from headrace.core.telemetry.registry import Registry
+from headrace.models.config.schema import new_config
+from headrace.models.config.typed import typed_config
 from support.llm_models import tiny_tokenizer
 
 TOKENS = 10

@@ -15,11 +15,11 @@ from backends.openai_proxy.proxied import stats_of, write_fake, write_model
 from openai import OpenAI
 
 from headrace.api.openai.settings import OpenAiSettings
-from headrace.apps.server import ServerSettings, build_site
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
+from headrace.net.site import Site
+from headrace.net.sockets import Address
+from headrace.programs.serve.server import ServerSettings, build_site
 from support.llm_models import tiny_llama
 from support.serving import Serving, serving
 from support.waiting import eventually

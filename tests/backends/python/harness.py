@@ -22,9 +22,9 @@ from headrace.core.clock import SystemClock
 from headrace.core.dtypes import DType
 from headrace.core.errors import HeadraceError, NotFound
 from headrace.core.messages import InferRequest, InferResponse, RequestedOutput
+from headrace.core.telemetry.registry import Registry
 from headrace.core.tensors import Tensor
-from headrace.modelconfig.types import ModelConfig, OutputSpec
-from headrace.telemetry.registry import Registry
+from headrace.models.config.types import ModelConfig, OutputSpec
 
 WAIT = 60.0
 

@@ -15,7 +15,7 @@ from backends.python.harness import WAIT, FakeWork, Stage, staged, tensor
 
 from headrace.core.errors import FailedPrecondition, Internal, Unimplemented
 from headrace.core.messages import InferRequest
-from headrace.telemetry.exposition import render
+from headrace.core.telemetry.exposition import render
 
 
 @pytest.fixture

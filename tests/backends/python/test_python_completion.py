@@ -15,8 +15,8 @@ from headrace.backends.python.backend import PythonBackend
 from headrace.backends.python.completion import may_complete
 from headrace.backends.python.configs import config_json
 from headrace.core.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
-from headrace.modelconfig.schema import new_config
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.schema import new_config
+from headrace.models.config.types import ModelConfig
 
 
 @pytest.fixture

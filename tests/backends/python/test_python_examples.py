@@ -11,7 +11,7 @@ import pytest
 from backends.python.harness import Stage, staged, tensor
 
 from headrace.core.dtypes import FP32, INT32
-from headrace.modelconfig.types import InputSpec, OutputSpec
+from headrace.models.config.types import InputSpec, OutputSpec
 
 VECTORS = {
     "inputs": (InputSpec("INPUT0", FP32, (4,)), InputSpec("INPUT1", FP32, (4,))),

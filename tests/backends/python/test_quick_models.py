@@ -15,9 +15,9 @@ from backends.python.harness import WAIT, Opened, Stage, staged, tensor
 from headrace.backends.contract import Placement
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument
 from headrace.engine.repository.check import check_repository
-from headrace.modelconfig.drafts import read_draft
-from headrace.modelconfig.finishing import finish
-from headrace.modelconfig.types import DynamicBatching, ModelConfig
+from headrace.models.config.drafts import read_draft
+from headrace.models.config.finishing import finish
+from headrace.models.config.types import DynamicBatching, ModelConfig
 from support.waiting import eventually
 
 HEAD = """

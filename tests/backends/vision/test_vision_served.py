@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from cases.vision import LABELS, expected, pixels, write
 
-from headrace.apps.server import ServerSettings, build_site
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
+from headrace.net.site import Site
+from headrace.net.sockets import Address
+from headrace.programs.serve.server import ServerSettings, build_site
 from support.serving import serving
 
 with warnings.catch_warnings(action="ignore"):  # gevent's

@@ -14,10 +14,11 @@ from headrace.backends.contract import ModelFiles
 from headrace.core.clock import SystemClock
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument
+from headrace.core.telemetry.progress import Reporter
 from headrace.engine.repository.contract import Plan
 from headrace.engine.repository.control import RepositoryControl
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.modelconfig.types import (
+from headrace.models.config.types import (
     EnsembleScheduling,
     EnsembleStep,
     InputSpec,
@@ -25,7 +26,6 @@ from headrace.modelconfig.types import (
     OutputSpec,
     VersionPolicy,
 )
-from headrace.telemetry.progress import Reporter
 
 
 class FakeVersion:

@@ -21,7 +21,7 @@ from headrace.engine.repository import scan as scanning
 from headrace.engine.repository.check import check_repository
 from headrace.engine.repository.plans import read_plan
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.modelconfig.problems import ConfigError
+from headrace.models.config.problems import ConfigError
 from support.waiting import eventually_async
 
 TENSORS = {

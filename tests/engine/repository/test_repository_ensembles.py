@@ -13,7 +13,7 @@ from repository_fakes import Bench, put_model, put_version
 from headrace.core.dtypes import FP32, INT32
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.engine.repository.ensembles import ensemble_problems
-from headrace.modelconfig.types import EnsembleScheduling, EnsembleStep, InputSpec, ModelConfig, OutputSpec
+from headrace.models.config.types import EnsembleScheduling, EnsembleStep, InputSpec, ModelConfig, OutputSpec
 
 
 def test_an_ensemble_is_loaded_after_the_models_it_uses(tmp_path: Path) -> None:

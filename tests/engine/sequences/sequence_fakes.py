@@ -23,7 +23,7 @@ from headrace.engine.scheduling.pending import Pending, StreamPending
 from headrace.engine.sequences.scheduler import SequenceScheduler
 from headrace.engine.sequences.states import StatefulJoiner
 from headrace.engine.statistics import VersionStatistics
-from headrace.modelconfig.types import ControlInput, InputSpec, ModelConfig, OutputSpec, SequenceBatching
+from headrace.models.config.types import ControlInput, InputSpec, ModelConfig, OutputSpec, SequenceBatching
 
 START = ControlInput("START", "start", INT32)
 END = ControlInput("END", "end", INT32)

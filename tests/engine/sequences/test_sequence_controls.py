@@ -9,7 +9,7 @@ import pytest
 from headrace.core.dtypes import BOOL, BYTES, FP32, INT32, INT64, UINT32, UINT64, DType
 from headrace.core.errors import InvalidArgument
 from headrace.engine.sequences.controls import Controls
-from headrace.modelconfig.types import ControlInput
+from headrace.models.config.types import ControlInput
 
 
 def test_values_and_types_are_those_of_the_configuration() -> None:

@@ -14,7 +14,7 @@ from headrace.engine.scheduling.batches import BatchLog
 from headrace.engine.scheduling.delayed_start import StartDelay
 from headrace.engine.scheduling.limiter import Limiter
 from headrace.engine.sequences.delayed_start import DelayedSequenceScheduler
-from headrace.modelconfig.types import OldestStrategy, SequenceBatching
+from headrace.models.config.types import OldestStrategy, SequenceBatching
 from support.engines import Recorder, config_of, serving_plane, submit
 
 DIRECT = SequenceBatching(controls=ALL_CONTROLS, max_sequence_idle_microseconds=60_000_000)

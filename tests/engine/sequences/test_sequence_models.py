@@ -25,7 +25,7 @@ from headrace.engine.scheduling.delay import FixedDelay
 from headrace.engine.scheduling.limiter import Limiter
 from headrace.engine.sequences.scheduler import SequenceScheduler
 from headrace.engine.statistics import VersionStatistics
-from headrace.modelconfig.types import OldestStrategy, SequenceBatching
+from headrace.models.config.types import OldestStrategy, SequenceBatching
 
 DIRECT = SequenceBatching(controls=ALL_CONTROLS, max_sequence_idle_microseconds=60_000_000)
 OLDEST = replace(DIRECT, strategy=OldestStrategy(max_candidate_sequences=6))

@@ -13,7 +13,7 @@ from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailab
 from headrace.engine.scheduling.batches import BatchLog
 from headrace.engine.scheduling.limiter import Limiter
 from headrace.engine.sequences.scheduler import SequenceScheduler
-from headrace.modelconfig.types import DirectStrategy, OldestStrategy, Resource, SequenceBatching
+from headrace.models.config.types import DirectStrategy, OldestStrategy, Resource, SequenceBatching
 from support.engines import run_engine
 from support.virtual_time import LoopClock
 

@@ -31,7 +31,7 @@ from headrace.engine.sequences.scheduler import SequenceScheduler
 from headrace.engine.sequences.states import StatefulJoiner, read_initial_states
 from headrace.engine.statistics import VersionStatistics
 from headrace.engine.versions import ModelVersion
-from headrace.modelconfig.types import (
+from headrace.models.config.types import (
     InitialState,
     OldestStrategy,
     OutputSpec,

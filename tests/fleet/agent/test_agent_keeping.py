@@ -19,10 +19,10 @@ from web_stub import WebStub, reply
 
 from headrace.core.errors import FailedPrecondition
 from headrace.fleet.agent.agent import Agent
-from headrace.fleet.agent.program import work
 from headrace.fleet.agent.serving import AgentMetrics
 from headrace.fleet.agent.settings import AgentSettings
-from headrace.storage.bringing import BringSettings
+from headrace.models.storage.bringing import BringSettings
+from headrace.programs.model_agent import work
 from support.waiting import eventually_async
 
 BODY = b"w" * 400_000

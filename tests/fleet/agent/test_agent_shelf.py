@@ -23,7 +23,7 @@ from headrace.fleet.agent.fetching import Download, fetch_model
 from headrace.fleet.agent.records import Record
 from headrace.fleet.agent.shelf import OWN, Shelf
 from headrace.fleet.agent.sources import source_of
-from headrace.storage.bringing import BringSettings
+from headrace.models.storage.bringing import BringSettings
 from support.waiting import eventually
 
 LOCAL = BringSettings(private_hosts=("127.0.0.1",))
@@ -248,7 +248,7 @@ from pathlib import Path
 from headrace.fleet.agent import shelf as room
 from headrace.fleet.agent.fetching import Download, fetch_model
 from headrace.fleet.agent.sources import source_of
-from headrace.storage.bringing import BringSettings
+from headrace.models.storage.bringing import BringSettings
 
 root = Path(sys.argv[1])
 

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.fleet.agent.sources import credentials_of, source_of
-from headrace.storage.locations import HubPlace, ObjectPlace, WebPlace
+from headrace.models.storage.locations import HubPlace, ObjectPlace, WebPlace
 
 PATH = "/mnt/models/m"
 

@@ -38,7 +38,7 @@ def test_what_cannot_be_is_said_in_one_line(words: list[str], said: str) -> None
 
 def test_what_is_told_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[AgentSettings] = []
-    monkeypatch.setattr("headrace.fleet.agent.program.run_agent", lambda settings: seen.append(settings) or 7)
+    monkeypatch.setattr("headrace.programs.model_agent.run_agent", lambda settings: seen.append(settings) or 7)
     told = run("--download-concurrency", "5", "--keep-free", "1.5GiB", "--private-host", "10.0.0.0/8", NODE_NAME="n")
     assert told.exit_code == 7
     (settings,) = seen

@@ -16,10 +16,10 @@ import yaml
 from lightkube import ApiError
 
 from headrace.fleet.cluster.api import Api, Refused, Unreachable, connect
-from headrace.fleet.cluster.program import Controller, OperatorSettings
 from headrace.fleet.cluster.resources import CHILDREN, Resource, Served
 from headrace.fleet.names import SERVICE_LABEL
 from headrace.fleet.schema.crds import crds
+from headrace.programs.operator import Controller, OperatorSettings
 from support.kubernetes_server import KubernetesServer
 from support.waiting import eventually
 

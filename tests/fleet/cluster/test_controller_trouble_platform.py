@@ -221,7 +221,7 @@ def test_the_manifests_are_taken_and_one_of_two_leads(clean: Any) -> None:
 def test_five_services_are_seen_with_a_bounded_number_of_calls(clean: Any) -> None:
     from controller_site import Running
 
-    from headrace.fleet.cluster.program import OperatorSettings
+    from headrace.programs.operator import OperatorSettings
 
     (model, service) = clean.sample("cpu")
     names = [f"digits-{number}" for number in range(5)]

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 HEADRACE = Path(sys.executable).parent / "headrace"

@@ -15,7 +15,7 @@ SERVICES = 6
 def test_calls_grow_with_what_is_made_and_not_with_what_is_there(clean: Any) -> None:
     from controller_site import Running
 
-    from headrace.fleet.cluster.program import OperatorSettings
+    from headrace.programs.operator import OperatorSettings
 
     once = OperatorSettings(discover_seconds=600)  # one discovery, however long this machine takes
     (model, service) = clean.sample("cpu")

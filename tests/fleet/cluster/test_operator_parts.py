@@ -12,10 +12,10 @@ from headrace.fleet.cluster import queue
 from headrace.fleet.cluster.api import Api, Refused
 from headrace.fleet.cluster.configuration import configured
 from headrace.fleet.cluster.manifests import ManifestSettings, cluster_rules, manifests
-from headrace.fleet.cluster.program import Controller, OperatorSettings
 from headrace.fleet.cluster.queue import Queue, backoff
 from headrace.fleet.cluster.resources import CHILDREN, Resource, Served, served
 from headrace.fleet.words import Document, FleetSettings
+from headrace.programs.operator import Controller, OperatorSettings
 from support.virtual_time import run_virtual
 from support.waiting import eventually_async
 

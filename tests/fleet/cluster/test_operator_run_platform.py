@@ -25,8 +25,8 @@ async def _run(server: Any) -> None:
 
     from headrace.fleet.cluster.api import connect
     from headrace.fleet.cluster.leading import LeaseSettings
-    from headrace.fleet.cluster.program import OperatorSettings, operate
     from headrace.fleet.cluster.resources import LEASES
+    from headrace.programs.operator import OperatorSettings, operate
     from support.ports import free_port
 
     port = free_port()

@@ -5,13 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any, cast
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "router"))
 
 from plan_cases import facts, service
 from routing import routing

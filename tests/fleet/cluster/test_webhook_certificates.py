@@ -17,6 +17,7 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import InvalidArgument
+from headrace.core.telemetry.registry import Registry
 from headrace.fleet.cluster.api import Refused
 from headrace.fleet.cluster.webhooks.certificates import Certificates, kept_in, made, renewed
 from headrace.fleet.cluster.webhooks.keeping import Keeper
@@ -31,7 +32,6 @@ from headrace.fleet.cluster.webhooks.settings import (
     WebhookSettings,
 )
 from headrace.fleet.words import ClusterFacts
-from headrace.telemetry.registry import Registry
 from support.waiting import eventually_async
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from headrace.cli.operator import operator
 from headrace.core.errors import FailedPrecondition, HeadraceError
-from headrace.fleet.cluster import program
-from headrace.fleet.cluster.program import OperatorSettings, operate
 from headrace.fleet.cluster.webhooks.settings import WebhookSettings
+from headrace.programs import operator as program
+from headrace.programs.operator import OperatorSettings, operate
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from __future__ import annotations
 import base64
 import copy
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet_documents import document, service, small_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schema_values import path, put, sample, ways, whole_document, wrong
 
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.admission import defaulted, problems
@@ -22,11 +22,6 @@ from headrace.fleet.cluster.webhooks.reviews import Sight, mutated, reviewed, va
 from headrace.fleet.names import DEPLOYMENT_MODE, LAST_APPLIED
 from headrace.fleet.schema.kinds import KINDS
 from headrace.fleet.words import ClusterFacts, FleetSettings
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fleet_documents import document, service, small_cluster
-from schema_values import path, put, sample, ways, whole_document, wrong
 
 FITS = {"supportedModelFormats": [{"name": "safetensors", "modelFormat": {"name": "safetensors"}, "autoSelect": False}]}
 FACTS = small_cluster(document("ClusterServingRuntime", "fits", FITS))

@@ -171,12 +171,12 @@ def test_it_needs_no_more_rights_than_its_manifests_give(place: Any) -> None:
 
 async def _as_nobody(place: Any, port: int) -> None:
     from headrace.core.clock import SystemClock
+    from headrace.core.telemetry.registry import Registry
     from headrace.fleet.cluster.api import connect
     from headrace.fleet.cluster.webhooks.reviews import Sight
     from headrace.fleet.cluster.webhooks.running import Webhooks
     from headrace.fleet.cluster.webhooks.settings import WebhookSettings
     from headrace.fleet.words import ClusterFacts
-    from headrace.telemetry.registry import Registry
 
     api = connect(str(place.server.kubeconfig_of_nobody()))
     settings = WebhookSettings(f"127.0.0.1:{port}", "hooks", f"https://127.0.0.1:{port}", look_seconds=0.2)

@@ -17,8 +17,8 @@ from controller_site import CountingTransport, at_rest, until
 
 from headrace.fleet.cluster import program
 from headrace.fleet.cluster.api import Api, connect
-from headrace.fleet.cluster.program import Controller, OperatorSettings
 from headrace.fleet.cluster.webhooks.settings import CONFIGURATION, SECRET, WebhookSettings
+from headrace.programs.operator import Controller, OperatorSettings
 from support.ports import free_port
 
 NAMESPACE = "headrace-system"

@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from simulated_fleet import SimulatedFleet
 
 

@@ -20,7 +20,7 @@ from headrace.fleet.client.kinds import kind_named
 from headrace.fleet.local.client import LocalFleet
 from headrace.fleet.local.store import read_json
 from headrace.fleet.words import Document, items, text
-from headrace.launch.identity import stat_of
+from headrace.platforms.identity import stat_of
 from support.ports import service_ports
 from support.waiting import eventually
 
@@ -31,9 +31,9 @@ _SERVICES = 30
 _DAEMON = """
 import json, sys
 from pathlib import Path
-from headrace.fleet.local.program import run_local
+from headrace.programs.fleet_daemon import run_local
 from headrace.fleet.local.settings import LocalSettings
-from headrace.telemetry.logs import configure_logging
+from headrace.core.telemetry.logs import configure_logging
 configure_logging("info", "text")
 more = json.loads(sys.argv[4])
 if more.pop("without_cgroups", False):

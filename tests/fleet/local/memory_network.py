@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.core.clock import Clock, SystemClock
-from headrace.wire.negotiation import feed
+from headrace.net.negotiation import feed
 from support.virtual_time import LoopClock, VirtualLoop
 
 OWNER: contextvars.ContextVar[object] = contextvars.ContextVar("owner", default="test")

@@ -39,16 +39,16 @@ from headrace.fleet.local.commands import CannotRun
 from headrace.fleet.local.driving import LOG, RECORD, Box, Ended
 from headrace.fleet.local.machine import Machine
 from headrace.fleet.local.processes import Command
-from headrace.fleet.local.program import Daemon
 from headrace.fleet.local.scaling.usage import Usage, Used
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import read_json, write_json
 from headrace.fleet.local.system import System
 from headrace.fleet.words import Document, items, text
-from headrace.launch.logs import last_lines
-from headrace.launch.ports import Ports
-from headrace.wire.server import drain_servers
-from headrace.wire.sockets import Address
+from headrace.net.server import drain_servers
+from headrace.net.sockets import Address
+from headrace.platforms.logs import last_lines
+from headrace.platforms.ports import Ports
+from headrace.programs.fleet_daemon import Daemon
 from support.virtual_time import LoopClock, run_virtual
 from support.waiting import eventually_async
 

@@ -20,15 +20,15 @@ from unittest.mock import patch
 
 from memory_network import MemoryNetwork
 
-import headrace.apps.router
-from headrace.apps.router import RouterAppSettings, _scaler, _tell_of_wakes, build_router_site
+import headrace.programs.router
 from headrace.cli.router_settings import router_settings
 from headrace.fleet.local.driving import Ended
 from headrace.fleet.local.limits import Limits
 from headrace.fleet.local.sight import OOM_KILLED
-from headrace.router.discovery.watching import changes, mark_of
-from headrace.router.proxy import RouterProxy
-from headrace.wire.negotiation import NegotiatingProtocol
+from headrace.fleet.router.discovery.watching import changes, mark_of
+from headrace.fleet.router.proxy import RouterProxy
+from headrace.net.negotiation import NegotiatingProtocol
+from headrace.programs.router import RouterAppSettings, _scaler, _tell_of_wakes, build_router_site
 
 Program = Callable[["SimulatedProcess"], Awaitable[int]]
 _PIDS = itertools.count(5_000_001)
@@ -353,7 +353,7 @@ def _router_settings(words: Sequence[str]) -> RouterAppSettings:
         read.append(settings)
         return 0
 
-    with patch.object(headrace.apps.router, "run_router", run_router):
+    with patch.object(headrace.programs.router, "run_router", run_router):
         try:
             app(args=list(words), prog_name="headrace", standalone_mode=False)
         except SystemExit as ends:

@@ -19,7 +19,7 @@ from headrace.fleet.client.describing import describe
 from headrace.fleet.client.kinds import kind_named
 from headrace.fleet.local.store import read_json
 from headrace.fleet.words import Document
-from headrace.launch.identity import stat_of
+from headrace.platforms.identity import stat_of
 from support.chat_served import chat_served
 from support.serving import Serving
 from support.waiting import eventually

@@ -16,7 +16,7 @@ from local_site import LocalSite, runtime, said, service
 
 from headrace.core.errors import NotFound
 from headrace.fleet.words import Document, items
-from headrace.launch.identity import stat_of
+from headrace.platforms.identity import stat_of
 from support.waiting import eventually
 
 pytestmark = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,6 @@ MOUNT = {"name": "stub", "mountPath": "/stub", "readOnly": True}
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[DockerEngine]:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
     from docker_platform import docker_engine
 
     with docker_engine() as started, pytest.MonkeyPatch.context() as patched:

@@ -14,7 +14,7 @@ from headrace.fleet.local.docker_words import create_words, ended_of
 from headrace.fleet.local.driving import Box, Ended, Mounted
 from headrace.fleet.local.limits import Limits
 from headrace.fleet.local.volumes import mounted, shared_memory
-from headrace.launch.docker.settings import DockerSettings
+from headrace.platforms.docker.settings import DockerSettings
 
 
 def words(**said: Any) -> tuple[str, dict[str, str]]:

@@ -15,7 +15,7 @@ from local_site import LocalSite, runtime, said, service
 from rollout_traffic import Traffic
 
 from headrace.fleet.words import Document, items
-from headrace.launch.identity import stat_of
+from headrace.platforms.identity import stat_of
 from support.waiting import eventually
 
 pytestmark = [

@@ -26,7 +26,7 @@ from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.system import System
 from headrace.fleet.local.units import Units
 from headrace.fleet.words import Document
-from headrace.launch.identity import session_members, stat_of
+from headrace.platforms.identity import session_members, stat_of
 from support.ports import service_ports
 from support.waiting import eventually, eventually_async
 

@@ -24,7 +24,7 @@ from headrace.fleet.local.objects import Objects
 from headrace.fleet.local.store import Store
 from headrace.fleet.local.workloads import Unit, steps, wanted_of, workload_status
 from headrace.fleet.words import Document
-from headrace.launch.ports import Ports
+from headrace.platforms.ports import Ports
 
 
 @given(wanted=st.integers(0, 6), old=st.lists(st.booleans(), max_size=6), fails=st.booleans())

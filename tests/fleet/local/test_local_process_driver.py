@@ -23,7 +23,7 @@ from headrace.fleet.local.limits import Limits
 from headrace.fleet.local.process_driver import ProcessDriver, ProcessRun
 from headrace.fleet.local.store import read_json
 from headrace.fleet.local.watching import Watch
-from headrace.launch.identity import session_members, stat_of
+from headrace.platforms.identity import session_members, stat_of
 from support.waiting import eventually_async
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")

@@ -19,7 +19,7 @@ from headrace.fleet.local.routing import Router
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.store import write_json
 from headrace.fleet.local.system import System
-from headrace.launch.ports import Ports
+from headrace.platforms.ports import Ports
 from support.ports import free_port
 from support.waiting import eventually_async
 

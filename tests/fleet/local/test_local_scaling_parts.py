@@ -41,8 +41,8 @@ from headrace.fleet.local.system import System
 from headrace.fleet.local.workloads import bounds_of, wanted_of
 from headrace.fleet.planning import plan
 from headrace.fleet.words import ClusterFacts, Document, FleetSettings, cluster_facts, kind_of
-from headrace.launch.identity import session_members
-from headrace.launch.ports import Ports
+from headrace.platforms.identity import session_members
+from headrace.platforms.ports import Ports
 from support.waiting import eventually
 
 _windows = st.builds(Windows, st.floats(1, 100), st.floats(0.1, 1), st.floats(1.1, 10))

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from headrace.core.clock import ManualClock
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.telemetry.exposition import render
+from headrace.core.telemetry.registry import Registry
 from headrace.fleet.autoscaling.computing import Computation
 from headrace.fleet.autoscaling.exposition import Series, read_series
 from headrace.fleet.autoscaling.queries import read_query
-from headrace.telemetry.exposition import render
-from headrace.telemetry.registry import Registry
 
 
 def series(**values: float) -> Series:

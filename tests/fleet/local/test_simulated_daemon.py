@@ -11,9 +11,9 @@ from local_site import runtime, service
 from simulated_fleet import SimulatedFleet, Traffic
 
 from headrace.core.errors import FailedPrecondition
-from headrace.fleet.local.program import Daemon
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.words import Document, items
+from headrace.programs.fleet_daemon import Daemon
 
 
 async def container_of(fleet: SimulatedFleet, name: str) -> Document:

@@ -15,11 +15,11 @@ from local_site import document, runtime, service
 from simulated_fleet import SimulatedFleet
 
 from headrace.core.errors import Unavailable
+from headrace.core.telemetry.progress import ProgressEvent
 from headrace.fleet.client.contract import NodeProgress
 from headrace.fleet.client.kinds import kind_named
 from headrace.fleet.local import models
 from headrace.fleet.words import Document
-from headrace.telemetry.progress import ProgressEvent
 
 MODEL = kind_named("ClusterBaseModel")
 

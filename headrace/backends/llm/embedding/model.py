@@ -24,7 +24,7 @@ from headrace.backends.signature import Port, Signature, check_signature, comple
 from headrace.core.dtypes import BYTES, FP32, INT32
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unimplemented
 from headrace.core.generation import EMBEDDING, TEXT_INPUT
-from headrace.modelconfig.types import ModelConfig
+from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 

@@ -21,7 +21,7 @@ from headrace.backends.llm.handing.metrics import GIVEN, TAKEN, HandingMetrics
 from headrace.backends.llm.handing.taking import NotTaken, leave, take
 from headrace.backends.llm.running.kv_cache import KVCache
 from headrace.core.handing import BadTicket, HandingSettings, Offer
-from headrace.telemetry.registry import Registry
+from headrace.core.telemetry.registry import Registry
 
 log = logging.getLogger("headrace.backends.llm")
 

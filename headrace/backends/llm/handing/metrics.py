@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from headrace.telemetry.registry import Registry
+from headrace.core.telemetry.registry import Registry
 
 _LABELS = ("model", "version", "side")
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)

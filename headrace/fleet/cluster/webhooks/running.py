@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from datetime import datetime
 
+from headrace.core.telemetry.registry import Registry
 from headrace.fleet.cluster.api import Api, Refused, Unreachable
 from headrace.fleet.cluster.queue import backoff
 from headrace.fleet.cluster.webhooks.certificates import Certificates
@@ -16,9 +17,8 @@ from headrace.fleet.cluster.webhooks.registering import Registrar
 from headrace.fleet.cluster.webhooks.reviews import Sight
 from headrace.fleet.cluster.webhooks.serving import Identity, WebhookMetrics, server_of
 from headrace.fleet.cluster.webhooks.settings import WebhookSettings
-from headrace.telemetry.registry import Registry
-from headrace.wire.server import WireServer
-from headrace.wire.sockets import Address
+from headrace.net.server import WireServer
+from headrace.net.sockets import Address
 
 log = logging.getLogger("headrace.operator")
 

@@ -18,17 +18,17 @@ from headrace.core.limits import MIB, Limits
 from headrace.fleet.cluster.resources import SERVICES
 from headrace.fleet.cluster.webhooks.reviews import Deed, Sight, mutated, reviewed, validated
 from headrace.fleet.cluster.webhooks.settings import CHECKED, READY_PATH, path_of
-from headrace.wire.http.heads import CONTENT_TYPE, JSON, ResponseHead
-from headrace.wire.http.routes import Routes
-from headrace.wire.negotiation import NegotiatingProtocol
-from headrace.wire.server import WireServer
-from headrace.wire.site import Site
-from headrace.wire.sockets import Address
-from headrace.wire.tls import TlsFiles
+from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
+from headrace.net.http.routes import Routes
+from headrace.net.negotiation import NegotiatingProtocol
+from headrace.net.server import WireServer
+from headrace.net.site import Site
+from headrace.net.sockets import Address
+from headrace.net.tls import TlsFiles
 
 if TYPE_CHECKING:
-    from headrace.telemetry.registry import Registry
-    from headrace.wire.http.exchange import Exchange
+    from headrace.core.telemetry.registry import Registry
+    from headrace.net.http.exchange import Exchange
 
 _BODY_BYTES = 16 * MIB
 """Two documents, of which etcd takes one and a half MiB each, and what JSON makes of them."""

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.cluster.resources import BENCHMARKS, FACTS, SERVICES, Resource, Served
 from headrace.fleet.names import GROUP, VERSION
-from headrace.wire.sockets import Address
+from headrace.net.sockets import Address
 
 SERVICE = "headrace-operator-webhook"
 """The Service that the API server finds us by."""

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""URLs of images and videos, as pixels: `MediaReader`.
+
+Called by `api.openai` and by the microservice for what clients send or name. Takes `data:` and http(s) URLs; those of object
+stores where there are a workspace's credentials; files of folders that the operator has opened. Fetching and decoding go on
+in threads of their own, a few at once; whatever was fetched is removed before the caller has its pixels, or its error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, TypeVar
+
+from headrace.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HeadraceError,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unavailable,
+)
+from headrace.core.generation import Clip, Picture
+from headrace.models.media.clips import ClipLimits, decode_clip
+from headrace.models.media.data_urls import content_of, parse_data_url
+from headrace.models.media.kinds import HEAD_BYTES, IMAGES, VIDEOS, Format, Kind, sniff
+from headrace.models.media.pictures import decode_picture
+from headrace.models.media.settings import MediaSettings
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.fetching import fetch
+from headrace.models.storage.locations import (
+    CLOUD_SCHEMES,
+    WEB_SCHEMES,
+    LocalPlace,
+    ObjectPlace,
+    parse_location,
+    public_text,
+    scheme_of,
+)
+from headrace.models.storage.objects import ObjectLimits, ObjectSource
+
+log = logging.getLogger("headrace.media")
+
+A = TypeVar("A")
+_GLANCE_SECONDS = 0.2
+_OTHER_CLOUDS = ("cs",)
+
+
+class MediaReader:
+    """Reads media within limits. Every problem with an item is an InvalidArgument that says what to do."""
+
+    def __init__(self, settings: MediaSettings, credentials: CloudCredentials | None = None) -> None:
+        self._settings = settings
+        self._credentials = credentials
+        self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="media")
+        self._decoders = threading.BoundedSemaphore(settings.decoders)
+        self._under_way = 0
+        self._closed = threading.Event()
+
+    async def picture(self, url: str) -> Picture:
+        """The image behind a URL."""
+        found = await self._run(lambda cancelled: self._read(url, "image", 1.0, None, cancelled))
+        if not isinstance(found, Picture):
+            raise InvalidArgument(f"{_shown(url)} is a video, where an image is expected: {IMAGES}")
+        return found
+
+    async def clip(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> Clip:
+        """Frames of the video behind a URL: `fps` of each second, spread wider where that makes more than `max_frames`."""
+        found = await self._run(lambda cancelled: self._read(url, "video", fps, max_frames, cancelled))
+        if not isinstance(found, Clip):
+            raise InvalidArgument(f"{_shown(url)} is an image, where a video is expected: {VIDEOS}")
+        return found
+
+    async def item(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> Picture | Clip:
+        """Either, by what it is; names do not matter."""
+        return await self._run(lambda cancelled: self._read(url, None, fps, max_frames, cancelled))
+
+    def close(self) -> None:
+        """Stop what is under way and take no more."""
+        self._closed.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[[Callable[[], bool]], A]) -> A:
+        if self._closed.is_set():
+            raise _stopping()
+        if self._under_way >= self._settings.threads + self._settings.waiting:
+            raise ResourceExhausted("too many images and videos are being read; try again", retry_after_seconds=1.0)
+        gone = threading.Event()
+        self._under_way += 1
+        try:
+            future = asyncio.get_running_loop().run_in_executor(
+                self._threads, work, lambda: gone.is_set() or self._closed.is_set()
+            )
+            return await future
+        except (asyncio.CancelledError, Cancelled):
+            # Of the work, because the reader was closed; or of the caller, who is to know.
+            task = asyncio.current_task()
+            if self._closed.is_set() and (task is None or not task.cancelling()):
+                raise _stopping() from None
+            raise
+        finally:
+            # Of a caller who went away: the thread sees it and clears up.
+            gone.set()
+            self._under_way -= 1
+
+    def _read(
+        self, url: str, kind: Kind | None, fps: float, max_frames: int | None, cancelled: Callable[[], bool]
+    ) -> Picture | Clip:
+        settings = self._settings
+        if not (0 < fps <= 1000):
+            raise InvalidArgument(f"fps is {fps:g}; it must be more than 0 and at most 1000")
+        frames = settings.frames if max_frames is None else max_frames
+        if frames < 1:
+            raise InvalidArgument(f"max_frames is {frames}; it must be at least 1")
+        limits = ClipLimits(
+            fps,
+            min(frames, settings.frames),
+            settings.image_pixels,
+            settings.clip_pixels,
+            settings.video_seconds,
+            settings.decode_seconds,
+        )
+        try:
+            with self._opened(url, kind, cancelled) as file:
+                return self._decoded(file, url, kind, limits, cancelled)
+        except (InvalidArgument, Cancelled):
+            raise
+        except (NotFound, PermissionDenied, Unavailable, DeadlineExceeded) as error:
+            # For whoever sent the URL, a server that does not answer and a file that is not there are the same mistake.
+            raise InvalidArgument(error.message) from None
+        except HeadraceError:
+            raise
+        except OSError as error:
+            log.warning("an item could not be read: %s", error)
+            raise InvalidArgument(f"{_shown(url)} could not be read") from None
+
+    def _decoded(
+        self, file: IO[bytes], url: str, kind: Kind | None, limits: ClipLimits, cancelled: Callable[[], bool]
+    ) -> Picture | Clip:
+        head = file.read(HEAD_BYTES)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        found = sniff(head)
+        if found is None:
+            wanted = {"image": IMAGES, "video": VIDEOS, None: f"{IMAGES}; {VIDEOS}"}[kind]
+            raise InvalidArgument(f"the content of {_shown(url)} is none of {wanted}, whatever its name or type says")
+        if kind is not None and found.kind != kind:
+            raise _other_kind(url, found)
+        if found.kind == "image" and size > self._settings.image_bytes:
+            raise InvalidArgument(
+                f"{_shown(url)} has {size} bytes; {self._settings.image_bytes} are the most for an image"
+            )
+        while not self._decoders.acquire(timeout=_GLANCE_SECONDS):
+            if cancelled():
+                raise Cancelled("reading an image or video was cancelled")
+        try:
+            if found.kind == "image":
+                return decode_picture(file, found, self._settings.image_pixels)
+            return decode_clip(file, found, limits, cancelled)
+        finally:
+            self._decoders.release()
+
+    @contextlib.contextmanager
+    def _opened(self, url: str, kind: Kind | None, cancelled: Callable[[], bool]) -> Iterator[IO[bytes]]:
+        """What a URL names, as a file that is gone afterwards if it was ours."""
+        settings = self._settings
+        most = settings.image_bytes if kind == "image" else settings.video_bytes
+        scheme = "data" if url[:5].lower() == "data:" else scheme_of(url)
+        if scheme == "data" and scheme in settings.schemes:
+            data = parse_data_url(url)
+            if kind is not None and data.kind != kind:
+                raise InvalidArgument(f"a data: URL of type {data.mime} was sent where {_a(kind)} is expected")
+            yield io.BytesIO(content_of(data, settings.image_bytes if data.kind == "image" else most))
+        elif scheme in WEB_SCHEMES and scheme in settings.schemes:
+            with self._folder() as folder:
+                fetch(url, folder / "item", settings.fetch_policy(most), cancelled=cancelled)
+                with (folder / "item").open("rb") as file:
+                    yield file
+        elif scheme in CLOUD_SCHEMES or scheme in _OTHER_CLOUDS:
+            with self._folder() as folder, self._from_store(url, folder, most, cancelled).open("rb") as file:
+                yield file
+        elif scheme in {"", "file"}:
+            with _open_local(url, settings.folders, most) as file:
+                yield file
+        else:
+            taken = ", ".join(f"{name}:" for name in settings.schemes)
+            raise InvalidArgument(f"{scheme}: URLs are not read here; send one of {taken}")
+
+    def _from_store(self, url: str, folder: Path, most: int, cancelled: Callable[[], bool]) -> Path:
+        if self._credentials is None or scheme_of(url) in _OTHER_CLOUDS:
+            raise InvalidArgument(
+                f"Cloud-storage URIs are not supported by the inference service: {_shown(url)}; "
+                "send an http(s):// or data: URL"
+            )
+        place = parse_location(url)
+        if not isinstance(place, ObjectPlace):
+            raise InvalidArgument(f"{_shown(url)} is not in an object store")
+        settings = self._settings
+        limits = ObjectLimits(most, 1000, settings.idle_seconds, settings.fetch_seconds / 4)
+        end = time.monotonic() + settings.fetch_seconds
+        source = ObjectSource(place, self._credentials, limits)
+        listing = source.look()
+        if not listing.is_file:
+            raise InvalidArgument(f"{_shown(url)} is a folder of a bucket; name one image or video")
+        try:
+            source.download(listing, folder, cancelled=lambda: cancelled() or time.monotonic() > end)
+        except Cancelled:
+            if cancelled():
+                raise
+            raise InvalidArgument(f"{_shown(url)} took longer than {settings.fetch_seconds:g} seconds") from None
+        return folder / listing.objects[0].name
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[Path]:
+        folder = Path(tempfile.mkdtemp(prefix="headrace-media-", dir=self._settings.temporary_folder))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("this server is stopping and reads no more images and videos")
+
+
+def _open_local(url: str, folders: tuple[Path, ...], most: int) -> IO[bytes]:
+    place = parse_location(url)
+    if not folders or not isinstance(place, LocalPlace):
+        raise InvalidArgument("paths of the server's own disk are not read; send an http(s):// or data: URL")
+    # One text for all that is wrong: what lies outside of the folders is nobody's business.
+    wrong = InvalidArgument(f"{_shown(url)} is not a file in a folder that this server reads media from")
+    path = place.path.resolve()
+    if not any(path.is_relative_to(folder.resolve()) for folder in folders):
+        raise wrong
+    try:
+        # Not through a link that was put there meanwhile, and never waiting for the other end of a pipe.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        raise wrong from None
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and status.st_size <= most:
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    if stat.S_ISREG(status.st_mode):
+        raise InvalidArgument(f"{_shown(url)} has {status.st_size} bytes; {most} are the most")
+    raise wrong
+
+
+def _other_kind(url: str, format: Format) -> InvalidArgument:
+    wanted = "a video" if format.kind == "image" else "an image"
+    return InvalidArgument(f"the content of {_shown(url)} is {_a(format.kind)}, where {wanted} is expected")
+
+
+def _a(kind: Kind) -> str:
+    return "an image" if kind == "image" else "a video"
+
+
+def _shown(url: str) -> str:
+    """A URL for an error: without its query, and of `data:` only the beginning."""
+    return url[:40].partition(",")[0] + ",..." if url[:5].lower() == "data:" else public_text(url)

@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make a model repository of one model that is served straight from a path.
+
+`SingleModel` says what was asked for; `Staging` links its files into a folder that goes with the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import HeadraceError, InvalidArgument
+from headrace.core.names import is_name
+from headrace.models.config.detect import Detected, Part, detect
+from headrace.models.config.drafts import CONFIG_FILES, draft_from_json, read_draft
+from headrace.models.config.formats import FORMATS
+from headrace.models.config.hugging_face import is_hub_folder
+from headrace.models.config.schema import new_config
+from headrace.models.config.showing import to_json
+
+LATEST = "latest"
+
+_VERSION = re.compile(r"[vV]?[0-9][A-Za-z0-9_.+-]{0,63}")
+_PIECE = re.compile(r"[0-9]+|[A-Za-z]+")
+_MOST_DIGITS = 18
+
+SortKey = tuple[tuple[int, int, str], ...]
+
+
+def is_version(name: str) -> bool:
+    """Whether a folder's name looks like a version: `1`, `v1.2.0`, `2024-05-01`."""
+    return _VERSION.fullmatch(name) is not None
+
+
+def sort_key(name: str) -> tuple[SortKey, str]:
+    """Sorts versions from old to new: 1.10 behind 1.9, and 1.2.0-rc1 before 1.2.0."""
+    # Words stand before the end, so that a release is newer than what was tried before it; numbers behind it.
+    pieces = _PIECE.findall(name.removeprefix("v").removeprefix("V"))
+    key = [(2, int(piece), "") if piece.isdigit() else (0, 0, piece.lower()) for piece in pieces]
+    return (*key, (1, 0, "")), name
+
+
+def is_numbered(names: Iterable[str]) -> bool:
+    """Whether all of them are plain numbers, which then are those of the engine."""
+    return all(name.isascii() and name.isdigit() and len(name) <= _MOST_DIGITS for name in names)
+
+
+def numbers_of(names: Iterable[str], before: Mapping[str, int]) -> dict[str, int]:
+    """A number for each name, in the order of the versions.
+
+    Who had one keeps it, as long as the order allows. Otherwise all get new ones: a number never means two versions.
+    """
+    ordered = sorted(names, key=sort_key)
+    if is_numbered(ordered):
+        return {name: int(name) for name in ordered}
+    highest = max(before.values(), default=0)
+    numbers: dict[str, int] = {}
+    for name in ordered:
+        number = before.get(name)
+        if number is None:
+            highest += 1
+            number = highest
+        numbers[name] = number
+    if list(numbers.values()) == sorted(numbers.values()):
+        return numbers
+    first = max(before.values(), default=0) + 1
+    return {name: first + index for index, name in enumerate(ordered)}
+
+
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
+_LABEL = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class SingleModel:
+    """What was asked for. None: nobody said."""
+
+    path: Path
+    name: str
+    version: str
+    all_versions: bool
+    gpu: int | None
+    """The GPU; -1 for all of them; None for none."""
+    auto_device: bool
+    instances: int | None
+    precision: str
+    max_batch_size: int | None
+    batch_timeout_ms: float | None
+    queue_timeout_ms: float
+    max_queue_size: int
+    cached: bool
+    inputs: tuple[Mapping[str, Any], ...]
+    outputs: tuple[Mapping[str, Any], ...]
+    parameters: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """What lies under the path."""
+
+    versions: Mapping[str, Path]
+    """Folders or files by the version's name; "" for the only one of a model without versions."""
+    chosen: str
+
+
+def look(single: SingleModel) -> Present:
+    """Which versions are there, and which one is asked for. Raises if there is none."""
+    path = single.path
+    folders = _version_folders(path)
+    if not folders:
+        # The version is then a name for what is there.
+        label = "" if single.version == LATEST else single.version
+        if label and not _LABEL.fullmatch(label):
+            raise InvalidArgument(f"model.version {label[:64]!a} is no name of a version: use letters, digits and '.'")
+        return Present({label: path}, label)
+    if single.version == LATEST:
+        return Present(folders, max(folders, key=sort_key))
+    chosen = single.version if single.version in folders else f"v{single.version}"
+    if chosen in folders:
+        return Present(folders, chosen)
+    named = path / single.version
+    if _LABEL.fullmatch(single.version) and is_name(single.version) and named.is_dir():
+        return Present({single.version: named}, single.version)
+    there = ", ".join(sorted(folders, key=sort_key, reverse=True)[:10])
+    raise InvalidArgument(
+        f"model.version {single.version[:64]!a} is not in {path}: there are {there}. Name one of them, or latest"
+    )
+
+
+def find_model(path: Path) -> Detected:
+    """The model at a path. In a folder, one with a usual name is meant before others that lie beside it."""
+    if path.is_dir() and not (path / "model.py").is_file():
+        usual = (path / known.filename for known in FORMATS if known.filename)
+        return detect(next((each for each in usual if each.exists()), path))
+    return detect(path)
+
+
+def name_of(path: Path) -> str:
+    """A model's name, made of that of its file or folder."""
+    stem = path.stem if path.is_file() or path.suffix == ".savedmodel" else path.name
+    name = _NOT_IN_A_NAME.sub("_", stem).lstrip(".-").replace("..", "_")[:255]
+    return name if is_name(name) else "model"
+
+
+def own_config(path: Path) -> Path | None:
+    """The configuration that lies beside the versions, if there is one."""
+    if not path.is_dir():
+        return None
+    # The config.json of a Hugging Face folder is not one of ours.
+    theirs = {"config.json"} if is_hub_folder(path) else set()
+    return next((path / name for name in CONFIG_FILES if name not in theirs and (path / name).is_file()), None)
+
+
+def _version_folders(path: Path) -> dict[str, Path]:
+    if not path.is_dir() or (path / "saved_model.pb").is_file() or (path / "model.py").is_file():
+        return {}
+    try:
+        entries = sorted(path.iterdir())
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror}; check its permissions") from None
+    found = {each.name: each for each in entries if is_version(each.name) and each.is_dir() and any(each.iterdir())}
+    numbers = [name for name in found if name.isdigit()]
+    if numbers and len(numbers) != len(found):
+        other = next(name for name in found if not name.isdigit())
+        raise InvalidArgument(f"{path} has versions named {numbers[0]} and {other}: name all by numbers, or none")
+    return found
+
+
+DEFAULT_BATCH = 32
+"""For formats that do not tell whether they batch."""
+
+LABELS = "version_labels"
+
+
+def config_json(single: SingleModel, detected: Detected, labels: Mapping[int, str], *, own: bool) -> str:
+    """The whole configuration. `own`: there is one beside the model, to begin with."""
+    message = read_draft(single.path).message if own else new_config(backend=detected.backend)
+    message.name = single.name
+    if not own:
+        message.platform = detected.platform
+    if not message.backend and not message.platform:
+        message.backend = detected.backend
+    # Only what is to be served is in the folder.
+    message.version_policy.Clear()
+    message.version_policy.all.SetInParent()
+    _add_device(message, single)
+    _add_tensors(message, single, detected)
+    unbatched = _add_batching(message, single, detected)
+    if single.cached:
+        message.response_cache.enable = True
+    _add_parameters(message, single, detected, labels)
+    values = to_json(message)
+    if not (message.max_batch_size or unbatched):
+        del values["max_batch_size"]  # 0 says something else than nothing
+    text = json.dumps(values, indent=2)
+    draft_from_json(single.path, text)  # what is wrong is told now
+    return text
+
+
+def _add_device(message: Any, single: SingleModel) -> None:
+    if message.instance_group and single.auto_device and single.instances is None:
+        return
+    del message.instance_group[:]
+    group = message.instance_group.add()
+    group.count = single.instances or 1
+    if not single.auto_device:
+        group.kind = group.KIND_CPU if single.gpu is None else group.KIND_GPU
+        if single.gpu is not None and single.gpu >= 0:
+            group.gpus.append(single.gpu)
+
+
+def _add_tensors(message: Any, single: SingleModel, detected: Detected) -> None:
+    for name, rows in (("input", single.inputs), ("output", single.outputs)):
+        tensors = getattr(message, name)
+        if rows:
+            del tensors[:]
+            for row in rows:
+                _add_tensor(tensors, str(row["name"]), str(row["dtype"]), row["shape"] or (-1,))
+        elif not tensors and not detected.tells:
+            _add_tensor(tensors, f"{name.upper()}__0", "FP32", (-1,))
+
+
+def _add_tensor(tensors: Any, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    tensor = tensors.add()
+    tensor.name = name
+    tensor.dims.extend(shape)
+    types = tensor.DESCRIPTOR.fields_by_name["data_type"].enum_type
+    word = dtype.upper().removeprefix("TYPE_")
+    known = types.values_by_name.get(f"TYPE_{'STRING' if word == 'BYTES' else word}")
+    if known is None or not known.number:
+        words = ", ".join(each.name.removeprefix("TYPE_") for each in types.values if each.number)
+        raise InvalidArgument(f"model: the dtype of {name[:64]!a} is {dtype[:32]!a}: use {words}")
+    tensor.data_type = known.number
+
+
+def _add_batching(message: Any, single: SingleModel, detected: Detected) -> bool:
+    """Whether no batches are asked for."""
+    if single.max_batch_size is not None:
+        message.max_batch_size = single.max_batch_size
+    elif not message.max_batch_size and not detected.tells:
+        message.max_batch_size = DEFAULT_BATCH
+    if single.max_batch_size == 0:
+        if message.HasField("dynamic_batching"):
+            message.ClearField("dynamic_batching")
+        return True
+    if message.WhichOneof("scheduling_choice") in (None, "dynamic_batching"):
+        batching = message.dynamic_batching
+        if message.max_batch_size or single.batch_timeout_ms is not None:
+            batching.SetInParent()
+        if single.batch_timeout_ms is not None:
+            batching.max_queue_delay_microseconds = round(single.batch_timeout_ms * 1000)
+        if single.queue_timeout_ms:
+            batching.default_queue_policy.default_timeout_microseconds = round(single.queue_timeout_ms * 1000)
+        if single.max_queue_size:
+            batching.default_queue_policy.max_queue_size = single.max_queue_size
+    return False
+
+
+def _add_parameters(message: Any, single: SingleModel, detected: Detected, labels: Mapping[int, str]) -> None:
+    if single.precision != "fp32":
+        if detected.backend != "pytorch":
+            raise InvalidArgument(
+                f"model.precision: {single.precision} converts PyTorch models, and {single.path} is {detected.what}: "
+                "convert the file itself, and write precision: fp32"
+            )
+        message.parameters["precision"].string_value = single.precision
+    for name, value in single.parameters.items():
+        message.parameters[name].string_value = value
+    if labels:
+        pairs = sorted(labels.items())
+        message.parameters[LABELS].string_value = ",".join(f"{number}={label}" for number, label in pairs)
+
+
+log = logging.getLogger("headrace.configuration")
+
+_NUMBERS = ".versions.json"
+_LOCK = ".lock"
+
+
+class Staging:
+    """The folder of one model, kept like what lies under its path."""
+
+    def __init__(self, single: SingleModel, repository: Path) -> None:
+        self.single = single
+        self.repository = repository
+        self._folder = repository / single.name
+        self._said = ""
+
+    @property
+    def name(self) -> str:
+        """What the model is called."""
+        return self.single.name
+
+    @property
+    def preferred(self) -> str:
+        """The version for requests that name none, where the newest of those that are served is not meant; else ""."""
+        wanted = self.single.version
+        return look(self.single).chosen if self.single.all_versions and wanted != LATEST else ""
+
+    def refresh(self) -> None:
+        """Take in what has changed. What is wrong is told once in the log; what serves goes on serving."""
+        try:
+            self.build()
+            self._said = ""
+        except HeadraceError as error:
+            self._say(error.message)
+        except OSError as error:
+            self._say(f"{self.single.path} cannot be looked at: {error.strerror}")
+
+    def build(self) -> None:
+        """Make the folder what it should be; raises what is wrong with the model."""
+        descriptor = os.open(self.repository / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._build(look(self.single))
+        finally:
+            os.close(descriptor)
+
+    def _build(self, present: Present) -> None:
+        numbers = numbers_of(present.versions, self._numbers()) if list(present.versions) != [""] else {"": 1}
+        chosen = find_model(present.versions[present.chosen])
+        served = {present.chosen: chosen}
+        if self.single.all_versions:
+            served |= self._others(present, chosen)
+        own = own_config(self.single.path)
+        numbered = is_numbered(name for name in served if name)
+        labels = {} if numbered else {numbers[name]: name for name in served if name}
+        text = config_json(self.single, chosen, labels, own=own is not None)
+        self._folder.mkdir(exist_ok=True)
+        for name, detected in served.items():
+            self._link(self._folder / str(numbers[name]), detected.parts)
+        if own is not None:
+            self._link_beside(own.parent)
+        _write(self.repository / _NUMBERS, json.dumps(numbers))
+        # Before old versions go, so that none is missed that the configuration speaks of.
+        _write(self._folder / "config.json", text)
+        wanted = {str(numbers[name]) for name in served}
+        for each in list(self._folder.iterdir()):
+            if each.name.isdigit() and each.name not in wanted:
+                shutil.rmtree(each, ignore_errors=True)
+
+    def _others(self, present: Present, chosen: Detected) -> dict[str, Detected]:
+        found = {}
+        for name, path in present.versions.items():
+            if name == present.chosen:
+                continue
+            try:
+                detected = find_model(path)
+            except HeadraceError as error:
+                self._say(f"version {name} is left out: {error.message}")
+                continue
+            if (detected.backend, detected.parts[0].name) != (chosen.backend, chosen.parts[0].name):
+                self._say(f"version {name} is left out: it is {detected.what}, and {present.chosen} is {chosen.what}")
+                continue
+            found[name] = detected
+        return found
+
+    def _numbers(self) -> dict[str, int]:
+        try:
+            known = json.loads((self.repository / _NUMBERS).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return {str(name): int(number) for name, number in known.items()}
+
+    def _link(self, folder: Path, parts: tuple[Part, ...]) -> None:
+        folder.mkdir(exist_ok=True)
+        for part in parts:
+            place = folder / part.name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _point(place, part.source)
+        top = {Path(part.name).parts[0] for part in parts}
+        for each in list(folder.iterdir()):
+            if each.name not in top and each.is_symlink():
+                each.unlink()
+
+    def _link_beside(self, path: Path) -> None:
+        """Labels, warm-up data and the like, which a configuration of the model's own may name."""
+        for each in path.iterdir():
+            if not (is_version(each.name) or each.name in CONFIG_FILES or each.name.startswith((".", "model."))):
+                _point(self._folder / each.name, each)
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            log.warning("model %s: %s", self.name, text)
+        self._said = text
+
+
+@contextmanager
+def staged(single: SingleModel) -> Iterator[Staging]:
+    """A folder for the model, which is removed in the end. Raises what is wrong with the model."""
+    repository = Path(tempfile.mkdtemp(prefix="headrace-model-"))
+    try:
+        staging = Staging(single, repository)
+        staging.build()
+        yield staging
+    finally:
+        shutil.rmtree(repository, ignore_errors=True)
+
+
+def _point(place: Path, target: Path) -> None:
+    """A link to the target, also where there is another one."""
+    wanted = os.path.abspath(target)
+    if place.is_symlink():
+        if os.readlink(place) == wanted:
+            return
+        fresh = place.with_name(f".{place.name}.new")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(wanted)
+        fresh.replace(place)
+    else:
+        place.symlink_to(wanted)
+
+
+def _write(path: Path, text: str) -> None:
+    """A whole file, or none; left alone if it says so already, since a server watches it."""
+    try:
+        if path.read_text() == text:
+            return
+    except OSError:
+        pass
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(text)
+    fresh.replace(path)

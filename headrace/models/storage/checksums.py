@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a file is what its store says it should be: `Checksum`, and where a store says so.
+
+Used by `objects` and `hub`. S3 names the MD5 of an object in its ETag when it came in one part and is not encrypted with a
+key of its own; Azure in Content-MD5, where whoever wrote the blob has set it; S3 has further ones on request. What a store
+does not say cannot be checked: then the size and the ETag of every range have to do.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from headrace.core.limits import MIB
+from headrace.models.storage.together import Stopped
+
+_PIECE = MIB
+_MD5_TAG = re.compile(r'"?([0-9a-f]{32})"?')
+_AMAZON = {"sha256": "x-amz-checksum-sha256", "sha1": "x-amz-checksum-sha1", "crc32": "x-amz-checksum-crc32"}
+_LENGTHS = {"md5": 16, "sha256": 32, "sha1": 20, "crc32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """What the bytes of a file should come to."""
+
+    kind: str
+    """md5, sha1, sha256 or crc32."""
+    digest: bytes
+
+    def fits(self, path: Path, stopped: Stopped) -> bool:
+        """Read the file and say so. Ends early, with True, when stopped: who stops does not use the file."""
+        running = _running(self.kind)
+        with path.open("rb", buffering=0) as file:
+            buffer = bytearray(_PIECE)
+            view = memoryview(buffer)
+            while count := file.readinto(buffer):
+                if stopped():
+                    return True
+                running.update(view[:count])
+        return running.digest() == self.digest
+
+
+def from_etag(etag: str) -> Checksum | None:
+    """The MD5 that an S3 store's ETag is, unless it came in parts (then it has a `-`)."""
+    found = _MD5_TAG.fullmatch(etag)
+    return Checksum("md5", bytes.fromhex(found[1])) if found else None
+
+
+def from_hex(kind: str, text: str) -> Checksum | None:
+    """From digits, as the Hub writes it; None if they are none."""
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return Checksum(kind, digest) if len(digest) == _LENGTHS[kind] else None
+
+
+def from_headers(headers: Mapping[str, str]) -> Checksum | None:
+    """The best that the headers of an answer name; their names in lower case."""
+    named = [(kind, headers.get(name, "")) for kind, name in _AMAZON.items()]
+    whole = headers.get("x-amz-checksum-type", "").upper()
+    if whole != "FULL_OBJECT" and (whole or "-" in headers.get("etag", "")):
+        named = []  # of its parts' checksums, and where the parts ended is not known
+    for kind, text in (*named, ("md5", headers.get("content-md5", ""))):
+        try:
+            digest = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError):
+            continue
+        if len(digest) == _LENGTHS[kind]:
+            return Checksum(kind, digest)
+    return None
+
+
+def etag_is_md5(headers: Mapping[str, str]) -> bool:
+    """Whether an ETag that looks like an MD5 is one: not of what S3 encrypts with a key that is not its own."""
+    encrypted = headers.get("x-amz-server-side-encryption", "").lower()
+    return encrypted in {"", "aes256"} and "x-amz-server-side-encryption-customer-algorithm" not in headers
+
+
+class _Running(Protocol):
+    def update(self, data: memoryview, /) -> None: ...
+    def digest(self) -> bytes: ...
+
+
+class _Crc32:
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def digest(self) -> bytes:
+        return self._value.to_bytes(4, "big")
+
+
+def _running(kind: str) -> _Running:
+    make: dict[str, Callable[[], _Running]] = {
+        "md5": lambda: hashlib.md5(usedforsecurity=False),
+        "sha1": lambda: hashlib.sha1(usedforsecurity=False),
+        "sha256": hashlib.sha256,
+        "crc32": _Crc32,
+    }
+    return make[kind]()

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for the setting with the most throughput within a latency target, by measurement. Called by `tune`.
+
+One coordinate after the other, each walked as long as it pays. Measurements are noisy: a setting that is more trouble has
+to be better by more than the noise, and the best are measured again before one of them wins. Knows neither server nor
+configuration: both are behind two functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from headrace.core.errors import HeadraceError
+from headrace.programs.loadtest.measured import Measured
+from headrace.programs.loadtest.settings import Setting, Space
+
+WORTH = 0.05
+"""A setting that is more trouble must give so much more."""
+NOISE = 0.03
+"""Differences below this mean nothing, whatever the repeats say."""
+_HOPELESS = 0.6
+"""Who gives less than this share of the best, with as many clients, is not looked at further."""
+_WITH_FEWER = 0.9
+"""Fewer clients get no more out of a server: who misses the target and gives less than this will not win."""
+_NEAR = 0.15
+"""Who is so near to the best by one measurement may be as good."""
+_REPEATS = 3
+_PASSES = 2
+_FIRST_CONCURRENCY = 4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measurement of one setting."""
+
+    setting: Setting
+    concurrency: int
+    measured: Measured | None
+    """None if the server refused the setting."""
+    latency_ms: float
+    """The percentile that counts."""
+    ok: bool
+    """Within the target, and without errors."""
+    why: str = ""
+    """If it is not."""
+
+    @property
+    def throughput(self) -> float:
+        """Requests per second."""
+        return 0.0 if self.measured is None else self.measured.throughput
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome."""
+
+    winner: Trial | None
+    """None if no setting keeps the target."""
+    throughput: float
+    """Of the winner, the mean of its repeats if it was repeated."""
+    start: Trial | None
+    """The best of the setting that the search began with; None if it does not keep the target."""
+    notes: Sequence[str]
+    trials: Sequence[Trial]
+
+
+class Search:
+    """One search.
+
+    `apply` makes a setting the server's, or raises `HeadraceError`; `measure` runs a closed loop of so many clients;
+    `tell` hears of each trial.
+    """
+
+    def __init__(
+        self,
+        apply: Callable[[Setting], Awaitable[None]],
+        measure: Callable[[int], Awaitable[Measured]],
+        *,
+        target_ms: float,
+        share: float = 99.0,
+        most_concurrency: int = 256,
+        tell: Callable[[Trial], None] | None = None,
+    ) -> None:
+        self._apply = apply
+        self._measure = measure
+        self._target_ms = target_ms
+        self._share = share
+        self._most_concurrency = most_concurrency
+        self._tell = tell
+        self._best: dict[Setting, Trial | None] = {}
+        self._start: Setting | None = None
+        self._space: Space | None = None
+        self._concurrency = _FIRST_CONCURRENCY
+        self.trials: list[Trial] = []
+
+    async def run(self, start: Setting, space: Space) -> Found:
+        """Search from a setting on."""
+        self._start = start
+        self._space = space
+        await self._score(start)
+        current = Setting(
+            _nearest(start.max_batch_size, space.batches),
+            start.delay_microseconds,
+            _nearest(start.instances, space.instances),
+        )
+        await self._score(current)
+        for _ in range(_PASSES):
+            before = current
+            current = await self._along(current, "delay_microseconds", space.delays)
+            if current.joins:
+                current = await self._along(current, "max_batch_size", space.batches)
+            current = await self._along(current, "instances", space.instances)
+            if current == before:
+                break
+        return await self._decided()
+
+    async def _along(self, current: Setting, name: str, values: Sequence[Any]) -> Setting:
+        """Walk one coordinate up and then down, as long as it pays."""
+        for direction in (1, -1):
+            place = values.index(getattr(current, name))
+            while 0 <= (place := place + direction) < len(values):
+                candidate = replace(current, **{name: values[place]})
+                if not self._pays(await self._score(candidate), current):
+                    break
+                current = candidate
+        return current
+
+    def _pays(self, candidate: Trial | None, current: Setting) -> bool:
+        if candidate is None:
+            return False
+        now = self._best[current]
+        if now is None:
+            return True
+        if self._trouble(candidate.setting) > self._trouble(current):
+            return candidate.throughput > now.throughput * (1 + WORTH)
+        # Held against the best there was, so that many small steps down are not one large one.
+        peak = max(trial.throughput for trial in self._kept())
+        return candidate.throughput >= peak * (1 - NOISE)
+
+    def _trouble(self, setting: Setting) -> tuple[int, int, int]:
+        """What a setting costs its owner: instances cost memory, a delay costs everybody, another limit surprises."""
+        delay = -1 if setting.delay_microseconds is None else setting.delay_microseconds
+        limit = setting.max_batch_size if self._start is None else self._start.max_batch_size
+        return setting.instances, delay, abs(setting.max_batch_size - limit)
+
+    async def _score(self, setting: Setting) -> Trial | None:
+        """The best trial of a setting within the target, over numbers of clients; measured once."""
+        if setting not in self._best:
+            try:
+                await self._apply(setting)
+            except HeadraceError as error:
+                self._take(Trial(setting, 0, None, float("nan"), False, error.message))
+                self._best[setting] = None
+            else:
+                self._best[setting] = await self._climb(setting)
+            if kept := self._kept():
+                self._concurrency = max(kept, key=lambda trial: trial.throughput).concurrency
+        return self._best[setting]
+
+    def _kept(self) -> list[Trial]:
+        """The best of each setting that may win; the present one may lie outside of what is allowed."""
+        return [
+            trial
+            for setting, trial in self._best.items()
+            if trial is not None and (self._space is None or setting in self._space)
+        ]
+
+    async def _climb(self, setting: Setting) -> Trial | None:
+        """Fewer clients until the target is kept, or more while that pays."""
+        first = clients = min(self._concurrency, self._most_concurrency)
+        trial = await self._try(setting, clients)
+        while not trial.ok and clients > 1:
+            if self._is_behind(trial, _WITH_FEWER):
+                return None
+            clients //= 2
+            trial = await self._try(setting, clients)
+        if not trial.ok:
+            return None
+        best = trial
+        if clients < first or self._is_behind(best, _HOPELESS):
+            return best
+        while clients * 2 <= self._most_concurrency:
+            clients *= 2
+            trial = await self._try(setting, clients)
+            gained = trial.throughput > best.throughput * (1 + NOISE)
+            # More clients that get no more only wait longer.
+            if not trial.ok or not gained:
+                break
+            best = trial
+        return best
+
+    def _is_behind(self, trial: Trial, share: float) -> bool:
+        """Whether others give so much more with no more clients."""
+        rivals = [each.throughput for each in self._kept() if each.concurrency <= trial.concurrency]
+        return bool(rivals) and trial.throughput < max(rivals) * share
+
+    async def _try(self, setting: Setting, clients: int) -> Trial:
+        """Measure; once more if a tail alone missed the target, which may have been a hiccup of the machine."""
+        trial = self._take(self._judged(setting, clients, await self._measure(clients)))
+        seen = trial.measured
+        if not trial.ok and seen is not None and not seen.failed and seen.at(50) <= self._target_ms / 2:
+            trial = self._take(self._judged(setting, clients, await self._measure(clients)))
+        return trial
+
+    def _judged(self, setting: Setting, clients: int, found: Measured) -> Trial:
+        latency = found.at(self._share)
+        why = ""
+        if found.failed:
+            kind = next(iter(found.errors))
+            why = f"{found.failed} of {found.requests} failed: {kind}: {found.examples.get(kind, '')}"
+        elif not len(found.latencies_ms):
+            why = "no answer"
+        elif latency > self._target_ms:
+            why = f"p{self._share:g} over {self._target_ms:g} ms"
+        return Trial(setting, clients, found, latency, not why, why)
+
+    def _take(self, trial: Trial) -> Trial:
+        self.trials.append(trial)
+        if self._tell is not None:
+            self._tell(trial)
+        return trial
+
+    async def _decided(self) -> Found:
+        """Measure the best again, by turns, and say who wins."""
+        start = self._best.get(self._start) if self._start is not None else None
+        ranked = sorted(self._kept(), key=lambda trial: -trial.throughput)
+        if not ranked:
+            return Found(None, 0.0, start, [self._lowest()], self.trials)
+        if len(ranked) == 1:
+            return Found(ranked[0], ranked[0].throughput, start, ["only one setting keeps the target"], self.trials)
+        # One measurement may have made a setting look worth its trouble: the simplest of those near it has its say, too.
+        near = [trial for trial in ranked if trial.throughput >= ranked[0].throughput * (1 - _NEAR)]
+        simplest = min(near, key=lambda trial: self._trouble(trial.setting))
+        chosen = ranked[:2] if simplest in ranked[:2] else [*ranked[:2], simplest]
+        rivals = [(trial.setting, trial.concurrency) for trial in chosen]
+        repeats = await self._repeated(rivals)
+        if not any(map(_keeps, repeats.values())):
+            # At the edge of the target, where one hiccup decides: a little less is sure.
+            repeats = await self._repeated([(setting, max(clients // 2, 1)) for setting, clients in rivals])
+        return self._compared(repeats, start)
+
+    async def _repeated(self, rivals: Sequence[tuple[Setting, int]]) -> dict[Setting, list[Trial]]:
+        """Measure by turns, so that what changes on the machine meanwhile changes for all."""
+        repeats: dict[Setting, list[Trial]] = {setting: [] for setting, _ in rivals}
+        for _ in range(_REPEATS):
+            for setting, clients in rivals:
+                await self._apply(setting)
+                repeats[setting].append(await self._try(setting, clients))
+        return repeats
+
+    def _compared(self, repeats: dict[Setting, list[Trial]], start: Trial | None) -> Found:
+        steady = [setting for setting in repeats if _keeps(repeats[setting])]
+        notes = [
+            f"{setting}: did not keep the target when it was measured again"
+            for setting in repeats
+            if setting not in steady
+        ]
+        if not steady:
+            notes.append("the best are at the edge of the target: give --latency-target-ms some room")
+            steady = list(repeats)
+        means = {setting: fmean(each.throughput for each in repeats[setting]) for setting in steady}
+        top = max(steady, key=lambda setting: means[setting])
+        noise = max(NOISE * means[top], fmean(_range(repeats[setting]) for setting in steady))
+        equals = [setting for setting in steady if means[top] - means[setting] <= noise]
+        winner = min(equals, key=self._trouble)
+        if len(equals) > 1:
+            notes.append(
+                f"the best {len(equals)} differ by no more than the noise ({noise:.1f} requests/s): the simplest is taken"
+            )
+        elif len(steady) > 1:
+            other = max((setting for setting in steady if setting != winner), key=lambda setting: means[setting])
+            gain = means[winner] / means[other] - 1 if means[other] else 1.0
+            notes.append(f"measured again {_REPEATS} times, it is {gain:.0%} ahead of the next best: {other}")
+        best = next((each for each in repeats[winner] if each.ok), repeats[winner][0])
+        return Found(best, means[winner], start, notes, self.trials)
+
+    def _lowest(self) -> str:
+        measured = [trial for trial in self.trials if trial.measured is not None and trial.latency_ms > 0]
+        if not measured:
+            return f"nothing could be measured: {self.trials[0].why if self.trials else 'no trial'}"
+        lowest = min(measured, key=lambda trial: trial.latency_ms)
+        said = f"the lowest p{self._share:g} was {lowest.latency_ms:.2f} ms, with {lowest.concurrency} client(s)"
+        return f"no setting keeps p{self._share:g} within {self._target_ms:g} ms: {said} and {lowest.setting}"
+
+
+def _nearest(value: int, allowed: Sequence[int]) -> int:
+    """The value, or the largest that is allowed if it is not."""
+    return value if value in allowed else max(allowed)
+
+
+def _range(trials: Sequence[Trial]) -> float:
+    numbers = [trial.throughput for trial in trials]
+    return max(numbers) - min(numbers)
+
+
+def _keeps(trials: Sequence[Trial]) -> bool:
+    """Whether most of the repeats are within the target."""
+    return sum(trial.ok for trial in trials) * 2 > len(trials)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every protocol over one data plane: the routes and services of a server, and those of its metrics port.
+
+Called by `server`, and by tests for a site without ports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from headrace.api.admin.describing import admin_table
+from headrace.api.admin.http import Admin
+from headrace.api.metrics.http import Metrics
+from headrace.api.openai.http import OpenAiHttp
+from headrace.api.openapi.openai_routes import openai_table
+from headrace.api.openapi.predict_routes import predict_table
+from headrace.api.openapi.service import OpenApi, OpenApiSettings
+from headrace.api.predict.grpc import PredictGrpc
+from headrace.api.predict.http import PredictHttp
+from headrace.api.predict.schema import predict_schema
+from headrace.api.v1.accounts import V1Accounts
+from headrace.api.v1.grpc import V1Grpc
+from headrace.api.v1.http import V1Http
+from headrace.api.v1.schema import nvidia_schema
+from headrace.api.v2.decode_times import DecodeTimes
+from headrace.api.v2.grpc import V2Grpc
+from headrace.api.v2.http import V2Http
+from headrace.api.v2.schema import inference_schema
+from headrace.api.v2.shared import V2Shared
+from headrace.core.telemetry.access import log_access
+from headrace.core.telemetry.tracing import NO_TRACING, Tracer
+from headrace.engine.dataplane import DataPlane
+from headrace.engine.engine import Engine
+from headrace.engine.traffic.traffic import Traffic
+from headrace.models.media.reader import MediaReader
+from headrace.net.grpc.health import HealthService
+from headrace.net.grpc.reflection import ReflectionService
+from headrace.net.grpc.services import Services
+from headrace.net.http.routes import Routes
+from headrace.net.site import Site
+from headrace.net.sockets import Address
+from headrace.programs.console.describing import console_table
+from headrace.programs.console.http import Console
+from headrace.programs.console.requests import Watching
+from headrace.programs.serve.from_pages import OwnPagesRoutes
+from headrace.programs.serve.guarded import Guard, guarded_routes, guarded_services, open_guard
+from headrace.programs.serve.settings import ServerSettings
+from headrace.programs.serve.worker import Worker
+from headrace.programs.serve.workers import WorkersAccounts
+from headrace.programs.serve.workers_routes import WorkersRoutes, WorkersServices
+
+
+class BuiltSite(NamedTuple):
+    """A site, and what is to be told when it is about to close."""
+
+    site: Site
+    health: HealthService
+    streams: tuple[V2Grpc | PredictGrpc, ...]
+    decode_times: DecodeTimes
+
+    def drain(self) -> None:
+        """New work is for other servers: be not healthy, and end the streams that nothing is due on."""
+        self.health.shut_down()
+        for streams in self.streams:
+            streams.drain()
+
+
+@dataclass(frozen=True, slots=True)
+class Protocols:
+    """What a server is made of, besides its models and its ports."""
+
+    plane: DataPlane
+    built: BuiltSite
+    traffic: Traffic
+    guard: Guard | None
+    metrics_site: Site | None
+    metrics: Metrics | None
+    media: MediaReader | None
+
+    @property
+    def site(self) -> Site:
+        """The protocols for models."""
+        return self.built.site
+
+    def start(self) -> None:
+        """Begin what runs beside requests."""
+        if self.metrics is not None:
+            self.metrics.start()
+        if self.guard is not None:
+            self.guard.start()
+
+    async def close(self) -> None:
+        """End it."""
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.guard is not None:
+            await self.guard.close()
+        if self.media is not None:
+            self.media.close()
+
+
+def build_protocols(
+    engine: Engine, settings: ServerSettings, tracer: Tracer, worker: Worker | None, folder: str = ""
+) -> Protocols:
+    """All protocols that the settings allow; with several workers, which share a folder, each tells of all."""
+    plane = engine.plane if worker is None else worker.plane
+    traffic = Traffic(engine.plane, engine.metrics, settings.traffic)
+    guard = open_guard(settings.access, engine.metrics, folder)
+    media = MediaReader(settings.media) if settings.openai is not None else None
+    built = build_site(plane, settings, tracer, worker, traffic, guard, media)
+    metrics: Metrics | None = None
+    metrics_site: Site | None = None
+    if settings.measuring is not None:
+        make = Metrics if worker is None else worker.metrics
+        metrics = make(engine.plane, engine.metrics, settings.measuring)
+        metrics.add_to(built.site.routes)
+        metrics_site = Site(Routes() if guard is None else guarded_routes(guard), limits=settings.limits)
+        metrics.add_to(metrics_site.routes)
+    if settings.allow_console and not settings.v2.http_restrictions:
+        _console(engine, settings, metrics, worker, built.decode_times).add_to(built.site.routes)
+    return Protocols(plane, built, traffic, guard, metrics_site, metrics, media)
+
+
+def build_site(
+    plane: DataPlane,
+    settings: ServerSettings,
+    tracer: Tracer = NO_TRACING,
+    worker: Worker | None = None,
+    traffic: Traffic | None = None,
+    guard: Guard | None = None,
+    media: MediaReader | None = None,
+) -> BuiltSite:
+    """The protocols for models over one data plane."""
+    routes, services = _tables(worker, guard)
+    v2 = V2Shared(plane, settings.v2, tracer)
+    memory = v2.memory if settings.v2.allow_client_shm else None
+    accounts = V1Accounts(settings.v1)
+    if worker is not None:
+        accounts = WorkersAccounts(settings.v1, worker.gathering, worker.started)
+    V2Http(plane, tracer, v2).add_to(routes)
+    key_of, sticky_fields = (traffic.key_of, traffic.sticky_fields) if traffic is not None else (None, ())
+    predict = PredictHttp(plane, settings.predict, key_of, more_fields=sticky_fields) if settings.predict else None
+    if predict is not None:
+        predict.health.add_to(routes)
+    # Others do the same under other names: where a part of v2 is restricted they would be a way around it.
+    if not settings.v2.http_restrictions:
+        V1Http(plane, accounts, memory).add_to(routes)
+        if predict is not None:
+            predict.add_to(routes)
+        if settings.openai is not None:
+            OpenAiHttp(plane, settings.openai, media, settings.engine.handing).add_to(routes)
+        if traffic is not None and settings.allow_admin:
+            _admin(traffic, worker, routes).add_to(routes)
+    tables = [predict_table(), admin_table(), openai_table(), console_table()]
+    OpenApi(plane, routes, _described(settings), tables).add_to(routes)
+    v2_grpc = V2Grpc(plane, tracer, v2)
+    v2_grpc.add_to(services)
+    streams: tuple[V2Grpc | PredictGrpc, ...] = (v2_grpc,)
+    if not settings.v2.grpc_restrictions:
+        V1Grpc(plane, accounts, memory).add_to(services)
+        if settings.predict is not None:
+            predict_grpc = PredictGrpc(plane, settings.predict, key_of)
+            predict_grpc.add_to(services)
+            streams = (v2_grpc, predict_grpc)
+    health = HealthService()
+    health.add_to(services)
+    ReflectionService(services, [inference_schema(), nvidia_schema(), predict_schema()]).add_to(services)
+    for name in services.names:
+        health.set(name, True)
+    site = Site(
+        routes if settings.http is not None else None,
+        services=services if settings.grpc is not None else None,
+        limits=settings.limits,
+        access_log=None if not settings.access_log else log_access if guard is None else guard.access_log,
+    )
+    return BuiltSite(site, health, streams, v2.decode_times)
+
+
+def _tables(worker: Worker | None, guard: Guard | None) -> tuple[Routes, Services]:
+    """What routes and services are added to: behind a guard, for several workers, both, or neither."""
+    if guard is not None:
+        return guarded_routes(guard, worker), guarded_services(guard, worker)
+    if worker is not None:
+        return WorkersRoutes(worker.gathering, worker.repeating), WorkersServices(worker.gathering, worker.repeating)
+    return OwnPagesRoutes(), Services()
+
+
+def _admin(traffic: Traffic, worker: Worker | None, routes: Routes) -> Admin:
+    if worker is None or not isinstance(routes, WorkersRoutes):
+        return Admin(traffic)
+    gathering = worker.gathering
+    gathering.tell_also("traffic", traffic.numbers)
+    traffic.on_rollback = routes.rolled_back
+    return Admin(traffic, lambda: gathering.others("traffic"))
+
+
+def _console(
+    engine: Engine, settings: ServerSettings, metrics: Metrics | None, worker: Worker | None, times: DecodeTimes
+) -> Console:
+    machine = metrics.seen if metrics is not None else tuple
+    control = bool(settings.engine.repositories) and settings.engine.repository.mode == "explicit"
+    watching = Watching(engine.plane, times.received_ns, times.switch)
+    tasks = settings.running.tasks
+    if worker is None:
+        return Console(engine.plane, engine.metrics, machine, control=control, tasks=tasks, watching=watching)
+    gathering = worker.gathering
+    console = Console(
+        engine.plane,
+        engine.metrics,
+        machine,
+        lambda: gathering.others("console"),
+        control=control,
+        tasks=tasks,
+        watching=watching,
+        others_requests=lambda: gathering.others("requests"),
+    )
+    gathering.tell_also("console", console.numbers)
+    gathering.tell_also("requests", console.timelines)
+    return console
+
+
+def _described(settings: ServerSettings) -> OpenApiSettings:
+    """What the OpenAPI document says of where it is, and whether it may tell of models."""
+    restricted = {api for restriction in settings.v2.http_restrictions for api in restriction.apis}
+    usual = OpenApiSettings(show_models=not restricted & {"metadata", "model-config"})
+    address = settings.http or settings.grpc
+    if address is None or not address.port:
+        return usual
+    scheme = "https" if settings.listening.tls is not None else "http"
+    anywhere = address.host in ("0.0.0.0", "::")  # noqa: S104  # what a client cannot connect to
+    return replace(usual, server_url=f"{scheme}://{Address('localhost' if anywhere else address.host, address.port)}")

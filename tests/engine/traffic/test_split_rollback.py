@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A version that fails or dawdles loses its traffic by itself; one that leaves is stood in for; nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from split_planes import World, failing, in_a_loop, same, world_of
+
+from headrace.core.clock import ManualClock
+from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, InvalidArgument, NotFound
+from headrace.engine.engine import EngineSettings, open_engine
+from headrace.engine.repository.settings import RepositorySettings
+from headrace.engine.traffic.accounts import Window
+from headrace.engine.traffic.settings import Rollback, Split, TrafficSettings
+from headrace.engine.traffic.traffic import Traffic
+from headrace.models.config.types import DynamicBatching, InstanceGroup
+from support.engines import Gate
+
+
+@in_a_loop
+@pytest.mark.parametrize("scheduling", [None, DynamicBatching()], ids=["short way", "long way"])
+async def test_a_candidate_that_fails_is_rolled_back_by_itself(
+    scheduling: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = await world_of(same, failing, scheduling=scheduling)
+    told: list[tuple[str, str, str]] = []
+    world.traffic.on_rollback = lambda *what: told.append(what)
+    world.split("1=0.5 2=0.5", rollback=Rollback(error_rate=0.1, least_requests=20))
+    failed, seen = 0, Counter[str]()
+    with caplog.at_level(logging.WARNING, "headrace.traffic"):
+        for _ in range(1_000):
+            try:
+                seen[await world.ask()] += 1
+            except HeadraceError:
+                failed += 1
+    # Those that it failed before it was judged are lost to their callers, and no others.
+    assert failed == 20 and seen == {"1": 980}
+    candidate = world.of("2")
+    assert candidate["state"] == "rolled_back" and candidate["errors"] == 20 and candidate["error_rate"] == 1
+    assert candidate["effective_weight"] == 0 and world.of("1")["effective_weight"] == 1
+    assert "20 errors of the last 20 requests" in candidate["reason"]
+    assert [event["what"] for event in world.report()["events"]] == ["is rolled back"]
+    assert len(told) == 1 and told[0][:2] == ("m", "2")
+    assert [record.levelname for record in caplog.records if "rolled back" in record.message] == ["WARNING"]
+    assert world.metric("headrace_traffic_rollbacks_total", version="2") == 1
+    assert world.metric("headrace_traffic_errors_total", version="2") == 20
+    diverted = world.metric("headrace_traffic_diverted_total", version="2", reason="rolled_back")
+    assert diverted == candidate["diverted"] > 300
+    # It stays so, also when its version is loaded anew, until the split is set again.
+    await world.load(2, same, scheduling=scheduling)
+    assert {await world.ask() for _ in range(50)} == {"1"}
+    world.split("1=0.5 2=0.5", rollback=Rollback(error_rate=0.1))
+    assert {await world.ask() for _ in range(50)} == {"1", "2"}
+    await world.close()
+
+
+@in_a_loop
+async def test_what_the_caller_did_wrong_is_not_the_versions_error() -> None:
+    world = await world_of(same, same, scheduling=DynamicBatching())
+    world.split("1=0 2=1", baseline="1", rollback=Rollback(error_rate=0.01, least_requests=1))
+    for _ in range(30):
+        with pytest.raises(InvalidArgument):
+            world.begin(array=np.ones((1, 3), np.float32))
+    gate = Gate()
+    await world.load(2, gate, instance_groups=(InstanceGroup("m", runs="thread"),))
+    asked = world.begin()
+    await gate.entered()
+    asked.pending.cancel()
+    assert isinstance(await asked.answer(), Cancelled)
+    gate.let()
+    version = world.of("2")
+    assert (version["refused"], version["cancelled"], version["errors"]) == (30, 1, 0)
+    assert version["state"] == "serving" and version["error_rate"] is None
+    await world.close()
+
+
+@in_a_loop
+async def test_a_candidate_that_refuses_what_the_baseline_answers_is_rolled_back() -> None:
+    def refusing(inputs: Any) -> Any:
+        raise InvalidArgument("made for other inputs")
+
+    world = await world_of(same, refusing)
+    world.split("1=0.5 2=0.5", rollback=Rollback(error_rate=0.05, least_requests=20))
+    seen: Counter[str] = Counter()
+    for _ in range(300):
+        try:
+            seen[await world.ask()] += 1
+        except InvalidArgument:
+            seen["refused"] += 1
+    assert seen == {"1": 280, "refused": 20}
+    candidate = world.of("2")
+    assert candidate["state"] == "rolled_back" and candidate["errors"] == 0 and candidate["refused"] == 20
+    assert "it refused 20 requests in a row, while the baseline answered" in candidate["reason"]
+    await world.close()
+
+
+@in_a_loop
+@pytest.mark.parametrize("wrong", [1.0, 0.9])
+async def test_a_candidate_that_refuses_what_the_baseline_refuses_stays(wrong: float) -> None:
+    def strict(inputs: Any) -> Any:
+        if inputs["INPUT0"][0, 0] < 0:
+            raise InvalidArgument("no negative numbers")
+        return same(inputs)
+
+    world = await world_of(strict, strict)
+    world.split("1=0.5 2=0.5", rollback=Rollback(error_rate=0.05, least_requests=5))
+    for number in range(300):
+        try:
+            await world.ask(array=np.full((1, 4), -1 if number % 10 < 10 * wrong else 1, np.float32))
+        except InvalidArgument:
+            pass
+    assert world.of("2")["state"] == "serving"
+    assert world.of("2")["refused"] > 100
+    await world.close()
+
+
+@in_a_loop
+async def test_a_candidate_that_is_slow_is_rolled_back() -> None:
+    def slow(inputs: Any) -> Any:
+        time.sleep(0.003)
+        return same(inputs)
+
+    world = await world_of(same, slow)
+    world.split("1=0.5 2=0.5", rollback=Rollback(p99_ms=2.0, least_requests=10))
+    seen = Counter([await world.ask() for _ in range(200)])
+    assert seen["2"] == 10
+    assert "took longer than p99_ms 2" in world.of("2")["reason"]
+    assert world.of("1")["state"] == "serving"
+    await world.close()
+
+
+def test_only_the_last_seconds_count() -> None:
+    clock = ManualClock()
+    window = Window(Rollback(error_rate=0.5, least_requests=10, window_seconds=60), clock)
+    assert not any(window.add(0.0, error=True) for _ in range(9))
+    clock.advance(61)
+    assert not window.add(0.0, error=True) and window.judged == 1
+    assert not any(window.add(0.0, error=False) for _ in range(4))
+    clock.advance(30)
+    assert not any(window.add(0.0, error=True) for _ in range(4))
+    assert window.judged == 9
+    # The tenth makes it enough to judge: 6 of 10 is more than half.
+    assert "6 errors of the last 10 requests in 60 s" in window.add(0.0, error=True)
+
+
+@pytest.mark.parametrize(("slow", "verdict"), [(1, False), (2, True)])
+def test_the_99th_percentile_is_the_one_that_the_report_shows(slow: int, verdict: bool) -> None:
+    window = Window(Rollback(p99_ms=10, least_requests=100), ManualClock())
+    told = [window.add(0.020 if number >= 100 - slow else 0.001, error=False) for number in range(100)]
+    assert bool(told[-1]) is verdict and not any(told[:-1])
+
+
+@in_a_loop
+async def test_the_baseline_stays_and_a_person_may_roll_back() -> None:
+    world = await world_of(failing, same)
+    world.split("1=0.9 2=0.1", rollback=Rollback(error_rate=0.1, least_requests=5))
+    for _ in range(50):
+        try:
+            await world.ask()
+        except HeadraceError:
+            continue
+    assert world.of("1")["state"] == "serving"
+    with pytest.raises(FailedPrecondition, match="baseline"):
+        world.traffic.roll_back("m", "1", "test")
+    with pytest.raises(NotFound, match="these are: 1, 2"):
+        world.traffic.roll_back("m", "7", "test")
+    world.traffic.roll_back("m", "2", "somebody complained")
+    assert world.of("2")["reason"] == "somebody complained"
+    await world.close()
+
+
+@in_a_loop
+async def test_a_version_that_leaves_is_stood_in_for_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    world = await world_of(same, same, same)
+    world.split("1=0.2 2=0.5 3=0.3", baseline="1")
+    with caplog.at_level(logging.INFO, "headrace.traffic"):
+        await world.unload(3)
+        assert {await world.ask() for _ in range(200)} == {"1", "2"}
+        await world.load(2)  # a change that has nothing to do with it
+        assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+        assert "version '3'" in caplog.text and "baseline" in caplog.text
+        assert (world.of("3")["state"], world.of("3")["effective_weight"]) == ("missing", 0)
+        assert world.of("1")["effective_weight"] == pytest.approx(0.5)
+        assert world.metric("headrace_traffic_diverted_total", version="3", reason="missing") > 20
+        # Without the baseline it is the largest of the others; without any, the newest.
+        await world.unload(1)
+        assert {await world.ask() for _ in range(50)} == {"2"}
+        await world.load(9)
+        await world.unload(2)
+        assert {await world.ask() for _ in range(50)} == {"9"}
+        assert world.of("newest")["requests"] == 50
+        await world.load(1)
+        await world.load(3)
+        assert {await world.ask() for _ in range(200)} == {"1", "3"}
+    events = [f"{event['version']} {event['what']}" for event in world.report()["events"]]
+    assert events == ["3 is missing", "1 is missing", "2 is missing", "1 is back", "3 is back"]
+    for number in (1, 3, 9):
+        await world.unload(number)
+    assert world.served.entry is None
+    with pytest.raises(NotFound):
+        world.begin()
+    await world.close()
+
+
+CONFIG = """backend: "identity"
+max_batch_size: 8
+input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 4 ] }
+output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] }
+version_policy { all { } }
+"""
+
+
+@in_a_loop
+async def test_versions_of_a_repository_come_and_go_under_load(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "m" / str(number)).mkdir(parents=True)
+    (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)
+    settings = EngineSettings((tmp_path,), RepositorySettings(mode="explicit", load_models=("m",)))
+    engine = open_engine(settings)
+    configured = TrafficSettings({"m": Split({"1": 0.5, "2": 0.5})})
+    traffic = Traffic(engine.plane, engine.metrics, configured)  # before anything is loaded
+    await engine.start()
+    traffic.settled()
+    world = World()
+    world.plane, world.traffic = engine.plane, traffic
+    seen: Counter[str] = Counter()
+    stop = False
+
+    async def load() -> None:
+        while not stop:
+            seen[await world.ask()] += 1
+            await asyncio.sleep(0)
+
+    clients = [asyncio.create_task(load()) for _ in range(4)]
+
+    async def more(version: str) -> None:
+        before = seen[version]
+        while seen[version] < before + 50 and not any(client.done() for client in clients):
+            await asyncio.sleep(0)
+
+    await more("1")
+    await more("2")
+    (tmp_path / "m" / "2").rmdir()
+    await engine.plane.load("m")
+    gone = seen["2"]
+    await more("1")
+    assert seen["2"] == gone and world.of("2")["state"] == "missing"
+    (tmp_path / "m" / "2").mkdir()
+    await engine.plane.load("m")
+    await more("2")
+    stop = True
+    await asyncio.gather(*clients)  # not one of them was told an error
+    assert world.of("1")["errors"] == world.of("2")["errors"] == 0
+    assert world.of("1")["answered"] + world.of("2")["answered"] == seen.total()
+    await engine.close(5)
+
+
+@in_a_loop
+async def test_splits_of_the_configuration_are_replaced_as_a_whole() -> None:
+    world = await world_of(same, same)
+    world.traffic.replace(TrafficSettings({"m": Split({"1": 1.0, "2": 0.0})}))
+    await world.ask()
+    world.traffic.replace(TrafficSettings({"m": Split({"1": 1.0, "2": 0.0}), "later": Split({"1": 1.0})}))
+    assert world.of("1")["requests"] == 1  # what stays the same goes on counting
+    with pytest.raises(InvalidArgument):
+        world.traffic.replace(TrafficSettings({"m": Split({"1": 0.5})}))
+    assert set(world.traffic.splits()) == {"m", "later"}
+    world.traffic.replace(TrafficSettings())
+    assert not world.traffic.splits() and await world.ask() == "2"
+    await world.close()
+
+
+@in_a_loop
+async def test_a_configured_split_of_what_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    world = await world_of(same)
+    with caplog.at_level(logging.WARNING, "headrace.traffic"):
+        world.traffic.replace(TrafficSettings({"m": Split({"1": 0.5, "v9": 0.5}), "ghost": Split({"1": 1.0})}))
+        world.traffic.settled()
+    assert sum("version 'v9'" in record.message for record in caplog.records) == 1
+    assert sum("model 'ghost'" in record.message for record in caplog.records) == 1
+    await world.close()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend a request would get, and why: asked without sending it, and counted when it is sent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from routing import Routing, ask, routing
+
+from headrace.core.errors import InvalidArgument
+from headrace.fleet.router.choosing.settings import StickySettings
+from headrace.fleet.router.explaining import read_question
+from support.serving import echo_site, serving
+
+_PROMPT = {"prompt": "how does a turbine work? " * 8}
+
+
+def _explain(router: Routing, **asked: Any) -> Any:
+    answer = ask(router.port, "POST", "/router/explain", json.dumps(asked).encode())
+    assert answer.status == 200, answer
+    return json.loads(answer.body)
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least", "weighted"])
+def test_asking_does_not_take_the_turn(policy: str) -> None:
+    with serving(echo_site()) as one, serving(echo_site()) as two, serving(echo_site()) as three:
+        with routing(one.port, two.port, three.port, policy=policy) as router:
+            for _ in range(7):
+                told = [_explain(router, method="GET", path="/hello") for _ in range(3)]
+                assert len({each["backend"] for each in told}) == 1 and told[0]["why"] == "policy"
+                before = {each.name: each.stats.requests for each in router.proxy.backends.all}
+                assert router.get("/hello").status == 200
+                gained = [each.name for each in router.proxy.backends.all if each.stats.requests > before[each.name]]
+                assert gained == [told[0]["backend"]]
+
+
+def test_a_prompt_is_explained_by_who_knows_it() -> None:
+    with serving(echo_site()) as one, serving(echo_site()) as two:
+        with routing(one.port, two.port, policy="cache_aware") as router:
+            first = _explain(router, path="/v1/completions", body=_PROMPT)
+            assert first["why"] == "miss" and set(first["details"]["matched_characters"].values()) == {0}
+            assert router.get("/echo", "POST", json.dumps(_PROMPT).encode()).status == 200
+            home = next(each.name for each in router.proxy.backends.all if each.stats.requests)
+            told = _explain(router, path="/v1/completions", body=_PROMPT)
+            assert (told["backend"], told["why"]) == (home, "hit")
+            assert told["details"]["matched_characters"][home] == len(_PROMPT["prompt"])
+            # The same as bytes.
+            assert _explain(router, path="/", body=json.dumps(_PROMPT)) == _explain(router, path="/", body=_PROMPT)
+            text = ask(router.port, "GET", "/router/metrics").body.decode()
+            line = f'headrace_router_decisions_total{{policy="cache_aware",backend="{home}",why="miss"}} 1'
+            assert line in text and 'why="hit"' not in text
+
+
+def test_a_session_is_explained_by_its_order() -> None:
+    with serving(echo_site()) as one, serving(echo_site()) as two:
+        with routing(one.port, two.port, sticky=StickySettings(header="x-session")) as router:
+            told = _explain(router, path="/hello", headers={"X-Session": "abc"})
+            assert told["why"] == "sticky" and told["details"]["session_order"][0] == told["backend"]
+            assert len(told["details"]["session_order"]) == 2
+            for _ in range(3):
+                router.get("/hello", x_session="abc")
+            home = next(each for each in router.proxy.backends.all if each.name == told["backend"])
+            assert home.stats.requests == 3
+            text = ask(router.port, "GET", "/router/metrics").body.decode()
+            assert f'policy="p2c",backend="{home.name}",why="sticky"}} 3' in text
+
+
+def test_without_anybody_it_says_why() -> None:
+    with serving(echo_site()) as one, routing(one.port) as router:
+        assert _explain(router, path="/hello")["why"] == "only"
+        backend = router.proxy.backends.all[0]
+
+        def take_out() -> None:
+            for _ in range(3):
+                router.proxy.backends.checked(backend, False, 1.0, "it burns")
+
+        router.server.call(take_out)
+        told = _explain(router, path="/hello")
+        assert told["backend"] is None and told["why"] == "nobody" and "it burns" in told["because"]
+        assert told["backends"][0]["candidate"] is False
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [b"", b"[", b"[]", b'{"colour": 1}', b'{"path": 5}', b'{"headers": {"a": 1}}', b'{"body_base64": "%"}'],
+)
+def test_questions_that_are_none(bad: bytes) -> None:
+    with pytest.raises(InvalidArgument):
+        read_question(bad)
+
+
+def test_bytes_come_as_they_are() -> None:
+    assert bytes(read_question(b'{"body_base64": "AP8="}').body) == b"\x00\xff"

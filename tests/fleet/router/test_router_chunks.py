@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streamed answers in chunks: whole ones are passed on as they are; however they are cut, the text is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.fleet.router.answers import Answers, chunk_begins
+from headrace.fleet.router.backends import Backends
+from headrace.fleet.router.pools import CoarseClock, Pool
+from headrace.fleet.router.settings import BackendAddress, RouterSettings
+from headrace.fleet.router.upstream import Upstream
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Recorder:
+    """A customer that keeps what it is told."""
+
+    plain, sending, silent, upgrade = True, False, False, False
+
+    def __init__(self) -> None:
+        self.text, self.chunks = b"", 0
+        self.ended, self.why = False, ""
+
+    def answered(self, head: Any, body: Any) -> None:
+        self.text, self.ended = self.text + bytes(body), True
+
+    def answer_begun(self, head: Any, length: int) -> None:
+        assert length == -1
+
+    def answer_piece(self, data: Any) -> bool:
+        self.text += bytes(data)
+        return True
+
+    def answer_chunk(self, data: bytes, begin: int) -> bool:
+        self.chunks += 1
+        return self.answer_piece(data[begin:-2])
+
+    def answer_ended(self) -> None:
+        self.ended = True
+
+    def failed(self, why: str, *, untouched: bool = False, late: bool = False) -> None:
+        self.why = why
+
+
+class Transport:
+    """Of a connection that is only read."""
+
+    def abort(self) -> None:
+        pass
+
+
+def heard(*pieces: bytes) -> Recorder:
+    """What a customer is told if these come one after the other."""
+    settings = RouterSettings((BackendAddress.parse("http://127.0.0.1:1"),))
+    pool = Pool(Backends(settings).all[0], settings, Answers(), CoarseClock())
+    connection = Upstream(pool)
+    connection.transport = Transport()  # type: ignore[assignment]
+    customer = Recorder()
+    connection.customer = customer  # type: ignore[assignment]
+    for piece in pieces:
+        if piece and connection.customer is not None:
+            connection.data_received(piece)
+    return customer
+
+
+def chunk(text: bytes, form: bytes = b"%x") -> bytes:
+    return form % len(text) + b"\r\n" + text + b"\r\n"
+
+
+def test_chunks_that_come_whole_are_passed_on_as_they_are() -> None:
+    told = heard(HEAD, chunk(b"data: 1\n\n"), chunk(b"x" * 300, b"%X"), chunk(b"data: 3\n\n"), b"0\r\n\r\n")
+    assert told.text == b"data: 1\n\n" + b"x" * 300 + b"data: 3\n\n"
+    assert told.chunks == 3
+    assert told.ended
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=8),
+    st.lists(st.integers(0, 400), max_size=8),
+    st.sampled_from((b"%x", b"%X", b"%04x", b"%x;kind=event")),
+)
+def test_the_text_is_the_same_however_it_is_cut(texts: list[bytes], cuts: list[int], form: bytes) -> None:
+    body = b"".join(chunk(text, form) for text in texts) + b"0\r\n\r\n"
+    places = [0, *sorted(cuts), len(body)]
+    told = heard(HEAD, *(body[a:b] for a, b in zip(places, places[1:], strict=False)))
+    assert told.text == b"".join(texts)
+    assert told.ended
+    assert told.why == ""
+
+
+@pytest.mark.parametrize("size", [b"0x3", b"+3", b" 3", b"0_3", b"-3", b"3\n", b"g", b""])
+def test_what_is_no_size_is_refused_at_every_chunk(size: bytes) -> None:
+    bad = size + b"\r\nabc\r\n"
+    assert chunk_begins(bad) == 0
+    told = heard(HEAD, chunk(b"abc"), bad, b"0\r\n\r\n")
+    assert told.text == b"abc"
+    assert told.why
+
+
+def test_a_chunk_longer_or_shorter_than_it_says_does_not_pass_whole() -> None:
+    assert chunk_begins(b"3\r\nabc\r\n") == 3
+    for data in (
+        b"3\r\nabcd\r\n",
+        b"3\r\nab\r\n",
+        b"3\r\nabc\r\n3\r\nabc\r\n",
+        b"3\r\nabc\n\n",
+        b"0\r\n\r\n",
+        b"3\nabcd\r\n",
+    ):
+        assert chunk_begins(data) == 0

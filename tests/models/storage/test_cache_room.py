@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache of bounded size: what was not wanted for the longest time goes, and never what is in use; and what is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_stub import StoreStub
+from web_stub import WebStub, serve
+
+from headrace.core.errors import FailedPrecondition
+from headrace.core.telemetry.progress import ProgressEvent
+from headrace.models.storage.bringing import BringSettings, bring
+from headrace.models.storage.cache import CacheUse
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.telling import Told, readable_seconds
+
+SMALL = BringSettings(cache_bytes=2500, private_hosts=("127.0.0.1",))
+HOLDER = """
+import sys
+from pathlib import Path
+from headrace.models.storage.bringing import bring
+print(bring(sys.argv[1], Path(sys.argv[2])).name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def store() -> Iterator[StoreStub]:
+    with StoreStub({"bkt": {name: name.encode() * 1000 for name in "abcd"}}) as stub:
+        yield stub
+
+
+class Bringer:
+    def __init__(self, store: StoreStub, folder: Path) -> None:
+        self._credentials = CloudCredentials.from_metadata(store.metadata("bkt"))
+        self._folder = folder
+        self._time = 1_000_000
+
+    def bring(self, name: str, use: CacheUse) -> Path:
+        path = bring(f"s3://bkt/{name}", self._folder, self._credentials, settings=SMALL, use=use)
+        # Later than all before, whatever the clock's steps are.
+        self._time += 10
+        os.utime(self._folder / ".locks" / f"{path.parent.name}.use", (self._time, self._time))
+        return path
+
+    def kept(self) -> str:
+        return "".join(sorted(path.name[0] for path in self._folder.iterdir() if not path.name.startswith(".")))
+
+
+@pytest.fixture
+def bringer(store: StoreStub, tmp_path: Path) -> Bringer:
+    return Bringer(store, tmp_path)
+
+
+def test_the_longest_unwanted_goes(bringer: Bringer) -> None:
+    for name, kept in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("d", "cd"), ("b", "bd")):
+        with CacheUse() as use:
+            assert bringer.bring(name, use).read_bytes() == name.encode() * 1000
+        assert bringer.kept() == kept
+
+
+def test_what_is_in_use_stays(bringer: Bringer) -> None:
+    with CacheUse() as use:
+        held = bringer.bring("a", use)
+        for name in "bcd":
+            with CacheUse() as other:
+                bringer.bring(name, other)
+        assert bringer.kept() == "ad" and held.exists()
+        with CacheUse() as other:
+            bringer.bring("d", other)
+            with pytest.raises(
+                FailedPrecondition, match=r"needs 1\.0 kB, the cache may hold 2\.5 kB, and 2\.0 kB of it are"
+            ):
+                bringer.bring("b", other)
+    with CacheUse() as use:
+        bringer.bring("b", use)
+    assert bringer.kept() == "bd"
+
+
+def test_what_another_process_uses_stays_until_it_ends(bringer: Bringer, tmp_path: Path) -> None:
+    with WebStub({"/w.bin": serve(b"w" * 1000)}) as web:
+        with CacheUse() as use:
+            brought = bring(web.url("/w.bin"), tmp_path, settings=SMALL, use=use)
+        child = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, web.url("/w.bin"), str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None and child.stdout.readline().strip() == brought.name
+    os.utime(tmp_path / ".locks" / f"{brought.parent.name}.use", (1, 1))
+    for name in "abc":
+        with CacheUse() as use:
+            bringer.bring(name, use)
+        assert brought.exists()
+    child.kill()
+    child.communicate()
+    for name in "ab":
+        with CacheUse() as use:
+            bringer.bring(name, use)
+    assert not brought.exists()
+
+
+def test_what_can_never_fit_is_refused_before_it_is_downloaded(bringer: Bringer, store: StoreStub) -> None:
+    store.buckets["bkt"]["e"] = b"e" * 2501
+    with CacheUse() as use:
+        bringer.bring("a", use)
+    with CacheUse() as use, pytest.raises(FailedPrecondition, match=r"has 2\.5 kB and the cache .* may hold"):
+        bringer.bring("e", use)
+    assert bringer.kept() == "a"
+
+
+def test_an_entry_that_someone_deleted_is_brought_again(bringer: Bringer) -> None:
+    with CacheUse() as use:
+        path = bringer.bring("a", use)
+        path.unlink()
+        path.parent.rmdir()
+        assert bringer.bring("a", use) == path and path.exists()
+
+
+def test_rate_and_remaining_time_are_told() -> None:
+    events: list[ProgressEvent] = []
+    now = 0.0
+    told = Told(events.append, "download m", 10_000_000, lambda: now)
+    told.say("running")
+    told.heard(4_000_000)  # of an earlier try
+    for _ in range(4):
+        now += 0.5
+        told.heard(500_000)
+    assert events[-1].message == "downloading at 1.0 MB/s, 4 s left"
+    assert (events[-1].done, events[-1].total) == (6_000_000, 10_000_000)
+    now += 0.01
+    told.heard(1)
+    assert events[-1].done == 6_000_000  # not too often
+    assert [readable_seconds(seconds) for seconds in (0.2, 75, 7300)] == ["0 s", "1 min 15 s", "2 h 1 min"]

@@ -1,0 +1,651 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher, over real processes that behave as they are told, and over a driver that fails as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from service_programs import make_model
+
+from headrace.core.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unavailable,
+)
+from headrace.platforms import planning
+from headrace.platforms.asking import NotReadyYet
+from headrace.platforms.contract import Check, Handle, LaunchSpec, Observed
+from headrace.platforms.drivers import DriverOptions, default_state_dir
+from headrace.platforms.identity import own_name
+from headrace.platforms.launcher import Launcher, Patience, StartFailed, StartRequest
+from headrace.platforms.registry import DEFAULT_PATH, RUNNING, STARTING, Entry, Registry
+from headrace.platforms.slurm.script import node_port
+from support.ports import launchers_ports
+from support.waiting import eventually_async
+
+HERE = str(Path(__file__).parent)
+ARCH = "tao-dataservices"
+SECRET = "wandb-" + "9" * 20
+GONE = f"{own_name().split('/')[0]}/another-boot/1/1/"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(planning, "TARGET", "service_programs:serve")
+    with launchers_ports():
+        yield tmp_path
+    left = [each.pid for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+def launcher(folder: Path, **more: Any) -> Launcher:
+    """A start ends when the service answers, or has ended: how long that takes is the machine's business."""
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": HERE, "WANDB_API_KEY": SECRET, "WANDB_PROJECT": "mugs"}
+    return Launcher(folder / "registry.json", **{"environ": environ, "settle_seconds": 120, **more})
+
+
+def request(folder: Path, behaviour: str = "ready", **more: Any) -> StartRequest:
+    return StartRequest(ARCH, str(make_model(folder / behaviour.partition(":")[0], behaviour)), **more)
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(work())
+
+
+def recorded(folder: Path) -> dict[str, Entry]:
+    return Registry(folder / "registry.json").entries()
+
+
+def nothing_left(folder: Path) -> bool:
+    jobs = folder / "registry.json.services" / "jobs"
+    return recorded(folder) == {} and (not jobs.exists() or not list(jobs.iterdir()))
+
+
+def test_a_service_is_started_found_asked_and_stopped_without_a_trace(folder: Path) -> None:
+    async def main() -> None:
+        async with launcher(folder) as ours:
+            entry = await ours.start(request(folder), wait=True)
+            assert entry.host_port is not None and entry.host_url == f"http://127.0.0.1:{entry.host_port}"
+            assert 8080 <= entry.host_port <= 8199
+            assert (entry.platform, entry.network_arch, entry.state) == ("process", ARCH, RUNNING)
+            assert ours.registry.latest == entry.job_id
+
+            [service] = await ours.list()
+            assert (service.state, service.word, service.entry) == ("running", "Running", entry)
+            assert (await ours.status(entry.job_id)).state == "running"
+            told = await ours.told(entry.job_id)
+            assert told is not None and told["environ"]["WANDB_API_KEY"] == SECRET
+            job = json.loads(told["words"][told["words"].index("--job") + 1])
+            assert job == {
+                "job_id": entry.job_id,
+                "specs": {"model_path": str(folder / "ready")},
+                "neural_network_name": ARCH,
+            }
+            variables = json.loads(told["words"][told["words"].index("--docker_env_vars") + 1])
+            assert variables == {
+                "WANDB_PROJECT": "mugs",
+                "TAO_EXECUTION_BACKEND": "local-process",
+                "TAO_API_JOB_ID": entry.job_id,
+                "CLOUD_BASED": "False",
+            }
+
+            answer = await ours.ask(entry.job_id, {"messages": [{"role": "user", "content": "hi"}]})
+            assert json.loads(answer.text)["messages"][0]["content"] == "hi"
+            assert "started with" in await ours.logs(entry.job_id)
+
+            shown = Path(f"/proc/{entry.more['handle']['pid']}/cmdline").read_bytes().decode().split("\0")
+            assert entry.job_id in shown
+            assert SECRET not in str(shown) + (folder / "registry.json").read_text() + await ours.logs(entry.job_id)
+
+            await ours.stop(entry.job_id)
+            assert nothing_left(folder) and await ours.list() == []
+            for asked in (ours.stop, ours.status, ours.logs, ours.told, ours.wait_ready):
+                with pytest.raises(NotFound, match=r"headrace service list"):
+                    await asked(entry.job_id)
+
+    run(main)
+
+
+def test_several_at_once_have_ports_of_their_own_and_each_is_recorded(folder: Path) -> None:
+    async def main() -> None:
+        async with launcher(folder) as ours:
+            wanted = request(folder)
+            entries = await asyncio.gather(*(ours.start(wanted) for _ in range(4)))
+            assert len({each.host_port for each in entries}) == 4
+            assert set(recorded(folder)) == {each.job_id for each in entries}
+            assert [each.state for each in await ours.list()] == ["running"] * 4
+            last = max(entries, key=lambda each: each.started)
+            assert ours.registry.latest == last.job_id
+            await ours.stop(last.job_id)
+            others = [each for each in entries if each != last]
+            assert ours.registry.latest == max(others, key=lambda each: each.started).job_id
+            await asyncio.gather(*(ours.stop(each.job_id) for each in others))
+            assert ours.registry.latest is None and nothing_left(folder)
+
+    run(main)
+
+
+async def ended(ours: Launcher, service: Any) -> None:
+    async def has_ended() -> bool:
+        return (await ours.status(service.job_id)).state != "running"
+
+    await eventually_async(has_ended)
+
+
+def test_what_ended_or_vanished_behind_the_launchers_back_is_told_and_pruned(folder: Path) -> None:
+    async def main() -> None:
+        async with launcher(folder) as ours:
+            killed, vanished, living = [await ours.start(request(folder)) for _ in range(3)]
+            os.kill(killed.more["handle"]["pid"], signal.SIGKILL)
+            os.kill(vanished.more["handle"]["pid"], signal.SIGKILL)
+            await ended(ours, vanished)
+            shutil.rmtree(folder / "registry.json.services" / "jobs" / vanished.job_id)
+            await ended(ours, killed)
+            found = {each.entry.job_id: each for each in await ours.list()}
+            assert (found[killed.job_id].state, found[killed.job_id].word) == ("ended", "Failed")
+            assert "SIGKILL" in found[killed.job_id].reason
+            assert found[vanished.job_id].state == "stale" and "does not know it" in found[vanished.job_id].reason
+            assert found[living.job_id].state == "running"
+            removed = await ours.prune()
+            assert {each.entry.job_id for each in removed} == {killed.job_id, vanished.job_id}
+            assert set(recorded(folder)) == {living.job_id}
+            assert await ours.prune() == []
+            await ours.stop(living.job_id)
+            assert nothing_left(folder)
+
+    run(main)
+
+
+def test_a_start_that_was_cut_short_is_stale_only_if_its_launcher_is_dead(folder: Path) -> None:
+    async def main() -> None:
+        registry = Registry(folder / "registry.json")
+        dead, alive, old = (
+            registry.begin(Entry(str(uuid.uuid4()), "process", ARCH, more={"launcher": name}), wants_port=True)
+            for name in (GONE, own_name(), "elsewhere/boot/1/1/")
+        )
+        registry.put(replace(old, started_at="2020-01-01T00:00:00+00:00"))
+        async with launcher(folder) as ours:
+            states = {each.entry.job_id: each.state for each in await ours.list()}
+            assert states == {dead.job_id: "stale", alive.job_id: "starting", old.job_id: "stale"}
+            started = await ours.start(request(folder))
+            # Theirs stay taken until they are pruned: a request must never reach another service by an old record.
+            assert started.host_port not in {dead.host_port, alive.host_port, old.host_port}
+            await ours.stop(started.job_id)
+
+    run(main)
+
+
+def test_one_that_dies_at_once_is_told_with_its_last_lines_and_undone(folder: Path) -> None:
+    async def main() -> None:
+        async with launcher(folder) as ours:
+            with pytest.raises(StartFailed, match=r"code 7; its last words: last reason: no weights") as caught:
+                await ours.start(request(folder, "dies"))
+            assert caught.value.last_lines.splitlines()[-2:] == ["first reason", "last reason: no weights"]
+            assert nothing_left(folder)
+
+    run(main)
+
+
+def test_one_whose_model_cannot_be_loaded_is_undone_and_one_that_is_slow_is_not(folder: Path) -> None:
+    async def main() -> None:
+        async with launcher(folder) as ours:
+            with pytest.raises(StartFailed, match="the weights are torn") as caught:
+                await ours.start(request(folder, "broken"), wait=True)
+            assert "started with" in caught.value.last_lines and nothing_left(folder)
+            with pytest.raises(DeadlineExceeded, match="half of it is loaded.*it runs on"):
+                await ours.start(request(folder, "loading"), wait=True, patience=Patience(2.0))
+            [service] = await ours.list()
+            assert service.state == "running"
+            with pytest.raises(NotReadyYet, match="still loading"):
+                await ours.ask(service.entry.job_id, {})
+            make_model(folder / "loading", "ready")
+            await ours.wait_ready(service.entry.job_id)
+            await ours.stop(service.entry.job_id)
+
+    run(main)
+
+
+def test_a_start_that_is_cancelled_is_undone(folder: Path) -> None:
+    async def main() -> None:
+        async with launcher(folder, settle_seconds=600) as ours:
+            task = asyncio.create_task(ours.start(request(folder, "mute")))
+            jobs = folder / "registry.json.services" / "jobs"
+            await eventually_async(lambda: list(jobs.glob("*/launch.json")))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert nothing_left(folder)
+
+    run(main)
+
+
+def test_a_log_is_followed_to_the_end_of_the_service(folder: Path) -> None:
+    async def main() -> None:
+        async with launcher(folder) as ours:
+            entry = await ours.start(request(folder))
+            lines: list[str] = []
+
+            async def follow() -> None:
+                async for line in ours.follow(entry.job_id, 1):
+                    lines.append(line)
+
+            task = asyncio.create_task(follow())
+            await eventually_async(lambda: lines)
+            await ours.ask(entry.job_id, {})
+            os.kill(entry.more["handle"]["pid"], signal.SIGKILL)
+            await task
+            assert lines[0].startswith("started with") and lines[1:] == ["asked"]
+            await ours.stop(entry.job_id)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        *(
+            ({"model_path": f"{scheme}://bucket/m"}, "no cloud-storage dependency")
+            for scheme in ("s3", "gs", "az", "aws")
+        ),
+        ({"model_path": "hf://org/name"}, "hf_model://ORG/NAME"),
+        ({"model_path": "/nowhere/at/all"}, "there is no model at"),
+        ({"model_path": ""}, "which model"),
+        ({"model_path": "/tmp\n/x"}, "no model at|control character"),
+        ({"arch": "resnet"}, "these are: cosmos-predict2.5, cosmos-rl, tao-dataservices"),
+        ({"arch": "$(touch CANARY)"}, "is not known"),
+        ({"platform": "mainframe"}, "use one of process"),
+        ({"platform": "process; touch CANARY"}, "is not known"),
+        ({"num_gpus": -1}, "GPUs, not -1"),
+        ({"num_gpus": 0, "platform": "local-docker", "model_path": "/m"}, "1 to 1024 GPUs"),
+        ({"job_id": "../../etc/passwd"}, "no UUID"),
+        ({"job_id": "'; touch CANARY #"}, "no UUID"),
+        ({"image": "x"}, "runs no container"),
+        ({"options": {"idle_timeout_minutes": "$(touch CANARY)"}}, "whole number"),
+        ({"options": {"host": "0.0.0.0"}}, "has no option"),
+        ({"settings": {"partition": "x"}}, "no setting"),
+        ({"platform": "local-docker", "model_path": "/m", "image": "a b;touch CANARY"}, "no name of an image"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_before_anything_is_recorded(
+    folder: Path, change: Mapping[str, Any], words: str
+) -> None:
+    async def main() -> None:
+        async with launcher(folder) as ours:
+            with pytest.raises((InvalidArgument, NotFound), match=words):
+                await ours.start(replace(request(folder), **change))
+
+    run(main)
+    assert recorded(folder) == {}
+    assert not any(Path(place, "CANARY").exists() for place in (".", folder))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["it's", 'a "quoted" one', "$(touch CANARY)", "; touch CANARY ;", "`touch CANARY`", "{port}", "é 🙂", "--port"],
+)
+def test_a_hostile_path_arrives_as_it_is(folder: Path, name: str) -> None:
+    async def main() -> None:
+        async with launcher(folder) as ours:
+            entry = await ours.start(StartRequest(ARCH, str(make_model(folder / name))))
+            told = await ours.told(entry.job_id)
+            assert told is not None
+            job = json.loads(told["words"][told["words"].index("--job") + 1])
+            assert job["specs"]["model_path"] == str(folder / name)
+            assert entry.more["model_path"] == str(folder / name)
+            await ours.stop(entry.job_id)
+
+    run(main)
+    assert not list(folder.rglob("CANARY")) and not Path("CANARY").exists()
+
+
+class Fake:
+    """A platform without anything behind it: does and fails as it is told."""
+
+    name = "local-docker"
+    place = "nowhere"
+
+    def __init__(self, **more: Any) -> None:
+        self.fails = more
+        self.held: dict[str, Observed] = {}
+        self.url: str | None = None
+        self.stopped: list[str] = []
+
+    async def preflight(self) -> list[Check]:
+        return [Check("client", True, "is there"), Check("engine", "preflight" not in self.fails, "start docker")]
+
+    async def start(self, spec: LaunchSpec) -> Handle:
+        if "start" in self.fails:
+            raise self.fails["start"]
+        self.held[spec.job_id] = Observed("starting", word="Pending")
+        self.spec = spec
+        return Handle(spec.job_id, self.name, {"docker_url": f"http://{spec.job_id}:8080", "odd": object()})
+
+    async def status(self, handle: Handle) -> Observed:
+        return self.held.get(handle.job_id, Observed("gone"))
+
+    async def logs(self, handle: Handle, tail: int) -> str:
+        return ""
+
+    async def endpoint(self, handle: Handle) -> str | None:
+        return self.url
+
+    async def stop(self, handle: Handle, grace_seconds: float) -> None:
+        if "stop" in self.fails:
+            raise self.fails["stop"]
+        self.stopped.append(handle.job_id)
+        self.held.pop(handle.job_id, None)
+
+    async def found(self) -> dict[str, Observed]:
+        if "found" in self.fails:
+            raise self.fails["found"]
+        return dict(self.held)
+
+    async def close(self) -> None:
+        pass
+
+
+def faked(folder: Path, fake: Fake) -> Launcher:
+    def made(platform: str, options: DriverOptions) -> Any:
+        assert platform == "local-docker"
+        return fake
+
+    return launcher(folder, make_driver=made, settle_seconds=0.05)
+
+
+DOCKER = StartRequest(ARCH, "/models/m", "local-docker", 2, image="headrace")
+
+
+def test_a_container_gets_the_line_of_every_platform_and_an_address_when_there_is_one(folder: Path) -> None:
+    async def main() -> None:
+        fake = Fake()
+        async with faked(folder, fake) as ours:
+            entry = await ours.start(DOCKER)
+            assert (entry.host_url, entry.docker_url) == ("", f"http://{entry.job_id}:8080")
+            container = fake.spec.container
+            assert container is not None and container.command.startswith(
+                "umask 0 && exec headrace microservice start --job "
+            )
+            assert (container.port, fake.spec.host_port, fake.spec.gpus) == (8080, entry.host_port, 2)
+            assert fake.spec.secret_environment == {"WANDB_API_KEY": SECRET}
+            assert SECRET not in container.command + str(fake.spec.environment) + (folder / "registry.json").read_text()
+            [service] = await ours.list()
+            assert service.state == "starting"
+            fake.held[entry.job_id], fake.url = Observed("running", word="Running"), "http://127.0.0.1:9"
+            [service] = await ours.list()
+            assert (service.state, service.entry.host_url) == ("running", "http://127.0.0.1:9")
+            assert recorded(folder)[entry.job_id].host_url == "http://127.0.0.1:9"
+
+    run(main)
+
+
+class Sleeper(Fake):
+    """Tells more of a service once it has an address, and nothing of anything while it sleeps."""
+
+    asleep = False
+    tunnel = 71
+
+    async def described(self, handle: Handle) -> Handle:
+        return replace(handle, data={**handle.data, "tunnel_pid": self.tunnel, "slurm_node": "n1", "started": 5})
+
+    async def found(self) -> dict[str, Observed]:
+        return {} if self.asleep else dict(self.held)
+
+    async def status(self, handle: Handle) -> Observed:
+        if self.asleep:
+            raise Unavailable("the instance box is STOPPED: start it with `brev start box`")
+        return await super().status(handle)
+
+
+def test_what_is_known_once_there_is_an_address_is_recorded(folder: Path) -> None:
+    async def main() -> None:
+        fake = Sleeper()
+        async with faked(folder, fake) as ours:
+            entry = await ours.start(DOCKER)
+            assert entry.tunnel_pid is None
+            fake.held[entry.job_id], fake.url = Observed("running", word="Running"), "http://127.0.0.1:9"
+            await ours.list()
+            found = recorded(folder)[entry.job_id]
+            assert (found.tunnel_pid, found.slurm_node, found.more["handle"]["started"]) == (71, "n1", 5)
+            # A tunnel that died is made again when its service does not answer, maybe elsewhere.
+            fake.url, fake.tunnel = "http://127.0.0.1:10", 72
+            with pytest.raises(DeadlineExceeded):
+                await ours.wait_ready(entry.job_id, Patience(0.0, try_seconds=0.1))
+            found = recorded(folder)[entry.job_id]
+            assert (found.tunnel_pid, found.host_url) == (72, "http://127.0.0.1:10")
+            fake.url = "http://127.0.0.1:11"
+            second = await ours.start(DOCKER)
+            assert recorded(folder)[second.job_id].tunnel_pid == second.tunnel_pid == 72
+
+    run(main)
+
+
+def test_what_a_sleeping_machine_has_is_neither_stale_nor_pruned(folder: Path) -> None:
+    async def main() -> None:
+        fake = Sleeper()
+        async with faked(folder, fake) as ours:
+            entry = await ours.start(DOCKER)
+            fake.asleep = True
+            [service] = await ours.list()
+            assert service.state == "unknown" and "brev start box" in service.reason
+            assert await ours.prune() == [] and entry.job_id in recorded(folder)
+            fake.asleep, fake.held = False, {}
+            [service] = await ours.list()
+            assert service.state == "stale"
+
+    run(main)
+
+
+def test_ours_is_started_without_a_gpu_on_every_platform(folder: Path) -> None:
+    wanted = replace(DOCKER, num_gpus=0)
+    assert launcher(folder)._plan(wanted).gpus == 0
+    environ = {"SLURM_PARTITION": "gpu", "SLURM_CONTAINER_MODE": "bare"}
+    assert launcher(folder, environ=environ)._plan(replace(wanted, platform="slurm", image="")).gpus == 0
+    with pytest.raises(InvalidArgument, match="--image headrace"):
+        launcher(folder)._plan(replace(wanted, image=""))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FailedPrecondition("the image x cannot be pulled"),
+        ResourceExhausted("the node is full"),
+        Unavailable("docker does not answer"),
+    ],
+)
+def test_what_a_platform_refuses_is_told_and_undone(folder: Path, error: Exception) -> None:
+    async def main() -> None:
+        fake = Fake(start=error)
+        async with faked(folder, fake) as ours:
+            with pytest.raises(type(error), match=str(error)):
+                await ours.start(DOCKER)
+        assert recorded(folder) == {} and len(fake.stopped) == 1
+
+    run(main)
+
+
+def test_a_stranger_of_the_same_name_is_not_stopped(folder: Path) -> None:
+    async def main() -> None:
+        fake = Fake(start=AlreadyExists("there is a container of this name"))
+        async with faked(folder, fake) as ours:
+            with pytest.raises(AlreadyExists, match="container of this name"):
+                await ours.start(DOCKER)
+        assert recorded(folder) == {} and fake.stopped == []
+
+    run(main)
+
+
+def test_what_cannot_be_undone_or_stopped_stays_recorded(folder: Path) -> None:
+    async def main() -> None:
+        fake = Fake(start=Unavailable("no answer"), stop=Unavailable("still none"))
+        async with faked(folder, fake) as ours:
+            with pytest.raises(Unavailable, match="no answer"):
+                await ours.start(DOCKER)
+            [entry] = recorded(folder).values()
+            assert entry.state == STARTING
+            with pytest.raises(Unavailable, match="still none"):
+                await ours.stop(entry.job_id)
+            assert len(recorded(folder)) == 1
+            await ours.stop(entry.job_id, forget=True)
+            assert recorded(folder) == {}
+
+    run(main)
+
+
+def test_a_platform_that_does_not_answer_hides_no_other(folder: Path) -> None:
+    async def main() -> None:
+        registry = Registry(folder / "registry.json")
+        registry.put(Entry(str(uuid.uuid4()), "local-docker", ARCH, "http://localhost:8080", state=RUNNING))
+        registry.put(Entry(str(uuid.uuid4()), "vms", "other", "http://localhost:1", more={"of": "another tool"}))
+        fake = Fake(found=Unavailable("docker does not answer"))
+
+        def made(platform: str, options: DriverOptions) -> Any:
+            from headrace.platforms.drivers import driver_of
+
+            return fake if platform == "local-docker" else driver_of(platform, options)
+
+        async with launcher(folder, make_driver=made) as ours:
+            ours.registry.begin(Entry(str(uuid.uuid4()), "process", ARCH, more={"launcher": GONE}), wants_port=True)
+            found = {each.entry.platform: each for each in await ours.list()}
+            assert {name: each.state for name, each in found.items()} == {
+                "local-docker": "unknown",
+                "vms": "unknown",
+                "process": "stale",
+            }
+            assert "does not answer" in found["local-docker"].reason and "not known" in found["vms"].reason
+            assert len(await ours.prune()) == 1 and len(recorded(folder)) == 2
+
+    run(main)
+
+
+def test_every_port_taken_is_told(folder: Path) -> None:
+    registry = Registry(folder / "registry.json")
+    for port in range(8080, 8200):
+        registry.put(Entry(str(uuid.uuid4()), "process", ARCH, "http://x", "2020-01-01", RUNNING, port))
+
+    async def main() -> None:
+        async with launcher(folder) as ours:
+            with pytest.raises(ResourceExhausted, match="prune"):
+                await ours.start(request(folder))
+
+    run(main)
+
+
+def test_the_preflight_tells_what_is_there_and_never_what_a_variable_holds(folder: Path) -> None:
+    async def main() -> None:
+        async with launcher(folder) as ours:
+            found = await ours.preflight("process")
+            assert found.passed and dict(found.variables)["WANDB_API_KEY"] == "SET"
+            assert dict(found.variables)["HF_TOKEN"] == "UNSET" and SECRET not in repr(found)
+            with pytest.raises(InvalidArgument):
+                await ours.preflight("mainframe")
+            wrong = await ours.preflight("process", {"x": "y"})
+            assert not wrong.passed and "no setting" in wrong.checks[0].message
+        async with faked(folder, Fake(preflight=True)) as ours:
+            assert not (await ours.preflight("local-docker")).passed
+            with pytest.raises(
+                FailedPrecondition, match=r"local-docker is not ready for services\. engine: start docker"
+            ):
+                await ours.start(DOCKER)
+            assert recorded(folder) == {}
+            entry = await ours.start(DOCKER, preflight=False)
+            await ours.stop(entry.job_id)
+
+    run(main)
+
+
+def test_files_of_services_lie_with_the_user_and_never_in_a_strangers_folder(folder: Path) -> None:
+    assert default_state_dir(DEFAULT_PATH, {"HOME": "/home/a"}) == Path("/home/a/.local/state/headrace/services")
+    assert default_state_dir(DEFAULT_PATH, {"XDG_STATE_HOME": "/s"}) == Path("/s/headrace/services")
+    assert default_state_dir(Path("/a/r.json"), {}) == Path("/a/r.json.services")
+    open_to_all = folder / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+
+    async def main() -> None:
+        async with launcher(folder, state_dir=open_to_all) as ours:
+            with pytest.raises(PermissionDenied, match="--state-dir"):
+                await ours.start(request(folder))
+        async with launcher(folder) as ours:
+            entry = await ours.start(request(folder))
+            assert (folder / "registry.json.services").stat().st_mode & 0o077 == 0
+            await ours.stop(entry.job_id)
+
+    run(main)
+
+
+ONE = """
+import asyncio, sys
+from pathlib import Path
+from headrace.platforms import planning
+from headrace.platforms.launcher import Launcher, StartRequest
+planning.TARGET = "service_programs:serve"
+async def main():
+    async with Launcher(Path(sys.argv[1])) as ours:
+        print((await ours.start(StartRequest("tao-dataservices", sys.argv[2]))).host_port, flush=True)
+asyncio.run(main())
+"""
+
+
+def test_launchers_of_several_processes_do_not_clash(folder: Path) -> None:
+    async def main() -> None:
+        model = str(make_model(folder / "m"))
+        words = [sys.executable, "-c", ONE, str(folder / "registry.json"), model]
+        started = await asyncio.gather(
+            *(
+                asyncio.create_subprocess_exec(
+                    *words, stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONPATH": HERE}
+                )
+                for _ in range(3)
+            )
+        )
+        ports = [(await each.communicate())[0] for each in started]
+        assert len(set(ports)) == 3 and all(each.returncode == 0 for each in started)
+        async with launcher(folder) as ours:
+            found = await ours.list()
+            assert [each.state for each in found] == ["running"] * 3
+            await asyncio.gather(*(ours.stop(each.entry.job_id) for each in found))
+        assert nothing_left(folder)
+
+    run(main)
+
+
+def test_the_token_of_a_leptons_endpoint_goes_there_and_nowhere_else(folder: Path) -> None:
+    ours = launcher(folder, environ={"LEPTON_AUTH_TOKEN": "t1"})
+    job = str(uuid.uuid4())
+    assert ours._headers(Entry(job, "lepton", host_url="https://x.lepton.run")) == {"authorization": "Bearer t1"}
+    assert ours._headers(Entry(job, "lepton", host_url="http://x.lepton.run")) == {}
+    assert ours._headers(Entry(job, "process", host_url="https://x")) == {}
+    ours = launcher(folder, environ={"LEPTON_AUTH_TOKEN": "t1", "LEPTON_ENDPOINT_TOKEN": "t2"})
+    assert ours._headers(Entry(job, "lepton", host_url="https://x")) == {"authorization": "Bearer t2"}
+
+
+def test_a_bare_job_of_slurm_is_planned_by_the_variable_too(folder: Path) -> None:
+    wanted = StartRequest(ARCH, "/models/m", "slurm", image="headrace")
+    for mode, image in (("bare", ""), ("apptainer", "headrace")):
+        environ = {"SLURM_PARTITION": "gpu", "SLURM_CONTAINER_MODE": mode}
+        plan = launcher(folder, environ=environ)._plan(wanted)
+        assert plan.settings == {"partition": "gpu", "mode": mode}
+        container = planning.spec_of(plan, 8085, folder).container
+        assert container is not None and container.image.partition(":")[0] == image
+        # The node's network is shared: the service listens where nobody else does.
+        port = node_port(plan.job_id)
+        assert container.port == port and f" --port {port}" in container.command

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of Slurm as texts: what is built re-parses to the same values, what Slurm prints is read, and nothing else counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import uuid
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("driver_contract")
+
+from driver_contract import hostile  # noqa: E402
+
+from headrace.core.errors import InvalidArgument  # noqa: E402
+from headrace.platforms.contract import Container, LaunchSpec, Mount, Observed  # noqa: E402
+from headrace.platforms.slurm import programs  # noqa: E402
+from headrace.platforms.slurm.looking import Seen, node_address, observe, read_checks, read_look  # noqa: E402
+from headrace.platforms.slurm.script import (  # noqa: E402
+    PORT_TAKEN,
+    apptainer_image,
+    build,
+    node_port,
+    pyxis_image,
+    variables_text,
+)
+from headrace.platforms.slurm.settings import SlurmSettings  # noqa: E402
+from headrace.platforms.slurm.states import observed_of, state_of, waiting_reason  # noqa: E402
+
+JOB = "3f0c0a52-5d5c-4a4e-9f5e-0b6a7c1d2e3f"
+OTHER = "00000000-0000-4000-8000-000000000001"
+RECORDER = """#!/bin/bash
+printf '%s\\0' "$@" >"$RECORD.words"
+cat >"$RECORD.input"
+"""
+
+
+def ran(tmp_path: Path, spec: LaunchSpec, settings: SlurmSettings) -> tuple[list[str], str]:
+    """The words that a script gives to srun, and what it gives it to read, as bash sees them."""
+    folder = tmp_path / "a job's folder"
+    folder.mkdir()
+    made = build(spec, settings, str(folder), 0.0)
+    subprocess.run(["bash", "-n"], input=made.script.encode(), check=True)
+    assert "\r" not in made.script and all(not line.startswith("#SBATCH") for line in made.script.split("\n"))
+    (folder / "env").write_text(made.variables)
+    srun = tmp_path / "srun"
+    srun.write_text(RECORDER)
+    srun.chmod(0o700)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record")}
+    subprocess.run(["bash"], input=made.script.encode(), env=environ, check=True)
+    assert not (folder / "env").exists() and (folder / "end").read_text() == "0\n"
+    words = (tmp_path / "record.words").read_bytes().decode().split("\0")[:-1]
+    return words, (tmp_path / "record.input").read_bytes().decode()
+
+
+@pytest.mark.parametrize("mode", ["pyxis", "apptainer", "bare"])
+def test_a_script_gives_srun_the_very_same_words(tmp_path: Path, mode: str) -> None:
+    canary = tmp_path / "canary"
+    text = " ".join(hostile(canary)) + "\n#SBATCH --uid=0\r\n"
+    settings = SlurmSettings(partition="p", mode=mode, cpus=3, mounts="/extra:/extra:ro" if mode != "bare" else "")
+    image = "" if mode == "bare" else "nvcr.io/nvidia/tao/x:1"
+    mounts = () if mode == "bare" else (Mount("/models/a b", "/in $(x)"),)
+    with socket.socket() as free:
+        # Nobody listens there: a script whose port is taken does nothing.
+        free.bind(("127.0.0.1", 0))
+        box = Container(image, text, free.getsockname()[1], mounts)
+        words, given = ran(tmp_path, LaunchSpec(JOB, container=box, environment={"A": text}, gpus=2), settings)
+    assert words[-5:-2] == ["/bin/sh", "-c", 'eval "$(cat)" && exec /bin/sh -c "$1" "$0" </dev/null']
+    assert words[-2:] == [f"headrace-{JOB}", text]
+    assert "--cpus-per-task=3" in words and given == variables_text({"A": text})
+    if mode == "pyxis":
+        assert "--container-image=nvcr.io#nvidia/tao/x:1" in words and "--no-container-mount-home" in words
+        assert "--container-mounts=/models/a b:/in $(x):ro,/extra:/extra:ro" in words
+    elif mode == "apptainer":
+        at = words.index("apptainer")
+        assert words[at : at + 5] == ["apptainer", "exec", "--no-home", "--writable-tmpfs", "--nv"]
+        assert words[at + 5 : -5] == [
+            *("--bind", "/models/a b:/in $(x):ro", "--bind", "/extra:/extra:ro"),
+            "docker://nvcr.io/nvidia/tao/x:1",
+        ]
+    assert not canary.exists()
+
+
+def test_variables_are_the_same_in_a_shell_and_never_in_the_script(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    values = {f"V{number}": text for number, text in enumerate(hostile(canary))}
+    shown = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k[0] == 'V'}))"
+    for shell in ("/bin/sh", "bash"):
+        text = variables_text(values) + f'python3 -c "{shown}"\n'
+        told = subprocess.run(
+            [shell, "-s"], input=text.encode(), capture_output=True, check=True, env={"PATH": os.environ["PATH"]}
+        )
+        assert json.loads(told.stdout) == values
+    secret = LaunchSpec(JOB, container=Container("", "true", 20_001), secret_environment={"HF_TOKEN": "hf_very_secret"})
+    made = build(secret, SlurmSettings(partition="p"), "/f", 0.0)
+    assert "hf_very_secret" in made.variables
+    assert "hf_very_secret" not in made.script + made.meta + "".join(made.sbatch) and "HF_TOKEN" not in made.script
+    assert not canary.exists()
+
+
+def test_what_a_job_asks_of_slurm() -> None:
+    settings = SlurmSettings(partition="a,b", account="acc", time_limit="4:00:00", memory="8G", cpus=4, qos="q")
+    made = build(LaunchSpec(JOB, container=Container("", "true", 20_001), gpus=2), settings, f"/shared/{JOB}", 0.0)
+    for word in (
+        *(
+            f"--job-name={JOB}",
+            f"--comment=headrace service {JOB}",
+            "--partition=a,b",
+            "--account=acc",
+            "--time=4:00:00",
+        ),
+        *("--mem=8G", "--cpus-per-task=4", "--gres=gpu:2", f"--output=/shared/{JOB}/log", "--no-requeue", "--qos=q"),
+    ):
+        assert word in made.sbatch
+    plain = build(LaunchSpec(JOB, container=Container("", "true", 20_001)), SlurmSettings(partition="a"), "/f", 0.0)
+    assert not any(word.startswith(("--gres", "--account", "--time")) for word in plain.sbatch)
+    assert any(word.startswith("--mem=") for word in plain.sbatch)
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        Container("", "", 20_001),
+        Container("", "a\0b", 20_001),
+        Container("", "true", 80),
+        Container("x; touch y", "true", 20_001),
+        Container("--privileged", "true", 20_001),
+        Container("i", "true", 20_001, (Mount("/a,b", "/c"),)),
+        Container("i", "true", 20_001, (Mount("/a", "/c:rw"),)),
+        Container("i", "true", 20_001, (Mount("relative", "/c"),)),
+        Container("i", "true", 20_001, (Mount("/a\nb", "/c"),)),
+        Container("", "true", 20_001, (Mount("/a", "/elsewhere"),)),
+        Container("", "x" * 100_001, 20_001),
+    ],
+)
+def test_what_cannot_arrive_is_refused(box: Container) -> None:
+    with pytest.raises(InvalidArgument):
+        build(LaunchSpec(JOB, container=box), SlurmSettings(partition="p"), "/f", 0.0)
+
+
+def test_images_as_each_runtime_writes_them() -> None:
+    assert pyxis_image("nvcr.io/nvidia/tao:1") == "nvcr.io#nvidia/tao:1" == pyxis_image("docker://nvcr.io/nvidia/tao:1")
+    assert pyxis_image("nvcr.io#nvidia/tao:1") == "nvcr.io#nvidia/tao:1"
+    assert (pyxis_image("ubuntu:22.04"), pyxis_image("library/ubuntu"), pyxis_image("/images/x.sqsh")) == (
+        *("ubuntu:22.04", "library/ubuntu", "/images/x.sqsh"),
+    )
+    assert apptainer_image("nvcr.io#nvidia/tao:1") == "docker://nvcr.io/nvidia/tao:1"
+    assert (apptainer_image("/images/x.sif"), apptainer_image("oras://r/x")) == ("/images/x.sif", "oras://r/x")
+
+
+def test_ports_differ_by_job() -> None:
+    ports = {node_port(str(uuid.uuid4())) for _ in range(50)}
+    assert len(ports) > 40 and all(20_000 <= port <= 29_999 for port in ports) and node_port(JOB) == node_port(JOB)
+
+
+def test_a_program_that_was_cut_does_nothing(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    text = programs.text('touch "$1"', (str(canary),))
+    for end in range(len(text) - 2):
+        subprocess.run(
+            ["/bin/sh", "-s"], input=text[:end].encode(), capture_output=True, check=False
+        ) if end % 7 == 0 else None
+        assert not canary.exists(), end
+    subprocess.run(["/bin/sh", "-s"], input=text.encode(), check=True)
+    assert canary.exists()
+
+
+# What Slurm says
+
+
+@pytest.mark.parametrize(
+    ("told", "state"),
+    [("CANCELLED+", "CANCELLED"), ("CANCELLED by 0", "CANCELLED"), ("RUNNING", "RUNNING"), ("", ""), (" ", "")],
+)
+def test_states_are_read_in_all_their_spellings(told: str, state: str) -> None:
+    assert state_of(told) == state
+
+
+@pytest.mark.parametrize(
+    ("state", "phase", "word"),
+    [
+        *(
+            (name, "starting", "Pending")
+            for name in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+        ),
+        *((name, "running", "Running") for name in ("RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING")),
+        *((name, "running", "Terminating") for name in ("COMPLETING", "STAGE_OUT")),
+        *(
+            (name, "ended", "Failed")
+            for name in ("FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL")
+        ),
+        *((name, "ended", "Failed") for name in ("PREEMPTED", "DEADLINE", "REVOKED", "LAUNCH_FAILED")),
+        ("COMPLETED", "ended", "Succeeded"),
+        ("A_STATE_TO_COME", "running", "Unknown"),
+    ],
+)
+def test_every_state_in_kubernetes_words(state: str, phase: str, word: str) -> None:
+    observed = observed_of(state, "12", "None", None)
+    assert (observed.phase, observed.word, observed.name) == (phase, word, "12")
+    assert observed.reason or word in ("Running", "Succeeded", "Unknown")
+
+
+def test_reasons_are_sentences_with_slurms_own_word() -> None:
+    assert waiting_reason("Resources") == "in the queue: no node has enough free GPUs, processors or memory (Resources)"
+    assert "down, drained or reserved" in waiting_reason("ReqNodeNotAvail, UnavailableNodes:n[1-4]")
+    assert "a limit of the account" in waiting_reason("QOSMaxGRESPerUser")
+    assert waiting_reason("SomethingNew") == "in the queue: SomethingNew"
+    assert "longer one (SLURM_TIME_HOURS)" in observed_of("TIMEOUT", "1", "", None).reason
+    assert "taken on its node" in observed_of("FAILED", "1", "", PORT_TAKEN).reason
+    assert "SIGKILL" in observed_of("FAILED", "1", "", 137).reason
+
+
+LOOKED = f"""\
+folder {JOB} 12 - {{"port":20001,"host_port":null,"began":1.5}}
+folder {OTHER} - env\x20
+folder ../../etc 1 - {{}}
+job 7|RUNNING|n1|somebody's|job | of their own|None
+job 11|CANCELLED|n1|{JOB}|None
+job 12|RUNNING|node7|{JOB}|None
+job 10|FAILED|node6|{JOB}|NonZeroExitCode
+end {JOB} 3
+end nobody 4
+"""
+
+
+def test_a_look_is_read() -> None:
+    seen = read_look(LOOKED)
+    assert set(seen) == {JOB, OTHER}
+    one = seen[JOB]
+    assert (one.folder, one.number, one.has_variables, one.meta["port"], one.end) == (True, "12", False, 20001, 3)
+    assert one.row is not None and (one.row.number, one.row.state, one.row.node) == ("12", "RUNNING", "node7")
+    assert seen[OTHER].has_variables and seen[OTHER].row is None
+
+
+def test_what_is_known_decides_how_it_is() -> None:
+    assert observe(Seen(), "", 0.0) == Observed("gone")
+    gone = read_look(f"job 12|COMPLETED|n|{JOB}|None\n")[JOB]
+    assert observe(gone, "", 0.0) == Observed("gone"), "stopped, and Slurm still remembers it"
+    lost = read_look(f"job 12|RUNNING|n|{JOB}|None\n")[JOB]
+    assert observe(lost, "", 0.0) == Observed("running", "12", "Running"), "its folder is lost, and it runs"
+    left = Seen(folder=True, number="12", end=3)
+    assert observe(left, "", 0.0) == Observed("ended", "12", "Failed", 3, "the service has ended with code 3")
+    fresh = Seen(folder=True, meta={"began": 100.0})
+    assert [getattr(observe(fresh, "", now), "phase", None) for now in (110.0, 1000.0)] == ["starting", "ended"]
+    forgotten = Seen(folder=True, number="12")
+    assert observe(forgotten, "", 0.0) is None
+    told = observe(forgotten, "CANCELLED by 0|0:15\n", 0.0)
+    assert told is not None and (told.word, told.reason) == ("Failed", "the job was cancelled")
+    told = observe(forgotten, "-", 0.0)
+    assert told is not None and told.phase == "ended" and "knows job 12 no more" in told.reason
+    assert node_address("NodeName=vm Arch=x NodeAddr=10.0.0.7 NodeHostName=vm", "vm") == "10.0.0.7"
+    assert node_address("", "vm") == "vm"
+
+
+def test_preflight_asks_for_what_is_missing_by_name() -> None:
+    tools = "".join(f"tool {name}\n" for name in ("sbatch", "squeue", "scancel", "scontrol", "srun"))
+    told = tools + "folder\npartition gpu|up|4:00:00\npartition old|down|1\nsinfo\n"
+
+    def failed(**given: object) -> dict[str, str]:
+        checks = read_checks(told, SlurmSettings(**given), "/f")
+        return {check.name: check.message for check in checks if not check.passed}
+
+    assert failed(partition="gpu", mode="bare") == {}
+    assert "SLURM_PARTITION is not set: the cluster has gpu, old" in failed(mode="bare")["partition"]
+    assert "there is no cpu" in failed(partition="gpu,cpu", mode="bare")["partition"]
+    assert "old is down" in failed(partition="old", mode="bare")["partition"]
+    assert "install Pyxis" in failed(partition="gpu")["pyxis"]
+    assert "apptainer" in failed(partition="gpu", mode="apptainer")
+    assert "srun" in {check.name: check for check in read_checks("", SlurmSettings(), "/f")}["slurm"].message
+
+
+def test_settings_of_the_environment() -> None:
+    environ = {
+        "SLURM_PARTITION": "gpu",
+        "SLURM_ACCOUNT": "acc",
+        "SLURM_HOSTNAME": "login1, login2",
+        "SLURM_USER": "me",
+        "SSH_KEY_PATH": "/home/me/key",
+        "SLURM_TIME_HOURS": "1.5",
+        "SLURM_BASE_RESULTS_DIR": "/lustre/me/",
+        "SLURM_CONTAINER_MODE": "apptainer",
+    }
+    read = SlurmSettings.from_environment(environ, account="other")
+    assert (read.partition, read.account, read.hosts, read.user) == ("gpu", "other", ("login1", "login2"), "me")
+    assert (read.time_limit, read.folder, read.mode) == ("1:30:00", "/lustre/me/headrace", "apptainer")
+    assert SlurmSettings.from_environment({"SLURM_HOST": "one"}).hosts == ("one",)
+    assert SlurmSettings.from_environment({}) == SlurmSettings()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"partition": "a b"},
+        {"partition": "-x"},
+        {"account": "$(id)"},
+        {"hosts": ("-oProxyCommand=id",)},
+        {"hosts": ("a b",)},
+        {"user": "a\nb"},
+        {"key_file": "/a b"},
+        {"known_hosts": "%d/x"},
+        {"folder": "/a/%j"},
+        {"folder": "/a/../b"},
+        {"folder": "relative"},
+        {"folder": "/a\\b"},
+        {"time_limit": "soon"},
+        {"memory": ""},
+        {"memory": "lots"},
+        {"mode": "docker"},
+        {"cpus": 0},
+    ],
+)
+def test_settings_that_cannot_be_words_are_refused(given: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument):
+        SlurmSettings(**given)  # type: ignore[arg-type]
+
+
+def test_the_platforms_script_can_be_run() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "platforms" / "slurm.sh"
+    assert script.stat().st_mode & stat.S_IXUSR
+    subprocess.run(["bash", "-n", script], check=True)

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The console in a real Chromium, against a real server: what a person does, with the mouse or with the keyboard alone.
+
+Whatever a test does, the browser must have nothing to complain of and must have asked this server only: `console_tab`.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from console_models import write_all, write_plain
+from console_served import INFER, ask, console_server
+from console_tab import BRIGHTNESS, PICTURES, Tab
+
+from headrace.api.access.keys_file import create_key
+
+EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "*", "--model-load-thread-count", "1")
+
+pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers', while models are made
+        models = write_all(tmp_path_factory.mktemp("console_all"))
+    with console_server(tmp_path_factory.mktemp("console_log") / "log", models, *EXPLICIT) as url:
+        yield url
+
+
+@pytest.fixture
+def tab(browser: Any, server: str) -> Iterator[Tab]:
+    made = Tab(browser, server)
+    yield made
+    made.close()
+
+
+def row(page: Any, model: str) -> Any:
+    return page.locator("tbody tr", has=page.get_by_role("rowheader", name=model, exact=True))
+
+
+def lamp() -> bytes:
+    """A bright square in the dark, from (40, 20) to (120, 100) of 160 x 120."""
+    import io
+
+    from PIL import Image
+
+    image, made = Image.new("RGB", (160, 120), (20, 20, 40)), io.BytesIO()
+    image.paste((255, 240, 200), (40, 20, 120, 100))
+    image.save(made, "PNG")
+    return made.getvalue()
+
+
+def test_models_are_shown_and_found(tab: Tab) -> None:
+    page = tab.open()
+    page.wait_for_selector("text=7 models, 8 versions")
+    assert "ready" in row(page, "echo").inner_text()
+    assert "Export it again" in row(page, "broken").inner_text()
+    tab.picture("models")
+    page.get_by_label("Search").fill("riv")
+    page.wait_for_selector("text=1 model, 2 versions")
+    assert page.locator("tbody tr").count() == 2
+    page.get_by_label("Search").fill("riv unavailable")
+    page.wait_for_selector("text=No model is like that.")
+    page.get_by_label("Search").fill("")
+    page.get_by_label("State", exact=True).select_option("UNAVAILABLE")
+    page.wait_for_selector("text=1 model, 1 version")
+
+
+def test_unload_and_load_ask_first(tab: Tab, server: str) -> None:
+    page = tab.open()
+    page.get_by_role("button", name="Unload echo").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    assert ask(f"{server}/v2/models/echo/ready").status == 200
+    page.get_by_role("button", name="Unload echo").click()
+    page.get_by_role("dialog").get_by_role("button", name="Unload").click()
+    page.wait_for_selector("text=echo is unloaded.")
+    assert ask(f"{server}/v2/models/echo/ready").status != 200
+    page.get_by_role("button", name="Load echo").click()
+    page.get_by_role("dialog").get_by_role("button", name="Load").click()
+    page.wait_for_selector("text=echo is loaded.")
+    assert ask(f"{server}/v2/models/echo/ready").status == 200
+
+
+def test_a_form_from_the_schema(tab: Tab) -> None:
+    page = tab.open("#/try/echo")
+    page.get_by_label("Values: a JSON list").fill("[1, 2.5, 3, 4]")
+    page.get_by_role("button", name="Send").click()
+    page.wait_for_selector("text=echo version 1 answered")
+    assert page.get_by_role("region", name="Values of OUTPUT0").inner_text().split() == ["1", "2.5", "3", "4"]
+    assert '"data":[1,2.5,3,4]' in page.get_by_role("region", name="curl code").inner_text()
+    tab.picture("tensors")
+    page.get_by_label("Values: a JSON list").fill("[1, 2]")
+    page.get_by_role("button", name="Send").click()
+    page.wait_for_selector("text=2 values do not fill the shape [1, 4], which has 4")
+
+
+def run_code(page: Any, folder: Path) -> list[str]:
+    """What the programs beside a form print: with curl, with Python alone, and with a client."""
+    page.wait_for_selector("details pre")
+    said: dict[str, str] = {}
+    names = [name for name in page.locator("summary").all_inner_texts() if name != "Outputs"]
+    for name in sorted(names, key="curl".__eq__):  # curl sends a file that the Python beside it could have written
+        code = page.get_by_role("region", name=f"{name} code", include_hidden=True).text_content()
+        program = "bash" if name == "curl" else sys.executable
+        if name == "Python" and "pixels" in code:
+            code += "\npixels.tofile('pixels.raw')"
+        done = subprocess.run(
+            [program, "-c", code], capture_output=True, text=True, timeout=60, cwd=folder, check=False
+        )
+        assert done.returncode == 0, (name, done)
+        said[name] = done.stdout
+    return [said[name] for name in names]
+
+
+def test_the_code_beside_it_does_the_same(tab: Tab, tmp_path: Path) -> None:
+    page = tab.open("#/try/echo")
+    page.get_by_label("Values: a JSON list").fill("[1, 2, 3, 41]")
+    page.get_by_role("button", name="Send").click()
+    page.wait_for_selector("text=echo version 1 answered")
+    assert [word for word in run_code(page, tmp_path) if "41" not in word] == []
+
+    (tmp_path / "picture.jpg").write_bytes(lamp())  # whatever its name says
+    page = tab.open("#/try/finder")
+    page.wait_for_selector(".drop")
+    assert [word for word in run_code(page, tmp_path) if "0.9" not in word or "lamp" not in word] == []
+
+    page = tab.open("#/try/llama")
+    page.get_by_label("Most tokens").fill("4")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Message").fill("the sea")
+    page.get_by_label("System", exact=True).focus()
+    curl, plain, openai = run_code(page, tmp_path)
+    assert "[DONE]" in curl and plain.strip() == openai.strip() != ""
+
+
+def test_a_picture_by_drag_and_drop_has_its_boxes_drawn(tab: Tab) -> None:
+    page = tab.open("#/try/finder")
+    page.wait_for_selector(".drop")
+    page.evaluate(
+        """async (text) => {
+            const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+            const carried = new DataTransfer();
+            carried.items.add(new File([bytes], "lamp.png", { type: "image/png" }));
+            const place = document.querySelector(".drop");
+            for (const kind of ["dragover", "drop"]) {
+                place.dispatchEvent(new DragEvent(kind, { dataTransfer: carried, bubbles: true, cancelable: true }));
+            }
+        }""",
+        base64.b64encode(lamp()).decode(),
+    )
+    page.wait_for_selector("canvas[data-boxes='1']")
+    page.wait_for_selector("text=lamp, 0.90")
+    # The frame around the bright square, and the dark beside it, as they are on the canvas.
+    colours = page.evaluate(
+        """() => {
+            const { data } = document.querySelector("canvas").getContext("2d").getImageData(0, 0, 160, 120);
+            const places = [[40, 60], [80, 20], [120, 60], [150, 60]];
+            return places.map(([x, y]) => [...data.slice(4 * (160 * y + x), 4 * (160 * y + x) + 3)]);
+        }"""
+    )
+    frame, dark = colours[:3], colours[3]
+    assert all(red > 200 and green < 150 for red, green, _ in frame), colours
+    assert dark == [20, 20, 40]
+    tab.picture("picture")
+    page.get_by_label("Least score of a box").fill("0")
+    page.wait_for_selector("canvas[data-boxes='2']")
+
+
+def test_models_of_hugging_face_take_pictures(tab: Tab) -> None:
+    page = tab.open("#/try/resnet")
+    picture = {"name": "lamp.png", "mimeType": "image/png", "buffer": lamp()}
+    page.get_by_label("Picture", exact=True).nth(-1).set_input_files(picture)
+    page.wait_for_selector("text=resnet version 1 answered")
+    assert page.locator(".result tbody tr").count() >= 2
+    page = tab.open("#/try/rt_detr")
+    page.get_by_label("Width").fill("64")
+    page.get_by_label("Height").fill("64")
+    page.get_by_label("Scores").select_option("sigmoid")
+    page.get_by_label("Least score of a box").fill("0")
+    page.locator("input[type=file]").set_input_files(picture)
+    page.wait_for_selector("canvas[data-boxes='6']")
+
+
+def test_a_chat_is_streamed(tab: Tab) -> None:
+    page = tab.open("#/try/llama")
+    page.wait_for_selector(".talk", state="attached")
+    lengths = page.evaluate_handle(
+        """() => {
+            const seen = new Set();
+            new MutationObserver(() => seen.add(document.querySelector(".said.assistant span")?.textContent.length))
+                .observe(document.querySelector(".talk"), { childList: true, subtree: true, characterData: true });
+            return seen;
+        }"""
+    )
+    page.get_by_label("Most tokens").fill("48")
+    page.get_by_label("Temperature").fill("0")  # else it may end with its first word, by chance
+    page.get_by_label("Message").fill("the quick brown fox")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=First words after")
+    assert len(page.evaluate("(seen) => [...seen]", lengths)) > 1  # it grew, by as much as had come since the last look
+    assert page.locator(".said").count() == 2
+    assert '"stream":true' in page.get_by_role("region", name="curl code").inner_text()
+    tab.picture("chat")
+    page.get_by_label("Message").fill("again")
+    page.get_by_role("button", name="Send").click()
+    page.wait_for_function("() => document.querySelectorAll('.said').length === 4")
+
+
+def test_charts_follow_the_traffic(tab: Tab, server: str) -> None:
+    over = threading.Event()
+
+    def busy() -> None:
+        while not over.is_set():
+            ask(f"{server}/v2/models/river/infer", INFER)
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        page = tab.open("#/live/river")
+        label = """() => {}.test(document.querySelector('svg[aria-label^="{}"]').ariaLabel)"""
+        page.wait_for_function(label.format(r"/answered [1-9][0-9.]*( k)?\/s/", "Requests"))
+        page.wait_for_function(label.format("/p99 [0-9.]+ ms/", "Latency"))
+        page.get_by_role("progressbar", name=re.compile("idle instance: [1-9]")).wait_for()
+        page.get_by_role("progressbar", name=re.compile("1 row: [1-9]")).wait_for()
+        page.get_by_role("cell", name="idle instance").first.wait_for()
+        if PICTURES:
+            page.wait_for_timeout(20_000)
+        tab.picture("live")
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_the_report_of_a_split(tab: Tab, server: str) -> None:
+    page = tab.open()
+    assert not page.get_by_role("link", name="A/B").is_visible()
+    assert ask(f"{server}/admin/traffic/river", {"weights": {"1": 0.5, "2": 0.5}}).status == 200
+    try:
+        for _ in range(20):
+            ask(f"{server}/v2/models/river/infer", INFER)
+        page.reload()
+        page.get_by_role("link", name="A/B").click()
+        page.get_by_role("heading", name="river").wait_for()
+        table = page.get_by_role("table").first
+        assert table.get_by_role("row").count() == 3
+        counts = [int(text) for text in page.locator("table").first.locator("tbody td:nth-child(5)").all_inner_texts()]
+        assert sum(counts) == 20
+        assert tab.findings() == []
+    finally:
+        ask(f"{server}/admin/traffic/river", {"weights": {"2": 1}})
+
+
+def test_light_and_dark(browser: Any, server: str) -> None:
+    for scheme, bright in (("light", True), ("dark", False)):
+        tab = Tab(browser, server, color_scheme=scheme)
+        page = tab.open()
+        assert (page.evaluate(BRIGHTNESS) > 128) is bright
+        page.get_by_role("button", name="Colours").click()
+        assert page.evaluate(BRIGHTNESS) > 128
+        page.get_by_role("button", name="Colours").click()
+        assert page.evaluate(BRIGHTNESS) < 128
+        page.reload()
+        page.wait_for_selector("tbody tr")
+        assert page.evaluate(BRIGHTNESS) < 128
+        tab.picture("dark")
+        tab.close()
+
+
+def test_the_keyboard_is_enough(tab: Tab, server: str) -> None:
+    page = tab.open()
+    page.wait_for_selector("tbody tr")
+
+    page.keyboard.press("/")
+    page.keyboard.type("echo")
+    page.wait_for_selector("text=1 model, 1 version")
+    tab.tab_to("Unload echo")
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="detached")
+    assert tab.focused() == "Unload echo"
+    assert ask(f"{server}/v2/models/echo/ready").status == 200
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Shift+Tab")
+    assert tab.focused() == "Try echo"
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Playground").wait_for()
+    page.wait_for_selector("button:has-text('Send')")
+    tab.tab_to("Send")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=echo version 1 answered")
+
+
+def test_a_key_is_asked_for_and_sent_in_a_header(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys.yaml"
+    key = create_key(keys, "root", ["admin", "read", "infer"], created=0)
+    with console_server(tmp_path / "log", write_plain(tmp_path), *EXPLICIT, "--api-keys-file", keys) as url:
+        tab = Tab(browser, url)
+        sent: list[str] = []
+        tab.page.on("request", lambda request: sent.append(request.headers.get("authorization", "")))
+        tab.page.goto(f"{url}/console")
+        tab.page.get_by_label("API key").last.fill("wrong")
+        tab.page.keyboard.press("Enter")
+        tab.page.wait_for_selector("text=this API key is not known here")
+        tab.page.get_by_label("API key").last.fill(key)
+        tab.page.keyboard.press("Enter")
+        row(tab.page, "echo").wait_for()
+        assert f"Bearer {key}" in sent
+        assert not [address for address in tab.asked if key in address]
+        page = tab.open("#/try/echo")
+        page.get_by_label("Values: a JSON list").fill("[1, 2, 3, 41]")
+        page.get_by_role("button", name="Send").click()
+        page.wait_for_selector("text=echo version 1 answered")
+        assert key not in page.content()
+        monkeypatch.setenv("HEADRACE_KEY", key)
+        assert [word for word in run_code(page, tmp_path) if "41" not in word] == []
+        # A browser tells of each answer that is a refusal; those were meant.
+        tab.complaints = [text for text in tab.complaints if "401" not in text]
+        tab.close()
+
+
+@pytest.mark.parametrize("place", ["", "#/live/river", "#/try/echo", "#/try/finder", "#/try/llama", "#/traffic"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nobody_is_left_out(browser: Any, server: str, place: str, scheme: str) -> None:
+    tab = Tab(browser, server, color_scheme=scheme)
+    page = tab.open(place)
+    page.wait_for_selector("main h1")
+    page.wait_for_load_state("networkidle") if place.startswith("#/try") else page.wait_for_timeout(500)
+    findings = tab.findings()
+    assert not findings
+    tab.close()

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops against real servers: what stalls is seen, and every request that fails is counted under its kind."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trustme
+import uvloop
+
+from headrace.client.addresses import Address
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_PLAIN, ResponseHead
+from headrace.net.tls import TlsFiles
+from headrace.programs.loadtest.alarms import Alarm
+from headrace.programs.loadtest.arrivals import Arrivals
+from headrace.programs.loadtest.http_lane import HttpTarget
+from headrace.programs.loadtest.loops import ClosedLoop, OpenLoop, drive
+from headrace.programs.loadtest.measured import ClientCpu, Measured, measured
+from headrace.programs.loadtest.recording import Recording
+from support.ports import free_port
+from support.serving import EchoHandlers, echo_site, serving
+
+
+def request(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nhost: test\r\n\r\n".encode()
+
+
+def run(
+    port: int,
+    path: str,
+    *,
+    rate: float | None = None,
+    workers: int = 2,
+    seconds: float = 0.4,
+    timeout: float = 30.0,
+    tls: ssl.SSLContext | None = None,
+) -> Measured:
+    async def main() -> Measured:
+        scheme = "http" if tls is None else "https"
+        target = HttpTarget(Address.parse(f"{scheme}://127.0.0.1:{port}"), request(path), tls)
+        begun = time.perf_counter()
+        recording = Recording(begun, begun + seconds)
+        loop: ClosedLoop | OpenLoop
+        if rate is None:
+            loop = ClosedLoop(target, workers, recording)
+        else:
+            loop = OpenLoop(target, Arrivals(rate, uniform=True), recording, begun=begun)
+        await drive(loop, recording, timeout, lambda now: None)
+        await target.close()
+        mode = "closed" if rate is None else "open"
+        return measured(recording, mode=mode, load=rate or workers, rows=1, cpu=ClientCpu(0, 0), server=None)
+
+    return uvloop.run(main())
+
+
+class Handlers(EchoHandlers):
+    """One stall, errors now and then, and connections that are closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def hello(self, exchange: Exchange) -> None:
+        self.count += 1
+        if self.count == 5:
+            time.sleep(0.2)  # the server's only thread: everybody waits
+        exchange.respond(OK_PLAIN, b"hello")
+
+    def raises(self, exchange: Exchange) -> None:
+        self.count += 1
+        if self.count % 3 == 0:
+            exchange.respond(ResponseHead(503, [(b"content-type", b"application/json")]), b'{"error":"come later"}')
+        else:
+            exchange.respond(OK_PLAIN, b"hello")
+
+
+def test_a_stall_shows_in_an_open_loop_and_hides_in_a_closed_one() -> None:
+    with serving(echo_site(handlers=Handlers())) as server:
+        opened = run(server.port, "/hello", rate=200.0, seconds=1.0)
+    with serving(echo_site(handlers=Handlers())) as server:
+        closed = run(server.port, "/hello", workers=1, seconds=1.0)
+    # 40 of 200 requests were due while nothing was answered; they waited from 200 ms down to nothing.
+    assert opened.at(99) > 150
+    assert opened.at(90) > 50
+    assert opened.requests == 200
+    # One had to wait: nobody else asked meanwhile.
+    assert closed.max_ms > 190
+    assert sum(each > 100 for each in closed.latencies_ms) < sum(each > 100 for each in opened.latencies_ms)
+
+
+def test_errors_are_counted_by_kind_with_their_text() -> None:
+    handlers = Handlers()
+    with serving(echo_site(handlers=handlers)) as server:
+        found = run(server.port, "/raise")
+    assert found.failed == found.errors["HTTP 503"] > 0
+    assert found.examples["HTTP 503"] == "come later"
+    assert found.failed == pytest.approx(handlers.count / 3, abs=1)
+    assert found.requests == handlers.count
+    assert 0 <= len(found.latencies_ms) - found.finished <= 2  # the last of each connection ended after the window
+
+
+def test_a_path_that_is_not_there_is_an_error_too() -> None:
+    with serving(echo_site()) as server:
+        found = run(server.port, "/nowhere")
+    assert set(found.errors) == {"HTTP 404"}
+    assert not len(found.latencies_ms)
+
+
+def test_answers_in_chunks_are_answers() -> None:
+    with serving(echo_site()) as server:
+        found = run(server.port, "/stream/5")
+    assert found.finished > 0
+    assert not found.errors
+
+
+def test_requests_without_an_answer_time_out() -> None:
+    with serving(echo_site()) as server:
+        found = run(server.port, "/hold", workers=3, seconds=0.3, timeout=0.5)
+    assert found.errors == {"timeout": 3}
+
+
+def test_nobody_there_is_told_and_not_asked_in_a_hurry() -> None:
+    found = run(free_port(), "/hello", workers=2, seconds=0.3)
+    assert set(found.errors) == {"no connection"}
+    assert 2 <= found.failed < 30
+
+
+@contextmanager
+def speaking(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A server that does something to each connection, and closes it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(4096)
+                answer(connection)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(30)
+
+
+def test_a_connection_that_breaks_is_an_error_and_is_made_again() -> None:
+    with speaking(lambda connection: None) as port:
+        found = run(port, "/hello", workers=1)
+    assert set(found.errors) == {"connection lost"}
+    assert found.failed > 1
+
+
+def test_a_server_that_closes_after_each_answer_is_no_error() -> None:
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
+    with speaking(lambda connection: connection.sendall(answer)) as port:
+        found = run(port, "/hello", workers=1)
+    assert not found.errors
+    assert found.finished > 1
+
+
+def test_what_is_no_http_is_told() -> None:
+    with speaking(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH\r\n")) as port:
+        found = run(port, "/hello", workers=1, seconds=0.2)
+    assert set(found.errors) == {"no HTTP"}
+
+
+def test_the_open_loop_sends_all_that_is_due_and_nothing_before_it_is() -> None:
+    with serving(echo_site()) as server:
+        found = run(server.port, "/hello", rate=300.0, seconds=0.5)
+    assert found.requests == 150
+    assert min(found.late_ms) >= 0
+
+
+def test_a_timer_of_the_kernel_wakes_the_open_loop() -> None:
+    """Loops wait in whole milliseconds: with theirs, every request would be half a millisecond late."""
+
+    async def main() -> None:
+        rings: asyncio.Queue[None] = asyncio.Queue()
+        alarm = Alarm(lambda: rings.put_nowait(None))
+        alarm.ring_in(3600.0)
+        alarm.ring_in(0.0003)
+        assert alarm._late is None, "the loop was asked"
+        await asyncio.wait_for(rings.get(), 30)
+        alarm.close()
+        assert rings.empty()
+
+    uvloop.run(main())
+
+
+def test_closing_leaves_no_task_behind() -> None:
+    async def main() -> int:
+        target = HttpTarget(Address.parse(f"http://127.0.0.1:{port}"), request("/hold"))
+        lane = target.lane()
+        lane.ask(lambda kind, text: pytest.fail("nobody should be told"))
+        await target.close()
+        await asyncio.sleep(0.01)
+        return len(asyncio.all_tasks())
+
+    with serving(echo_site()) as server:
+        port = server.port
+        assert uvloop.run(main()) == 1
+
+
+def test_tls_with_an_authority_of_ones_own(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    cert, key = tmp_path / "server.pem", tmp_path / "server.key"
+    made.private_key_pem.write_to_path(str(key))
+    made.cert_chain_pems[0].write_to_path(str(cert))
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    with serving(echo_site(), tls=TlsFiles(str(cert), str(key))) as server:
+        assert run(server.port, "/hello", tls=trusting).finished > 0
+        doubtful = run(server.port, "/hello", tls=ssl.create_default_context())
+    assert set(doubtful.errors) == {"no connection"}

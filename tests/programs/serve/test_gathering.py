@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers tell each other: numbers that never fall, and models that all of them have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import uvloop
+
+from headrace.core.errors import InvalidArgument
+from headrace.engine.dataplane import DataPlane
+from headrace.programs.serve.gathering import Gathering
+from headrace.programs.serve.loading import LoadEverywhere
+from headrace.programs.serve.siblings import Siblings
+from headrace.programs.serve.workers import WorkersPlane
+from support.engines import ask, builtin_plane
+
+ONE = np.ones((1, 4), np.float32)
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test as pytest calls it, in the loop that servers use."""
+
+    @wraps(test)
+    def run(**fixtures: Any) -> None:
+        uvloop.run(test(**fixtures))
+
+    return run
+
+
+class Party:
+    """A worker with the built-in models, in this very process."""
+
+    def __init__(self, folder: Path, index: int, own: DataPlane) -> None:
+        self.siblings = Siblings(folder, index, 2)
+        self.own = own
+        self.gathering = Gathering(self.siblings, own)
+        self.gathering.start()
+        self.plane = WorkersPlane(own, self.gathering, LoadEverywhere(self.siblings, own))
+
+    async def infer(self, times: int) -> None:
+        for _ in range(times):
+            await ask(self.own, "identity", INPUT0=ONE)
+
+    async def told(self) -> int:
+        await self.gathering.gather()
+        (version,) = self.plane.statistics("identity")
+        return version.statistics.total().success
+
+    async def die(self) -> None:
+        """Without a last word."""
+        assert self.siblings._server is not None
+        self.siblings._server.close()
+
+
+async def party(folder: Path, index: int) -> Party:
+    made = Party(folder, index, await builtin_plane())
+    await made.siblings.start()
+    return made
+
+
+@in_a_loop
+async def test_what_was_told_is_never_less_afterwards(tmp_path: Path) -> None:
+    first, second = await party(tmp_path, 0), await party(tmp_path, 1)
+    await first.infer(3)
+    await second.infer(4)
+    assert await first.told() == await second.told() == 7
+    await second.infer(5)
+    await second.die()
+    # What it did after it was last asked is lost, and nobody had been told of it.
+    assert await first.told() == 7
+    successor = await party(tmp_path, 1)
+    assert await successor.told() == await first.told() == 7
+    await successor.infer(2)
+    assert await first.told() == 9
+    await successor.die()
+    third = await party(tmp_path, 1)
+    assert await first.told() == await third.told() == 9
+    await third.gathering.keep()
+    await first.siblings.close()
+    await third.siblings.close()
+
+
+@in_a_loop
+async def test_only_who_looks_at_numbers_sees_those_of_all(tmp_path: Path) -> None:
+    first, second = await party(tmp_path, 0), await party(tmp_path, 1)
+    await second.infer(2)
+    await first.gathering.gather()
+    own = first.plane.find("identity")
+    assert own is first.own.find("identity")  # who serves a request counts here
+    seen: list[int] = []
+
+    def look() -> None:
+        found = first.plane.find("identity")
+        assert found is not None and found.config.name == "identity"
+        seen.append(found.statistics.total().success)
+
+    first.gathering.show(look)
+    assert seen == [2]
+    with pytest.raises(ZeroDivisionError):
+        first.gathering.show(lambda: cast("None", 1 / 0))
+    assert first.plane.find("identity") is own
+    await first.siblings.close()
+    await second.siblings.close()
+
+
+@in_a_loop
+async def test_several_who_ask_at_once_share_what_begins_after_they_came(tmp_path: Path) -> None:
+    first, second = await party(tmp_path, 0), await party(tmp_path, 1)
+    asked = 0
+    answer = second.siblings._answerers["numbers"]
+
+    async def counting(arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return await answer(arguments)
+
+    second.siblings.answer("numbers", counting)
+    await asyncio.gather(*(first.gathering.gather() for _ in range(10)))
+    assert asked == 2  # the one that had begun, and one for all who came meanwhile
+    await first.siblings.close()
+    await second.siblings.close()
+
+
+class Models:
+    """What a data plane does with models, told in words."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.refuses = ""
+
+    async def load(self, name: str, config_json: str | None, files: Mapping[str, bytes] | None) -> None:
+        await asyncio.sleep(0)
+        if name == self.refuses:
+            raise InvalidArgument(f"failed to load '{name}'")
+        self.done.append(f"load {name} {config_json} {files}")
+
+    async def unload(self, name: str, *, unload_dependents: bool) -> None:
+        self.done.append(f"unload {name} {unload_dependents}")
+
+
+async def loading(folder: Path, index: int, models: Models) -> tuple[Siblings, LoadEverywhere]:
+    siblings = Siblings(folder, index, 2)
+    everywhere = LoadEverywhere(siblings, cast("DataPlane", models))
+    everywhere.start()
+    await siblings.start()
+    await everywhere.catch_up()
+    return siblings, everywhere
+
+
+@in_a_loop
+async def test_models_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one, other, late = Models(), Models(), Models()
+    one_end, everywhere = await loading(tmp_path, 0, one)
+    name = "n" * 255
+    await everywhere.load("alone", None, None)
+    assert "worker 1 is away" in caplog.text
+    other_end, _ = await loading(tmp_path, 1, other)
+    assert other.done == ["load alone None None"]
+    await everywhere.load(name, "{}", {"file:1/m": b"\0\xff"})
+    await everywhere.unload("alone", unload_dependents=True)
+    assert one.done == other.done
+    assert one.done[1:] == [f"load {name} {{}} {{'file:1/m': b'\\x00\\xff'}}", "unload alone True"]
+    # What fails in the asked one is told to nobody; what fails in another is told with its number.
+    one.refuses = "wrong"
+    with pytest.raises(InvalidArgument, match="failed to load 'wrong'$"):
+        await everywhere.load("wrong", None, None)
+    other.refuses = "half"
+    with pytest.raises(InvalidArgument, match=r"failed to load 'half' \(in worker 1; "):
+        await everywhere.load("half", None, None)
+    assert len(other.done) == 3
+    await other_end.close()
+    late_end, _ = await loading(tmp_path, 1, late)
+    assert sorted(each[:9] for each in late.done) == ["load half", "load nnnn", "unload al"]
+    await one_end.close()
+    await late_end.close()
+
+
+def test_a_name_that_is_a_path_is_refused(tmp_path: Path) -> None:
+    everywhere = LoadEverywhere(Siblings(tmp_path, 0, 2), cast("DataPlane", Models()))
+    with pytest.raises(InvalidArgument):
+        asyncio.run(everywhere.load("../up", None, None))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards in one of several workers: what is refused here reaches no other worker."""
+
+from __future__ import annotations
+
+import http.client
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from headrace.api.access.keys_file import create_key
+from headrace.api.access.settings import AccessSettings
+from headrace.core.clock import SystemClock
+from headrace.core.telemetry.registry import Registry
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_EMPTY
+from headrace.net.site import Site
+from headrace.programs.serve.guarded import guarded_routes, guarded_services, open_guard
+from headrace.programs.serve.repeating import Repeating
+from headrace.programs.serve.siblings import Siblings
+from support.serving import serving
+
+
+def ask(port: int, **fields: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", "/v2/logging", b"{}", {name.replace("_", "-"): value for name, value in fields.items()})
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    return answer.status
+
+
+def test_only_what_passes_is_heard_by_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    root = create_key(path, "root", ["admin"], created=0)
+    bob = create_key(path, "bob", ["read"], created=0)
+    guard = open_guard(AccessSettings(keys_file=path), Registry(SystemClock()))
+    assert guard is not None
+    repeating = Repeating(Siblings(tmp_path, 0, 2))
+    worker: Any = SimpleNamespace(gathering=None, repeating=repeating)
+    changed: list[Exchange] = []
+
+    def change(exchange: Exchange) -> None:
+        changed.append(exchange)
+        exchange.respond(OK_EMPTY)
+
+    def build() -> Site:
+        routes = guarded_routes(guard, worker)
+        routes.add("POST", "/v2/logging", change)
+        return Site(routes, services=guarded_services(guard, worker))
+
+    with serving(build) as server:
+        assert ask(server.port) == 401
+        assert ask(server.port, x_api_key=bob) == 403
+        assert (changed, repeating._so_far) == ([], {})
+        assert ask(server.port, x_api_key=root) == 200
+        assert (len(changed), len(repeating._so_far)) == (1, 1)
+    # What is repeated here for another worker has passed that worker's guard.
+    assert repeating._handlers["POST /v2/logging"] is change

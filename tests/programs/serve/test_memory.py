@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory goes back to the system once a process has grown, and is not asked for again and again."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest.mock import patch
+
+from headrace.programs.serve import memory
+from headrace.programs.serve.memory import MemoryReturner, resident_bytes
+
+
+def test_the_size_is_that_of_this_process() -> None:
+    assert 10 << 20 < resident_bytes() < 64 << 30
+
+
+def test_a_process_that_has_grown_gives_back_once() -> None:
+    sizes = iter([100, 100, 500, 300, 300, 300, 300])
+    asked: list[int] = []
+
+    def trim(padding: int) -> int:
+        asked.append(padding)
+        return 1
+
+    async def main() -> None:
+        returner = MemoryReturner(trim)
+        returner.start()
+        while next_size_left():
+            await asyncio.sleep(0.005)
+        returner.close()
+
+    left = 7
+
+    def next_size_left() -> bool:
+        return left > 1
+
+    def size() -> int:
+        nonlocal left
+        left -= 1
+        return next(sizes) << 20
+
+    with patch.object(memory, "resident_bytes", size), patch.object(memory, "_EVERY_SECONDS", 0.002):
+        asyncio.run(main())
+    assert asked == [0]

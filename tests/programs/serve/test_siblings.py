@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The channel between workers: questions, answers, errors, and who is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from headrace.core.errors import Internal, NotFound, Unavailable
+from headrace.programs.serve.siblings import Away, Busy, Siblings, worker_folder, write_whole
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test as pytest calls it, in the loop that servers use."""
+
+    @wraps(test)
+    def run(**fixtures: Any) -> None:
+        uvloop.run(test(**fixtures))
+
+    return run
+
+
+async def pair(folder: Path) -> tuple[Siblings, Siblings]:
+    """Two of three workers; the third is dead."""
+    made = Siblings(folder, 0, 3), Siblings(folder, 1, 3)
+    for each in made:
+        await each.start()
+    return made
+
+
+@in_a_loop
+async def test_questions_and_answers(tmp_path: Path) -> None:
+    asking, asked = await pair(tmp_path)
+
+    async def double(number: Any) -> Any:
+        return {"twice": number * 2, "text": "x" * 300_000}
+
+    asked.answer("double", double)
+    answers = await asking.ask_all("double", 21, seconds=30)
+    assert answers[1] == {"twice": 42, "text": "x" * 300_000}
+    assert isinstance(answers[2], Away)
+    assert asked.answers("double") and not asking.answers("double")
+    await asking.close()
+    await asked.close()
+
+
+@in_a_loop
+async def test_errors_keep_their_kind_and_nothing_else_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asking, asked = await pair(tmp_path)
+
+    async def missing(_: Any) -> Any:
+        raise NotFound("there is no such thing")
+
+    async def broken(_: Any) -> Any:
+        raise RuntimeError("secret")
+
+    asked.answer("missing", missing)
+    asked.answer("broken", broken)
+    with pytest.raises(NotFound, match="no such thing"):
+        await asking.ask(1, "missing", seconds=30)
+    with pytest.raises(Internal) as error:
+        await asking.ask(1, "broken", seconds=30)
+    assert "secret" not in error.value.message and "secret" in caplog.text
+    with pytest.raises(Unavailable, match="worker 1 is starting"):
+        await asking.ask(1, "later", seconds=30)
+    await asking.close()
+    await asked.close()
+
+
+@in_a_loop
+async def test_patience(tmp_path: Path) -> None:
+    asking, asked = await pair(tmp_path)
+    forever = asyncio.Event()
+
+    async def wait(_: Any) -> None:
+        await forever.wait()
+
+    asked.answer("wait", wait)
+    # It is there, which one that is dead is not: who starts now need not hurry to the ports.
+    with pytest.raises(Busy, match="worker 1 does not answer in time"):
+        await asking.ask(1, "wait", seconds=0.05)
+    with pytest.raises(Away) as dead:
+        await asking.ask(2, "wait", seconds=30)
+    assert not isinstance(dead.value, Busy)
+    forever.set()
+    await asking.close()
+    await asked.close()
+
+
+@in_a_loop
+async def test_who_takes_a_dead_workers_place_is_found(tmp_path: Path) -> None:
+    asking, dead = await pair(tmp_path)
+    # Killed: it leaves its socket behind.
+    assert dead._server is not None
+    dead._server.close()
+    with pytest.raises(Away):
+        await asking.ask(1, "who", seconds=30)
+    successor = Siblings(tmp_path, 1, 3)
+
+    async def who(_: Any) -> str:
+        return "the successor"
+
+    successor.answer("who", who)
+    await successor.start()
+    assert await asking.ask(1, "who", seconds=30) == "the successor"
+    await asking.close()
+    await successor.close()
+    assert not list(tmp_path.glob("*.sock"))
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "worker-0.json"
+    write_whole(path, b"one")
+    write_whole(path, b"two")
+    assert path.read_bytes() == b"two" and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_folder_is_for_this_user_alone() -> None:
+    with worker_folder() as folder:
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
+    assert not Path(folder).exists()
