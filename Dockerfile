@@ -6,7 +6,7 @@
 ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS build
-ARG EXTRAS=onnx,cloud,kubernetes
+ARG EXTRAS=onnx,cloud,kubernetes,redis
 WORKDIR /src
 # Debian's Python has no ensurepip, so the environment is made without pip and filled from outside: it stays out of the image, too.
 RUN python3 -m venv --without-pip /opt/headrace

@@ -24,7 +24,7 @@ from headrace.api.predict.settings import PredictSettings
 from headrace.backends.contract import Work
 from headrace.core.dtypes import BYTES, FP32
 from headrace.core.errors import InvalidArgument
-from headrace.core.generation import Clip, GenerationRequest, Picture
+from headrace.core.generation import PromptVideo, GenerationRequest, PromptImage
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import InputSpec, OutputSpec
 from headrace.net.negotiation import NegotiatingProtocol, feed
@@ -274,12 +274,12 @@ class Reciter:
 class NoMedia:
     """A reader of media that fetches nothing: fuzzing does not leave the machine."""
 
-    async def picture(self, url: str) -> Picture:
+    async def picture(self, url: str) -> PromptImage:
         if url.startswith("data:"):
-            return Picture(np.zeros((2, 2, 3), np.uint8))
+            return PromptImage(np.zeros((2, 2, 3), np.uint8))
         raise InvalidArgument("not here")
 
-    async def clip(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> Clip:
+    async def clip(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> PromptVideo:
         raise InvalidArgument("not here")
 
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace.programs.serve.hosted import HostedServer
+from headrace.programs.serve.asgi import HostedServer
 from headrace.programs.serve.settings import ServerSettings
 
 

@@ -14,14 +14,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from headrace.fleet.documents import write
-from headrace.fleet.explaining import shipped_runtimes
-from headrace.fleet.installing.agent import agent_objects
-from headrace.fleet.installing.configuration import config_map
-from headrace.fleet.installing.operator import disruption_budget, operator_objects, webhook_objects
-from headrace.fleet.installing.runtimes import with_image
-from headrace.fleet.installing.settings import ManifestSettings
+from headrace.fleet.explain import shipped_runtimes
+from headrace.fleet.install.manifests import (
+    agent_objects,
+    config_map,
+    disruption_budget,
+    operator_objects,
+    webhook_objects,
+)
+from headrace.fleet.install.samples import with_image
+from headrace.fleet.install.settings import ManifestSettings
 from headrace.fleet.schema.crds import crds
+from headrace.fleet.yaml_documents import write
 from headrace.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,33 +15,32 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.api.admin.describing import admin_table
+from headrace.api.admin import admin_table
 from headrace.api.metrics.collector import _PINNED
-from headrace.api.metrics.columns import COLUMNS, LOAD_SECONDS, PENDING
-from headrace.api.metrics.gpus import GPU
+from headrace.api.metrics.hardware import COLLECTIONS, CPU, GPU, PROCESS
 from headrace.api.metrics.http import MetricsSettings
-from headrace.api.metrics.machine import COLLECTIONS, CPU, PROCESS
+from headrace.api.metrics.model_metrics import COLUMNS, LOAD_SECONDS, PENDING
 from headrace.api.openai.errors import _KINDS
 from headrace.api.openai.settings import OpenAiSettings
-from headrace.api.openapi.describing import Table
 from headrace.api.openapi.document import base_document
 from headrace.api.openapi.openai_routes import openai_table
+from headrace.api.openapi.operations import OperationTable
 from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.predict.settings import PredictSettings
-from headrace.cli.root import opened
-from headrace.cli.verbs import SECTIONS
+from headrace.cli.commands import SECTIONS
+from headrace.cli.root import load_command
 from headrace.core import errors
 from headrace.core.errors import HeadraceError
 from headrace.core.telemetry.tracing import NO_TRACING
 from headrace.engine.engine import EngineSettings, open_engine
-from headrace.jobs.api.openapi_routes import jobs_table
+from headrace.jobs.api.openapi import jobs_table
 from headrace.net.grpc.status import GRPC_STATUS
-from headrace.net.http.status import HTTP_STATUS
+from headrace.net.http.heads import HTTP_STATUS
 from headrace.net.sockets import Address
-from headrace.net.websocket.closing import CLOSE_CODE
-from headrace.programs.console.describing import console_table
-from headrace.programs.serve.guarded_scopes import grpc_scope, http_scope
+from headrace.net.websocket.contract import CLOSE_CODE
+from headrace.programs.console.http import console_table
 from headrace.programs.serve.protocols import build_protocols
+from headrace.programs.serve.route_scopes import grpc_scope, http_scope
 from headrace.programs.serve.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,7 +206,7 @@ What a server answers on its ports, which all speak HTTP/1.1, HTTP/2 and gRPC. T
 {_table(("route", "what it does"), jobs)}"""
 
 
-async def _server(tables: Sequence[Table]) -> tuple[dict[str, Any], list[str]]:
+async def _server(tables: Sequence[OperationTable]) -> tuple[dict[str, Any], list[str]]:
     settings = ServerSettings(
         http=Address("127.0.0.1"),
         grpc=Address("127.0.0.1"),
@@ -232,7 +231,7 @@ def commands_page() -> str:
     for section, verbs in SECTIONS.items():
         parts.append(f"## {section}\n")
         for verb in verbs:
-            parts += _command(f"headrace {verb.name}", opened(verb))
+            parts += _command(f"headrace {verb.name}", load_command(verb))
     text = "\n".join(parts)
     return f"""{_MADE}# Commands
 

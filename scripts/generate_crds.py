@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from headrace.fleet.documents import write
 from headrace.fleet.schema.crds import crds
+from headrace.fleet.yaml_documents import write
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "deploy" / "crds"

@@ -11,27 +11,36 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace.fleet.names import API_VERSION
+from headrace.fleet.schema.crds import Row, spec_rows, status_rows
 from headrace.fleet.schema.fields import Field, Kind, record
 from headrace.fleet.schema.kinds import KINDS
-from headrace.fleet.schema.kinds.components import ACCELERATOR_SELECTOR, EXTENSION, KEDA, LEADER, WORKER, served
+from headrace.fleet.schema.kinds.components import (
+    ACCELERATOR_SELECTOR,
+    CONTAINER,
+    KEDA,
+    LEADER,
+    POD_FIELDS,
+    RUNNER,
+    SCALING_FIELDS,
+    WORKER,
+    model_component,
+)
 from headrace.fleet.schema.kinds.models import STORAGE
-from headrace.fleet.schema.kinds.pods import CONTAINER, POD, RUNNER
-from headrace.fleet.schema.reference import Row, rows, status_rows
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "kinds.md"
 POD_SPEC, SCALING, RUN = "Fields of a pod", "Fields of scaling", "Fields of a container"
 INLINE = (POD_SPEC, SCALING, RUN)
 """Those that stand among other fields."""
 PARTS: Sequence[tuple[str, str, tuple[Field, ...]]] = (
-    ("Engine", "An engine or a decoder.", served("engine", "").fields),
+    ("Engine", "An engine or a decoder.", model_component("engine", "").fields),
     ("Leader", "The first node of a group.", LEADER.fields),
     ("Worker", "The other nodes of a group.", WORKER.fields),
     (RUN, "As in Kubernetes. Of a runner the name may be absent: it is the main container.", RUNNER.fields),
     ("KEDA", "Scaling by a query of Prometheus.", KEDA.fields),
     ("Accelerators", "Which accelerators to run on.", ACCELERATOR_SELECTOR.fields),
     ("Storage", "Where files are.", STORAGE.fields),
-    (SCALING, "Of engines, decoders and routers.", EXTENSION),
-    (POD_SPEC, "As in Kubernetes, which has more of them: they are passed on as they are.", POD),
+    (SCALING, "Of engines, decoders and routers.", SCALING_FIELDS),
+    (POD_SPEC, "As in Kubernetes, which has more of them: they are passed on as they are.", POD_FIELDS),
 )
 HEAD = f"""<!-- Made by scripts/generate_reference.py; do not edit. -->
 # Kinds
@@ -70,8 +79,8 @@ def _kinds() -> Iterator[str]:
         told.append((kind.spec, kind.status))
         same = [each for each in KINDS if (each.spec, each.status) == (kind.spec, kind.status)]
         yield f"## {', '.join(each.name for each in same)}\n"
-        yield f"{kind.says} " + "; ".join(_called(each) for each in same) + ".\n"
-        yield _table(rows(kind)[1:], "spec.")
+        yield f"{kind.description} " + "; ".join(_called(each) for each in same) + ".\n"
+        yield _table(spec_rows(kind)[1:], "spec.")
         if kind.status is not None:
             yield "The status, which the controller writes:\n"
             yield _table(status_rows(kind)[1:], "")
@@ -86,7 +95,7 @@ def _parts() -> Iterator[str]:
     for title, says, fields in PARTS:
         yield f"### {title}\n\n{says}\n"
         kind = Kind(title, "", True, "", record("spec", "", *fields))
-        found = rows(kind)
+        found = spec_rows(kind)
         yield _table(found[1:], "spec.", fields if title not in INLINE else ())
         inside = [] if title in INLINE else _inline(fields)
         if inside:
@@ -102,7 +111,7 @@ def _table(found: Sequence[Row], cut: str, whole: tuple[Field, ...] = ()) -> str
         if any(row.path == each or row.path.startswith((f"{each}.", f"{each}[", f"{each}{{")) for each in skipped):
             continue
         below = row.field.item or row.field
-        says = [row.says] if row.says else []
+        says = [row.description] if row.description else []
         if below.fields and below.fields != whole:
             title = _title_of(below.fields)
             mark = {"list": "[]", "map": "{}"}.get(row.field.type, "")
@@ -112,7 +121,7 @@ def _table(found: Sequence[Row], cut: str, whole: tuple[Field, ...] = ()) -> str
             elif _inline(below.fields):
                 says.append(f"Has {' and '.join(_inline(below.fields))} as well.")
                 skipped += [f"{row.path}{mark}.{each}" for each in _inline_names(below.fields)]
-        if row.path.endswith(("[]", "{}")) and not row.says and row.takes in ("a text", "a mapping"):
+        if row.path.endswith(("[]", "{}")) and not row.description and row.takes in ("a string", "a mapping"):
             continue
         takes = row.takes + (" (required)" if row.required else "")
         default = f"`{row.default}`" if row.default else ""

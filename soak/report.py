@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from headrace.programs.loadtest.chat.charts import Chart, svg
+from headrace.programs.loadtest.chat.report import Chart, svg
 from soak.sampling import MEASURES, Samples
 from soak.slopes import WARM_UP_SHARE, Allowance, Verdict, judge
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import grpc
 import websockets
 
-from headrace.api.v2.schema import inference_schema
+from headrace.api.v2.grpc_messages import inference_schema
 from soak.http import Connection
 from soak.served import Running
 

@@ -7,7 +7,7 @@ from hpack import Decoder, HPACKError
 
 from fuzz.target import Check, Target, must
 from headrace.core.limits import Limits
-from headrace.net.http2.frames import ConnectionFault, StreamFault
+from headrace.net.http2.frames import Http2ConnectionError, StreamError
 from headrace.net.http2.headers import HeaderReader
 
 _LIMITS = Limits(header_bytes=8192)
@@ -28,10 +28,10 @@ def _open() -> Check:
                 expected = None
             try:
                 head = ours.request(block)
-            except ConnectionFault:
+            except Http2ConnectionError:
                 must(expected is None or len(expected) > _LIMITS.header_count, "refused what hpack reads")
                 return  # the connection has ended
-            except StreamFault:
+            except StreamError:
                 must(expected is not None, "the stream is refused where the connection must be")
                 continue
             must(expected is not None, "read what hpack refuses")

@@ -10,12 +10,12 @@ from google.protobuf.message import DecodeError
 
 from fuzz.target import Check, Target, must
 from headrace.backends.netdef.files import Net, Pair, parse_net
-from headrace.backends.netdef.schema import caffe2_message
+from headrace.backends.netdef.files import caffe2_message
 from headrace.backends.netdef.translation import InputTensor, translate
-from headrace.backends.netdef.wire import set_weights_aside
+from headrace.backends.netdef.files import set_weights_aside
 from headrace.core.dtypes import FP32
 from headrace.core.errors import HeadraceError
-from headrace.models.config.detect import detect
+from headrace.models.config.detection import detect
 
 _SPLIT = b"--net--"
 

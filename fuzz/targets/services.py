@@ -9,12 +9,12 @@ from __future__ import annotations
 from functools import partial
 
 from fuzz.target import Check, Target, must
-from headrace.fleet.documents import Read, parse, write
-from headrace.fleet.explaining import explain, question, shipped_runtimes
+from headrace.fleet.yaml_documents import ParsedFiles, parse, write
+from headrace.fleet.explain import explain, prepare, shipped_runtimes
 
 
 def _open() -> Check:
-    asking = partial(question, around=Read([], []), shipped=shipped_runtimes())
+    asking = partial(prepare, around=ParsedFiles([], []), shipped=shipped_runtimes())
 
     def check(data: bytes) -> None:
         try:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends: each loads models of one format and computes with them.
+"""Backends: each loads models of one format and runs them.
 
-`contract` is what the engine asks of a backend, `table` has them by name. Backends do not import each other. No queues, no
-batching, no versions and no protocols here.
+`contract` defines the interface between engine and backend; `table` lists the backends by name. Backends do not import
+each other. Queues, batching, versions and protocols belong to the engine.
 """

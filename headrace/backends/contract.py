@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine asks of a backend, and what a backend may ask of the engine.
+"""The interface between the engine and a backend.
 
     Backend --load--> Model (one version) --open--> instance (one execution context)
 
-There are two kinds of instance. A `ComputeInstance` turns arrays into arrays and returns: the engine joins requests into
-a batch, chooses the thread (the event loop's own when the model is quick enough) and cuts the result apart. A
-`RequestInstance` takes the requests themselves, because it is a process of its own, answers out of order, or answers
-several times: it replies to each when it likes, from the loop's thread.
+There are two kinds of instance. A `ComputeInstance` turns arrays into arrays and returns: the engine joins requests
+into a batch, chooses the thread (the event loop's own if the model is fast enough) and splits the result. A
+`RequestInstance` takes the requests themselves, because it is a separate process, answers out of order, or answers
+several times: it replies to each request at any time, from the loop's thread.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy.typing as npt
 
 from headrace.core.errors import HeadraceError
-from headrace.core.handing import HandingSettings
-from headrace.core.messages import NO_PARAMETERS, InferRequest, InferResponse, Parameters
-from headrace.core.telemetry.registry import Registry
+from headrace.core.kv_transfer import KvTransferSettings
+from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, Parameters
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import ModelConfig
 
@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where a version's files are."""
+    """The folders of one model version."""
 
     model_folder: Path
     """`<repository>/<model>`."""
@@ -42,55 +42,55 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where an instance is to run."""
+    """The device that an instance runs on."""
 
     name: str
-    """`<group>_<i>_cpu`, `<group>_<i>_gpu<g>`; shown to people."""
+    """`<group>_<i>_cpu` or `<group>_<i>_gpu<g>`; for logs and messages."""
     kind: Literal["cpu", "gpu", "model"] = "cpu"
     device: int = 0
-    """The GPU, for kind "gpu"."""
+    """The GPU index, for kind "gpu"."""
 
 
 Answer = InferResponse | HeadraceError | None
-"""One response, or the error that ends the request, or nothing more to come."""
+"""One response, or the error that ends the request, or None when no more responses follow."""
 
 
 class EngineServices(Protocol):
-    """What the engine does for models: they may call other models and report measures."""
+    """Functions of the engine that models may use: calls to other models, and metrics."""
 
     loop: asyncio.AbstractEventLoop
     metrics: Registry
-    handing: HandingSettings
-    """The server's part where prefill and decode are apart; without a role, where they are not."""
+    kv_transfer: KvTransferSettings
+    """The role of this server in disaggregated prefill and decode; no role when the two are not separate."""
 
     def infer(self, request: InferRequest, answered: Callable[[Answer, bool], None]) -> Callable[[], None]:
-        """Compute a request with another model; from the loop's thread, as the answers are: (answer, is it the last).
+        """Run a request on another model and pass each (answer, is_last) to the callback. Call from the loop's thread.
 
-        Returns a function that cancels it.
+        The callback also runs in the loop's thread. Returns a function that cancels the request.
         """
 
     def is_ready(self, model_name: str, model_version: str) -> bool:
-        """Whether a request for it would be served now. From any thread."""
+        """Return whether the server would accept a request for this model now. Safe from any thread."""
 
     def load(
         self, model_name: str, config_json: str, files: Mapping[str, bytes], done: Callable[[Answer], None]
     ) -> None:
-        """Load a model as if an operator had asked; `done` gets None or the error, in the loop's thread."""
+        """Load a model as the repository API does; `done` gets None or the error, in the loop's thread."""
 
     def unload(self, model_name: str, done: Callable[[Answer], None]) -> None:
-        """Unload a model as if an operator had asked."""
+        """Unload a model as the repository API does."""
 
 
 class Work(Protocol):
-    """A request as a `RequestInstance` gets it: checked, complete, waiting for its answer."""
+    """A validated request that a `RequestInstance` has to answer."""
 
     @property
     def request(self) -> InferRequest:
-        """With every input the model is to see, control inputs and state among them."""
+        """All inputs of the model, control inputs and state included."""
 
     @property
     def cancelled(self) -> bool:
-        """Nobody waits any more: the work may be dropped, a last `reply` is still due."""
+        """The client has cancelled: the work may be dropped, but a final `reply` is still due."""
 
     def reply(
         self,
@@ -99,81 +99,82 @@ class Work(Protocol):
         final: bool = True,
         parameters: Parameters = NO_PARAMETERS,
     ) -> None:
-        """Answer, from the loop's thread. An error is always final. None and `final`: no (more) responses.
+        """Send a response, from the loop's thread. An error is always final. None with `final`: no (more) responses.
 
-        Only decoupled models may reply more than once, or only with None.
+        Only decoupled models may reply more than once, or reply with None alone.
         """
 
 
 @runtime_checkable
 class ComputeInstance(Protocol):
-    """Computes joined tensors. Called by one thread at a time, not always the same."""
+    """Runs batches of tensors. One thread calls it at a time, but not always the same thread."""
 
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
-        """Compute the `wanted` outputs (more may be given); with the batch dimension first if the model batches.
+        """Compute the `wanted` outputs (it may return more); the batch dimension comes first if the model batches.
 
-        Raise a `HeadraceError` for what callers should read; the text of other exceptions goes to the log only.
+        Raise a `HeadraceError` for errors that clients should see; the text of other exceptions goes to the log only.
         """
 
     def close(self) -> None:
-        """Free everything, the memory of the device too."""
+        """Free all memory, device memory included."""
 
 
 @runtime_checkable
-class DeviceComputing(Protocol):
-    """A `ComputeInstance` that can leave tensors in the memory of its device, for the next step of an ensemble.
+class DeviceComputeInstance(Protocol):
+    """A `ComputeInstance` that can leave its outputs in device memory, for the next step of an ensemble.
 
-    What it leaves there is an object with the `shape`, `dtype`, `reshape` and slices of a numpy array, which
-    `np.concatenate` joins on the device (by `__array_function__`) and `np.asarray` copies to the host. Both of its ways
-    to compute take such objects, also those of another instance.
+    Such an output is an object with the `shape`, `dtype`, `reshape` and slices of a numpy array. `np.concatenate` joins
+    such objects on the device (by `__array_function__`) and `np.asarray` copies them to the host. `compute` and
+    `compute_on_device` both accept them as inputs, also those of another instance.
     """
 
     def compute_on_device(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
-        """As `compute`; what it returns lies on the device and is finished."""
+        """Compute as `compute` does, but return finished outputs in device memory."""
 
 
 class RequestInstance(Protocol):
-    """Computes requests as they are."""
+    """Runs requests one by one instead of as joined tensors."""
 
     def execute(self, batch: Sequence[Work], finished: Callable[[], None]) -> None:
         """Take a batch, from the loop's thread, without blocking.
 
-        Reply to each work; then, or before, call `finished` (from the loop's thread, once): another batch may come.
+        Reply to each request. Call `finished` once, from the loop's thread, before or after that: another batch may
+        follow.
         """
 
     def close(self) -> None:
-        """End it. Called from a loader thread when no work is left, or when the server has no more patience."""
+        """Stop the instance. A loader thread calls this when no work is left, or when the shutdown timeout expires."""
 
 
 class Model(Protocol):
     """One loaded version of a model."""
 
     def open(self, placement: Placement) -> ComputeInstance | RequestInstance:
-        """Make an execution context. May block: called from a loader thread."""
+        """Create an execution context. May block: the engine calls it from a loader thread."""
 
     def close(self) -> None:
-        """Free what the instances shared. Called after the last instance is closed."""
+        """Free what the instances shared. The engine calls it after the last instance is closed."""
 
 
 class Backend(Protocol):
-    """One format of models. Stateless; made once per process, when first needed."""
+    """A model format. Stateless; created once per process, on first use."""
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """What the model's files tell that the configuration may leave out: a ModelConfig message to be merged under it.
+        """Return what the model files say and the configuration may omit: a ModelConfig message to merge under it.
 
-        None when they tell nothing. May block. Raises `InvalidArgument` where the two contradict each other.
+        Return None if the files say nothing. May block. Raise `InvalidArgument` if the two contradict each other.
         """
 
     def usable_gpus(self, present: int) -> int:
-        """How many of the machine's GPUs it can use, as it is installed here: where KIND_AUTO goes depends on it."""
+        """Return how many of the `present` GPUs this installation can use. KIND_AUTO depends on it."""
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> Model:
-        """Load a version. May block: called from a loader thread."""
+        """Load a version. May block: the engine calls it from a loader thread."""
 
 
 @runtime_checkable
-class Abandoning(Protocol):
-    """A backend that can end a load that is under way. For others the server waits, when it closes."""
+class AbortableBackend(Protocol):
+    """A backend that can abort a load in progress. For other backends, the server waits for the load when it stops."""
 
     def abandon(self, model_folder: Path) -> None:
-        """Let `complete` and `open` of this model's versions fail soon. From the loop's thread."""
+        """Make `complete` and `open` of this model's versions fail soon. Call from the loop's thread."""

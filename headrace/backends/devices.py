@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many GPUs models may use. Asked once by the engine; no driver library is loaded for it."""
+"""Count the GPUs that models may use, without loading a driver library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEVICE = re.compile(r"nvidia[0-9]+")
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> int:
-    """The NVIDIA devices of this machine, or those that CUDA_VISIBLE_DEVICES leaves."""
+    """Return the number of NVIDIA devices of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
     try:
         present = sum(1 for entry in os.listdir(devices) if _DEVICE.fullmatch(entry))
     except OSError:
@@ -19,7 +19,7 @@ def visible_gpus(devices: Path = Path("/dev")) -> int:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return present
-    # CUDA stops at the first entry it does not know; -1 is the usual way to write "none".
+    # CUDA stops at the first entry that it does not know; -1 is the usual way to hide all GPUs.
     chosen = 0
     for entry in named.split(","):
         text = entry.strip()

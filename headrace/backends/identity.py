@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model without a model: its outputs are its inputs, in order. For first looks, for tests and for measuring.
+"""The backend `identity`: outputs are the inputs, in order. For first steps, tests and benchmarks.
 
-Called by the engine through `backends.contract`. Needs no file. Its parameters:
+It needs no model file. Its parameters:
 
-    first                gives only the first so many elements of each row: a large request, a small answer
-    sleep_milliseconds   waits before it answers, as a model on another device would
-    busy_milliseconds    computes before it answers, as a model on this core would
+    first                return only the first elements of each row: a large request, a small response
+    sleep_milliseconds   wait before responding, like a model on another device
+    busy_milliseconds    compute before responding, like a model on this core
 """
 
 from __future__ import annotations
@@ -18,52 +18,55 @@ from headrace.backends.contract import Array, EngineServices, ModelFiles, Placem
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import ModelConfig
 
-_LONGEST_MILLISECONDS = 3_600_000
+_MAX_MILLISECONDS = 3_600_000
 
 
 class IdentityBackend:
     """`backend: "identity"`."""
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """There is no file that could tell anything."""
+        """Return None: there is no model file."""
         return None
 
     def usable_gpus(self, present: int) -> int:
-        """All: nothing is done there, but an instance may be said to stand there."""
+        """Return all GPUs: an instance may be placed on a GPU but does not use it."""
         return present
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> IdentityModel:
-        """Check that each output has an input to be."""
+        """Load a version; reject a configuration whose outputs do not match its inputs."""
         if not config.inputs or len(config.inputs) != len(config.outputs):
             raise InvalidArgument(
                 f"model '{config.name}' has {len(config.inputs)} inputs and {len(config.outputs)} outputs: "
                 "the identity backend gives each input back, so declare as many outputs as inputs, at least one"
             )
-        for given, taken in zip(config.inputs, config.outputs, strict=True):
-            if given.dtype is not taken.dtype:
+        for input_spec, output_spec in zip(config.inputs, config.outputs, strict=True):
+            if input_spec.dtype is not output_spec.dtype:
                 raise InvalidArgument(
-                    f"output '{taken.name}' of model '{config.name}' must have the data type of input '{given.name}', "
-                    "which it gives back"
+                    f"output '{output_spec.name}' of model '{config.name}' must have the data type of input "
+                    f"'{input_spec.name}', which it gives back"
                 )
         return IdentityModel(config)
 
 
 class IdentityModel:
-    """One version."""
+    """One version of an identity model."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._sources = {taken.name: given.name for given, taken in zip(config.inputs, config.outputs, strict=True)}
+        self._sources = {
+            output_spec.name: input_spec.name
+            for input_spec, output_spec in zip(config.inputs, config.outputs, strict=True)
+        }
         self._batches = config.max_batch_size > 0
         self._first = int(_number(config, "first", 1 << 40))
-        self._sleep_seconds = _number(config, "sleep_milliseconds", _LONGEST_MILLISECONDS) / 1000
-        self._busy_seconds = _number(config, "busy_milliseconds", _LONGEST_MILLISECONDS) / 1000
+        self._sleep_seconds = _number(config, "sleep_milliseconds", _MAX_MILLISECONDS) / 1000
+        self._busy_seconds = _number(config, "busy_milliseconds", _MAX_MILLISECONDS) / 1000
 
     def open(self, placement: Placement) -> IdentityInstance:
-        """Make an instance; it holds nothing."""
+        """Create an instance; it holds no resources."""
         return IdentityInstance(self._sources, self._batches, self._first, self._sleep_seconds, self._busy_seconds)
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: instances share nothing."""
 
 
 class IdentityInstance:
@@ -78,12 +81,12 @@ class IdentityInstance:
         self._sleep_seconds = sleep_seconds
         self._busy_seconds = busy_seconds
         self._plain: tuple[str, str] | None = None
-        """One output and its input, when there is nothing else to do: what is measured then is everything else."""
+        """The fast path: one output, one input and no parameters. Benchmarks measure the rest of the server with it."""
         if len(sources) == 1 and not (first or sleep_seconds or busy_seconds):
             self._plain = next(iter(sources.items()))
 
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
-        """Give the inputs back, without a copy."""
+        """Return the inputs without a copy."""
         if self._plain is not None:
             taken, given_name = self._plain
             return {taken: inputs[given_name]}
@@ -106,10 +109,10 @@ class IdentityInstance:
         return {name: self._cut(array) for name, array in given.items()}
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
     def _cut(self, array: Array) -> Array:
-        # Spelt out, since -1 cannot be worked out beside an empty batch.
+        # Computed here, since numpy cannot infer -1 next to an empty batch.
         if not self._batches:
             return array.reshape(array.size)[: self._first]
         row = 1
@@ -124,7 +127,7 @@ def _number(config: ModelConfig, key: str, highest: int) -> float:
         number = float(text)
     except ValueError:
         number = -1
-    # Not a number is not in the range either.
+    # NaN also fails this comparison.
     if not 0 <= number <= highest:
         raise InvalidArgument(f"parameter {key} of model '{config.name}' is '{text[:32]}': use 0 to {highest}")
     return number

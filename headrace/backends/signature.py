@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model takes and gives, held against its configuration, or turned into the part that was left out.
+"""A model's inputs and outputs: check them against the configuration, or complete the configuration from them.
 
-Called by every backend whose model files tell their inputs and outputs: it reads them into a `Signature`. Knows the two
-descriptions, and no framework, files, threads or devices.
+Every backend whose model files describe inputs and outputs reads them into a `Signature`. This module knows no
+framework, files, threads or devices.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec, SequenceBatching
 
 DEFAULT_MAX_BATCH_SIZE = 64
-"""For models that can batch and whose configuration does not say. Triton says 4; a higher one costs nothing when nobody
-sends that much, and memory is taken for the batch that is there, not for the largest."""
+"""The default for models that can batch and whose configuration has none. Triton's is 4.
+
+A higher limit costs nothing: memory is allocated for the actual batch, not for the largest one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +28,14 @@ class Port:
 
     name: str
     kind: str
-    """The framework's word for its type."""
+    """The framework's name of the data type."""
     dtype: DType | None
-    """None: nothing a request could carry, such as a map."""
+    """None: a type that a request cannot carry, such as a map."""
     shape: Dims | None
-    """-1 for any size. None: any shape, or one that the framework does not tell (of ONNX Runtime also a single number)."""
+    """-1: any size. None: any shape, or a shape that the framework does not report (ONNX Runtime: also scalars)."""
 
     def takes(self, shape: Sequence[int]) -> bool:
-        """Whether an array of this shape fits."""
+        """Return whether an array of this shape fits."""
         if self.shape is None:
             return True
         return len(shape) == len(self.shape) and all(
@@ -43,17 +45,17 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """All of them, in the model's order."""
+    """All inputs and outputs, in the model's order."""
 
     inputs: Mapping[str, Port]
     outputs: Mapping[str, Port]
     optional: Mapping[str, Port]
-    """Inputs with a value of their own, which need not be given."""
+    """Inputs with a default value, which a request may omit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Declared:
-    """A tensor as the configuration has it. None: not looked at."""
+    """A tensor as the configuration declares it. None: not checked."""
 
     name: str
     dtype: DType | None
@@ -61,7 +63,7 @@ class _Declared:
 
 
 def check_signature(config: ModelConfig, signature: Signature) -> None:
-    """Refuse a configuration that means another model than this one."""
+    """Reject a configuration that does not fit the model."""
     takes = {**signature.inputs, **signature.optional}
     declared = list(_declared_inputs(config))
     for tensor in declared:
@@ -77,18 +79,18 @@ def check_signature(config: ModelConfig, signature: Signature) -> None:
 
 
 def is_declared(config: ModelConfig) -> bool:
-    """Whether the configuration has inputs and outputs, each with type and dims: then a model's file tells nothing."""
+    """Return whether the configuration has inputs and outputs, each with type and dims, so that no model file is needed."""
     specs: tuple[InputSpec | OutputSpec, ...] = (*config.inputs, *config.outputs)
     return bool(config.inputs and config.outputs) and all(spec.dtype is not None and spec.dims for spec in specs)
 
 
 def completion(config: ModelConfig, signature: Signature) -> Any:
-    """The inputs, outputs and batch size that the configuration leaves out, as a message."""
-    # A stateful model's own inputs and outputs are declared with its sequences; requests do not carry them.
+    """Return the inputs, outputs and batch size that the configuration omits, as a message."""
+    # A stateful model declares its state under sequence batching; requests do not carry it.
     hidden = {tensor.name for tensor in (*_sequence_inputs(config), *_sequence_outputs(config))}
     hidden |= {name for batch in config.batch_inputs for name in batch.target_names}
     inputs = [port for port in signature.inputs.values() if port.name not in hidden]
-    # Maps and sequences, which scikit-learn's exporters add, can be neither sent nor missed.
+    # Requests cannot carry maps and sequences, which scikit-learn's exporters add; leave them out.
     outputs = [port for port in signature.outputs.values() if port.name not in hidden and port.dtype is not None]
     batches = all(_is_dynamic(port) for port in (*inputs, *outputs))
     message = type(config.proto)()
@@ -109,7 +111,7 @@ def completion(config: ModelConfig, signature: Signature) -> Any:
 
 def _declared_inputs(config: ModelConfig) -> Iterator[_Declared]:
     for spec in config.inputs:
-        # Requests of a ragged batch are laid end to end: what the model sees has another rank.
+        # A ragged batch concatenates its requests: the model sees another rank.
         plain = not (spec.allow_ragged_batch or spec.is_shape_tensor)
         yield _Declared(spec.name, spec.dtype, (spec.dims if spec.reshape is None else spec.reshape) if plain else None)
     yield from _sequence_inputs(config)
@@ -162,7 +164,7 @@ def _check(config: ModelConfig, tensor: _Declared, ports: Mapping[str, Port], si
     if batched and not _is_dynamic(port):
         raise InvalidArgument(_cannot_batch(config, port))
     full = (-1, *tensor.dims) if batched else tensor.dims
-    # An input that the configuration leaves open would let requests in that the model refuses; an output may be open.
+    # An open input dimension would admit requests that the model rejects; an output dimension may be open.
     fits = len(full) == len(port.shape) and all(
         theirs in (-1, ours) or (ours == -1 and side == "output") for ours, theirs in zip(full, port.shape, strict=True)
     )
@@ -187,7 +189,7 @@ def _cannot_batch(config: ModelConfig, port: Port) -> str:
 
 
 def _declares_all_dimensions(config: ModelConfig, signature: Signature) -> bool:
-    """Whether some tensor is declared with as many dimensions as the model has: then none of them is the batch."""
+    """Return whether a tensor is declared with as many dimensions as the model has: then none of them is the batch."""
     ports = {**signature.inputs, **signature.outputs}
     specs: tuple[InputSpec | OutputSpec, ...] = (*config.inputs, *config.outputs)
     return any(
@@ -209,7 +211,7 @@ def _describe(config: ModelConfig, message: Any, port: Port, batched: bool) -> N
     sizes = (port.shape or ())[1:] if batched else port.shape or ()
     message.dims.extend(sizes or (1,))
     if not sizes:
-        # A configuration must have dims; the reshape takes the 1 away again before the model sees it.
+        # A configuration must have dims; the reshape removes the 1 before the model sees it.
         message.reshape.SetInParent()
 
 

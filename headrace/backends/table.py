@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend a configuration means. Read by the engine; a backend is imported when the first model needs it.
+"""The table of backends by name. A backend is imported when the first model needs it.
 
-Packages of others add theirs by an entry point of the group `headrace.backends`, whose name is what `backend:` says and
-whose object is a class without arguments (`contract.Backend`). They cannot take the name of one that is here.
+Other packages add backends by an entry point of the group `headrace.backends`: its name is the value of `backend:`, its
+object a class without arguments (`contract.Backend`). They cannot replace a built-in backend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BACKENDS = {
     "openai_proxy": "headrace.backends.openai_proxy.backend:OpenAiProxyBackend",
     "huggingface_vision": "headrace.backends.vision.backend:HuggingFaceVisionBackend",
 }
-"""Every backend by the name that `backend:` gives it."""
+"""The built-in backends, by the value of `backend:`."""
 
 EXTRAS = {
     "onnxruntime": "onnx",
@@ -44,51 +44,51 @@ EXTRAS = {
     "llm": "llm",
     "huggingface_vision": "llm",
 }
-"""The extra that installs what a backend needs."""
+"""The extra that installs the packages of each backend."""
 
-BY_HAND = {
+INSTALL_HINTS = {
     "tensorrt": "install TensorRT 10 or newer for this machine's GPU from NVIDIA: pip install tensorrt 'cuda-python>=12.9.1'"
 }
-"""What to do where no extra can."""
+"""What to install where no extra can."""
 
 ENTRY_POINTS = "headrace.backends"
 
-_ONE_AT_A_TIME = RLock()
-"""Models load in several threads, and packages that import their parts late (transformers) break when two begin at once."""
+_IMPORT_LOCK = RLock()
+"""Models load in several threads, and packages with lazy imports (transformers) break if two threads import at once."""
 
 
-_MADE: dict[str, Backend] = {}
-"""By name. Not `functools.cache`, which makes one for each of several threads that ask for it first."""
+_LOADED: dict[str, Backend] = {}
+"""Loaded backends by name. `functools.cache` would create one per thread that asks first."""
 
 
 def backend_named(name: str) -> Backend:
-    """The backend, or what to do to have it."""
-    made = _MADE.get(name)
+    """Return the backend, or raise an error that says how to install it."""
+    made = _LOADED.get(name)
     if made is None:
-        with _ONE_AT_A_TIME:
-            made = _MADE.get(name) or _make(name)
-            _MADE[name] = made
+        with _IMPORT_LOCK:
+            made = _LOADED.get(name) or _load(name)
+            _LOADED[name] = made
     return made
 
 
-def _make(name: str) -> Backend:
+def _load(name: str) -> Backend:
     target = BACKENDS.get(name)
     if target is None:
-        return _of_others(name)
+        return _entry_points(name)
     module, attribute = target.split(":")
     try:
         backend: Backend = getattr(import_module(module), attribute)()
     except ImportError as error:
-        if (error.name or "").startswith("headrace") or not (name in EXTRAS or name in BY_HAND):
+        if (error.name or "").startswith("headrace") or not (name in EXTRAS or name in INSTALL_HINTS):
             raise
-        remedy = BY_HAND.get(name) or f"pip install 'headrace[{EXTRAS[name]}]'"
+        remedy = INSTALL_HINTS.get(name) or f"pip install 'headrace[{EXTRAS[name]}]'"
         raise FailedPrecondition(
             f"backend '{name}' needs a package that is not installed ({error.name or 'a library of it'}): {remedy}"
         ) from None
     return backend
 
 
-def _of_others(name: str) -> Backend:
+def _entry_points(name: str) -> Backend:
     added = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in added:
         known = ", ".join(sorted({*BACKENDS, *added}))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `headrace` command: arguments, tables and progress bars.
+"""The `headrace` command: options, output tables and progress bars.
 
-A command imports what it needs when it runs, so that `--help` is quick. Nothing here is needed without a terminal.
+A command imports its dependencies when it runs, so that `--help` is quick. Code that works without a terminal belongs
+elsewhere.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace ab`: let versions of a model share its traffic, and see how they compare."""
+"""`headrace ab`: split a model's traffic between versions and compare their results."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.checks import told
-from headrace.cli.results import Json, print_json, print_result
+from headrace.cli.checks import report_errors
+from headrace.cli.common_options import Json, print_json, print_result
 
 if TYPE_CHECKING:
-    from headrace.cli.ab_client import AdminClient
+    from headrace.cli.ab_report import AdminClient
 
 ab = typer.Typer(
-    name="ab", help="Let versions of a model share its traffic, and see how they compare.", no_args_is_help=True
+    name="ab", help="Split a model's traffic between versions and compare their results.", no_args_is_help=True
 )
 
 Url = Annotated[str, typer.Option(metavar="URL", help="Address of the server's HTTP port.")]
@@ -27,13 +27,13 @@ _URL = "http://127.0.0.1:8000"
 
 @ab.command("list")
 def list_splits(url: Url = _URL, as_json: Json = False) -> None:
-    """List the models whose versions share their traffic.
+    """List the models with a traffic split.
 
     Example:
 
         headrace ab list
     """
-    from headrace.cli.ab_view import show_splits
+    from headrace.cli.ab_report import show_splits
 
     with _server(url) as server:
         splits = server.get("/admin/traffic")["splits"]
@@ -48,44 +48,49 @@ def set_split(
     model: Model,
     weights: Annotated[
         list[str],
-        typer.Argument(metavar="VERSION=WEIGHT...", help="Shares that sum to 1, or percentages that sum to 100."),
+        typer.Argument(metavar="VERSION=WEIGHT...", help="Weights that sum to 1, or percentages that sum to 100."),
     ],
     sticky_header: Annotated[
-        str, typer.Option(metavar="NAME", help="Requests with the same value of this header see one version.")
+        str, typer.Option(metavar="NAME", help="Send requests with the same value of this header to the same version.")
     ] = "",
-    sticky_cookie: Annotated[str, typer.Option(metavar="NAME", help="The same by a cookie.")] = "",
+    sticky_cookie: Annotated[str, typer.Option(metavar="NAME", help="Same, by a cookie.")] = "",
     sticky_field: Annotated[
-        str, typer.Option(metavar="NAME", help="The same by a field of /predict, or a parameter of other protocols.")
+        str,
+        typer.Option(metavar="NAME", help="Same, by a field of /predict, or by a parameter of other protocols."),
     ] = "",
     shadow: Annotated[
         list[str] | None,
         typer.Option(
             metavar="VERSION=SHARE",
-            help="Copy this share of the requests to a version, from 0 to 1, and compare its answers. Repeatable.",
+            help="Mirror this share of requests (0 to 1) to a version and compare its responses. Repeatable.",
         ),
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option(metavar="NUMBER", help="How far apart numbers may be and still agree; 1e-5.")
+        float | None, typer.Option(metavar="NUMBER", help="Tolerance when comparing numbers (default: 1e-5).")
     ] = None,
     baseline: Annotated[
-        str, typer.Option(metavar="VERSION", help="Gets the share of one that is rolled back; the largest unless told.")
+        str,
+        typer.Option(
+            metavar="VERSION",
+            help="Version that takes over the traffic after a rollback (default: the largest weight).",
+        ),
     ] = "",
     rollback_error_rate: Annotated[
-        float | None, typer.Option(metavar="RATE", help="Roll a version back over so many errors per request.")
+        float | None, typer.Option(metavar="RATE", help="Roll a version back above this error rate.")
     ] = None,
     rollback_p99_ms: Annotated[
-        float | None, typer.Option(metavar="MS", help="Roll a version back when 1 in 100 requests takes longer.")
+        float | None, typer.Option(metavar="MS", help="Roll a version back above this p99 latency.")
     ] = None,
     rollback_least: Annotated[
-        int | None, typer.Option(metavar="COUNT", help="Requests before it is judged; 50.")
+        int | None, typer.Option(metavar="COUNT", help="Minimum requests before a rollback (default: 50).")
     ] = None,
     rollback_window: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="How far back is looked; 60.")
+        float | None, typer.Option(metavar="SECONDS", help="Time window of the rollback rules (default: 60).")
     ] = None,
     url: Url = _URL,
     as_json: Json = False,
 ) -> None:
-    """Share a model's traffic between versions. Counts begin anew, and versions that were rolled back get their share again.
+    """Split a model's traffic between versions. Statistics are reset, and rolled-back versions get their traffic again.
 
     Examples:
 
@@ -95,7 +100,7 @@ def set_split(
 
         headrace ab set resnet50 1=1 --shadow 2=0.25
     """
-    from headrace.cli.ab_view import show_state
+    from headrace.cli.ab_report import show_state
 
     sticky = {"header": sticky_header, "cookie": sticky_cookie, "field": sticky_field}
     rollback = {
@@ -124,32 +129,32 @@ def set_split(
 
 @ab.command()
 def clear(model: Model, url: Url = _URL, as_json: Json = False) -> None:
-    """Give all traffic of a model to its newest version again.
+    """Remove a traffic split: all traffic goes to the newest version.
 
     Example:
 
         headrace ab clear resnet50
     """
     with _server(url) as server:
-        done = server.delete(_path(model))
-    print_result(done, f"{model}: all traffic goes to the newest version", as_json)
+        result = server.delete(_path(model))
+    print_result(result, f"{model}: all traffic goes to the newest version", as_json)
 
 
 @ab.command()
 def rollback(
     model: Model,
     version: Annotated[str, typer.Argument(metavar="VERSION", help="Number or label, as in the split.")],
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="For the log and the report.")] = "by hand",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, for the log and the report.")] = "by hand",
     url: Url = _URL,
     as_json: Json = False,
 ) -> None:
-    """Take a version's traffic away and give it to the baseline, at once. Setting the split again undoes it.
+    """Move a version's traffic to the baseline at once. Set the split again to undo it.
 
     Example:
 
         headrace ab rollback resnet50 2 --reason "complaints"
     """
-    from headrace.cli.ab_view import show_state
+    from headrace.cli.ab_report import show_state
 
     with _server(url) as server:
         state = server.post(f"{_path(model)}/rollback", {"version": version, "reason": reason})
@@ -162,11 +167,11 @@ def rollback(
 @ab.command()
 def report(
     model: Model,
-    plot: Annotated[str, typer.Option(metavar="FILE.png", help="Draw the latencies into a file too.")] = "",
+    plot: Annotated[str, typer.Option(metavar="FILE.png", help="Also plot the latencies to a file.")] = "",
     url: Url = _URL,
     as_json: Json = False,
 ) -> None:
-    """Show what each version did: requests, errors, latencies, agreement, and whether they differ by more than chance.
+    """Compare the versions: requests, errors, latencies, agreement, and whether differences are significant.
 
     Examples:
 
@@ -174,23 +179,22 @@ def report(
 
         headrace ab report resnet50 --plot resnet50.png --json
     """
-    from headrace.cli.ab_plot import draw
-    from headrace.cli.ab_view import show_report
+    from headrace.cli.ab_report import draw, show_report
 
     with _server(url) as server:
-        seen = server.get(f"{_path(model)}/report")
+        results = server.get(f"{_path(model)}/report")
         if plot:
-            draw(seen, plot)
+            draw(results, plot)
     if as_json:
-        print_json(seen)
+        print_json(results)
     else:
-        show_report(seen)
+        show_report(results)
         if plot:
             typer.echo(f"wrote {plot}")
 
 
 def _shares(pairs: list[str], example: str) -> dict[str, float]:
-    made: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for pair in pairs:
         version, _, text = pair.rpartition("=")
         try:
@@ -198,11 +202,11 @@ def _shares(pairs: list[str], example: str) -> dict[str, float]:
         except ValueError:
             version = ""
         if not version:
-            raise typer.BadParameter(f"{pair!r} is no VERSION=NUMBER: write for example {example}")
-        if version in made:
-            raise typer.BadParameter(f"version {version!r} is there twice")
-        made[version] = share
-    return made
+            raise typer.BadParameter(f"{pair!r} is not VERSION=NUMBER: write for example {example}")
+        if version in shares:
+            raise typer.BadParameter(f"version {version!r} is given twice")
+        shares[version] = share
+    return shares
 
 
 def _path(model: str) -> str:
@@ -213,8 +217,8 @@ def _path(model: str) -> str:
 
 @contextmanager
 def _server(url: str) -> Iterator[AdminClient]:
-    """A server to ask, and its errors in words."""
-    from headrace.cli.ab_client import AdminClient
+    """Yield a client of the server, and report its errors."""
+    from headrace.cli.ab_report import AdminClient
 
-    with told():
+    with report_errors():
         yield AdminClient(url)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace batch`: a command line to what `headrace.programs.batch` runs, and its summary for people and scripts."""
+"""`headrace batch`: parse the command line, run a batch job, and print its summary."""
 
 from __future__ import annotations
 
@@ -8,66 +8,74 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.log_options import LogLevel, LogStyle
-from headrace.cli.results import Json, print_json_line
+from headrace.cli.common_options import Json, LogLevel, LogStyle, print_json_line
 
 if TYPE_CHECKING:
+    from headrace.jobs.batch.progress import BatchSummary
     from headrace.jobs.batch.settings import BatchSettings
-    from headrace.jobs.batch.summary import BatchSummary
 
 ITEMS_FAILED = 3
-"""Exit code: finished, and some items have an error for a result."""
+"""Exit code: finished, but some items failed."""
 
-_MODEL, _ITEMS, _SPEED, _PLACES = "Model", "Which items", "How many at once", "Places"
+_MODEL, _ITEMS, _SPEED, _PLACES = "Model", "Items", "Concurrency", "Files and credentials"
 
 
 def batch(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A file, a folder, hf_model://ORG/NAME, or a name in --repository.")
+        str, typer.Argument(metavar="MODEL", help="File, folder, hf_model://ORG/NAME, or a name in --repository.")
     ],
     input: Annotated[
-        str, typer.Argument(metavar="INPUT", help="A folder, a .jsonl or a .parquet file; here or in a cloud.")
+        str, typer.Argument(metavar="INPUT", help="Folder, .jsonl or .parquet file; local or in object storage.")
     ],
     output: Annotated[
-        str, typer.Argument(metavar="OUTPUT", help="A .jsonl or a .parquet file, here or in a cloud; or a folder here.")
+        str,
+        typer.Argument(
+            metavar="OUTPUT", help=".jsonl or .parquet file, local or in object storage; or a local folder."
+        ),
     ],
     parameters: Annotated[
         str,
         typer.Option(
             metavar="JSON",
-            help='Of every request: {"prompt": "...", "max_new_tokens": 64}. Items may differ.',
+            help='Parameters of every request: {"prompt": "...", "max_new_tokens": 64}. Items may override them.',
             rich_help_panel=_MODEL,
         ),
     ] = "",
     repository: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Where MODEL is a name.", rich_help_panel=_MODEL)
+        str, typer.Option(metavar="FOLDER", help="Model repository in which MODEL is a name.", rich_help_panel=_MODEL)
     ] = "",
     task: Annotated[
         str,
         typer.Option(
             metavar="KIND",
-            help="Where the model's files do not tell: language, vision_language, classifier, detector, embedding, tensors.",
+            help="Task, if the files do not say: language, vision_language, classifier, detector, embedding, tensors.",
             rich_help_panel=_MODEL,
         ),
     ] = "",
     network_arch: Annotated[
         str,
-        typer.Option("--network-arch", "--network_arch", metavar="NAME", help="cosmos-rl, ...", rich_help_panel=_MODEL),
+        typer.Option(
+            "--network-arch",
+            "--network_arch",
+            metavar="NAME",
+            help="Architecture: cosmos-rl, ...",
+            rich_help_panel=_MODEL,
+        ),
     ] = "",
     specs: Annotated[
         str,
         typer.Option(
-            metavar="JSON", help='More about the model: {"max_batch_size": 64, "dtype": ...}.', rich_help_panel=_MODEL
+            metavar="JSON", help='Model settings: {"max_batch_size": 64, "dtype": ...}.', rich_help_panel=_MODEL
         ),
     ] = "",
     limit: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Only the first N items.", rich_help_panel=_ITEMS)
+        int | None, typer.Option(min=0, metavar="N", help="Process only the first N items.", rich_help_panel=_ITEMS)
     ] = None,
     shard: Annotated[
         str,
         typer.Option(
             metavar="I/N",
-            help="Every N-th item from the I-th on. {shard} in OUTPUT becomes I-of-N.",
+            help="Process every N-th item from the I-th on. {shard} in OUTPUT becomes I-of-N.",
             rich_help_panel=_ITEMS,
         ),
     ] = "",
@@ -80,32 +88,34 @@ def batch(
     ] = None,
     retry_failed: Annotated[
         bool,
-        typer.Option("--retry-failed", help="Compute items again that failed before.", rich_help_panel=_ITEMS),
+        typer.Option("--retry-failed", help="Retry items that failed in an earlier run.", rich_help_panel=_ITEMS),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start over where there are results already.", rich_help_panel=_ITEMS)
+        bool, typer.Option("--overwrite", help="Discard existing results and start over.", rich_help_panel=_ITEMS)
     ] = False,
     batch_size: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Items sent together. Default: the model's largest.", rich_help_panel=_SPEED
+            min=1, metavar="N", help="Items per batch (default: the model's maximum).", rich_help_panel=_SPEED
         ),
     ] = None,
     in_flight: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Requests under way. Default: by the model.", rich_help_panel=_SPEED),
+        typer.Option(
+            min=1, metavar="N", help="Concurrent requests (default: depends on the model).", rich_help_panel=_SPEED
+        ),
     ] = None,
     cache_dir: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="For downloads, and for results on their way to a cloud.", rich_help_panel=_PLACES
+            metavar="FOLDER", help="Folder for downloads and for results before upload.", rich_help_panel=_PLACES
         ),
     ] = None,
     media_folder: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FOLDER",
-            help="A folder whose files a manifest may name, beside its own. Repeatable.",
+            help="Additional folder whose files a manifest may use. Repeatable.",
             rich_help_panel=_PLACES,
         ),
     ] = None,
@@ -113,7 +123,7 @@ def batch(
         list[str] | None,
         typer.Option(
             metavar="HOST",
-            help="A host or network at a private address that input and media may come from. Repeatable.",
+            help="Private host or network that input and media may be downloaded from. Repeatable.",
             rich_help_panel=_PLACES,
         ),
     ] = None,
@@ -121,12 +131,13 @@ def batch(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="JSON, as cloud_metadata of a job. Default: what the environment has.",
+            help="JSON file like a job's cloud_metadata (default: credentials of the environment).",
             rich_help_panel=_PLACES,
         ),
     ] = None,
     grace_seconds: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="For what is under way at SIGTERM.", rich_help_panel=_SPEED)
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Time for open requests after SIGTERM.", rich_help_panel=_SPEED),
     ] = 10.0,
     as_json: Json = False,
     log_level: LogLevel = "info",
@@ -134,8 +145,8 @@ def batch(
 ) -> None:
     """Run a model once over many items and write a result for each.
 
-    A job that was stopped or killed goes on where it was when the same command is given again.
-    Exit codes: 0 all done; 3 done, and some items failed; 1 stopped by a failure; 2 not begun; 128 + signal.
+    Run the same command again to resume a job that was stopped or killed. Exit codes: 0 done; 3 done, but some items
+    failed; 1 stopped by an error; 2 not started; 128 + signal.
 
     Examples:
 
@@ -149,14 +160,14 @@ def batch(
     """
     from typing import cast
 
-    from headrace.cli.checks import or_exit
+    from headrace.cli.checks import exit_on_error
     from headrace.cli.progress import logging_beside_bars
     from headrace.core.telemetry.logs import LogFormat
     from headrace.jobs.batch.settings import BatchSettings, Shard, cache_folder
     from headrace.programs.batch import Interrupted, run_batch
     from headrace.programs.microservice import end_process
 
-    with or_exit():
+    with exit_on_error():
         settings = BatchSettings(
             model,
             input,
@@ -164,8 +175,8 @@ def batch(
             repository=repository,
             network_arch=network_arch,
             task=task,
-            specs=_object("--specs", specs),
-            parameters=_object("--parameters", parameters),
+            specs=_parse_object("--specs", specs),
+            parameters=_parse_object("--parameters", parameters),
             ordered=ordered,
             limit=limit,
             shard=Shard.parse(shard),
@@ -208,22 +219,22 @@ def _show(summary: BatchSummary, settings: BatchSettings, *, as_json: bool) -> N
         print_json_line(summary.as_json())
         return
     counts = f"{summary.total} items: {summary.succeeded} done, {summary.failed} failed, {summary.left} left"
-    before = f" ({summary.resumed} of them before)" if summary.resumed else ""
+    before = f" ({summary.resumed} in earlier runs)" if summary.resumed else ""
     typer.echo(f"{counts}{before}; {summary.seconds:.1f} s, {summary.items_per_second:.1f} items/s")
     if summary.skipped_files:
-        typer.echo(f"{summary.skipped_files} files of {settings.input} are not for this model and were left out")
-    for each in summary.failures:
-        name = "" if each.id is None else f" ({one_line(str(each.id))[:80]})"
-        typer.echo(f"  item {each.index}{name}: {one_line(each.message)}", err=True)
+        typer.echo(f"skipped {summary.skipped_files} files of {settings.input} that are not for this model")
+    for failure in summary.failures:
+        name = "" if failure.id is None else f" ({one_line(str(failure.id))[:80]})"
+        typer.echo(f"  item {failure.index}{name}: {one_line(failure.message)}", err=True)
     if summary.state == "finished":
         typer.echo(f"results: {summary.output}")
     elif summary.state == "cancelled":
-        typer.secho(f"headrace: {summary.reason}: run the same command again to go on", fg="yellow", err=True)
+        typer.secho(f"headrace: {summary.reason}: run the same command again to resume", fg="yellow", err=True)
     else:
         typer.secho(f"headrace: {one_line(summary.reason)}", fg="red", err=True)
 
 
-def _object(option: str, text: str) -> dict[str, Any]:
+def _parse_object(option: str, text: str) -> dict[str, Any]:
     import json
 
     from headrace.core.errors import InvalidArgument
@@ -249,4 +260,4 @@ def _credentials(path: Path | None) -> Any:
         content = path.read_text()
     except OSError as error:
         raise InvalidArgument(f"--credentials {path} cannot be read: {error.strerror}") from None
-    return CloudCredentials.from_metadata(_object("--credentials", content))
+    return CloudCredentials.from_metadata(_parse_object("--credentials", content))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace bench`: put a model of a running server under load, and show how long its answers take."""
+"""`headrace bench`: measure a model of a running server under load."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ _SERVICE = "Fleet"
 
 def bench(
     model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="Name of the model. OpenAI's API: the only one there unless told.")
+        str, typer.Argument(metavar="[MODEL]", help="Name of the model (default with openai: the only one).")
     ] = "",
     url: Annotated[
         str,
-        typer.Option(metavar="URL", help=f"The server: http://, https://, grpc:// or grpcs://. {_URL} unless told."),
+        typer.Option(metavar="URL", help=f"Server URL: http://, https://, grpc:// or grpcs:// (default: {_URL})."),
     ] = "",
     service: Annotated[
         str,
         typer.Option(
             metavar="NAME",
             rich_help_panel=_SERVICE,
-            help="An InferenceService: its own URL, by OpenAI's API unless told.",
+            help="InferenceService to measure at its URL, with the protocol openai by default.",
         ),
     ] = "",
     kube: Kube = False,
     kubeconfig: Kubeconfig = "",
     context: Context = "",
     namespace: Namespace = "",
-    version: Annotated[str, typer.Option(metavar="VERSION", help="One version; the server's choice unless told.")] = "",
+    version: Annotated[str, typer.Option(metavar="VERSION", help="Model version (default: the server's choice).")] = "",
     protocol: Annotated[
-        str, typer.Option(metavar="http|grpc|predict|openai", help="What to speak; what the URL says unless told.")
+        str, typer.Option(metavar="http|grpc|predict|openai", help="Protocol (default: that of the URL).")
     ] = "",
     concurrency: Annotated[
         str,
         typer.Option(
-            metavar="N[,N...]", help="Closed loop: so many connections, each with one request. Several: a sweep."
+            metavar="N[,N...]", help="Closed loop: number of connections, one request each. Several values: a sweep."
         ),
     ] = "16",
     rate: Annotated[
         str,
-        typer.Option(metavar="R[,R...]", help="Open loop: so many requests a second, whatever comes back."),
+        typer.Option(metavar="R[,R...]", help="Open loop: requests per second, independent of responses."),
     ] = "",
     uniform: Annotated[
-        bool, typer.Option("--uniform", help="Open loop: at even distances, not as chance (Poisson) has it.")
+        bool, typer.Option("--uniform", help="Open loop: constant intervals instead of Poisson arrivals.")
     ] = False,
-    duration: Annotated[float, typer.Option(metavar="SECONDS", help="How long to measure.")] = 10.0,
-    warm_up: Annotated[float, typer.Option(metavar="SECONDS", help="How long to send before that.")] = 2.0,
+    duration: Annotated[float, typer.Option(metavar="SECONDS", help="Length of the measurement.")] = 10.0,
+    warm_up: Annotated[float, typer.Option(metavar="SECONDS", help="Warm-up before the measurement.")] = 2.0,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Rows in each request.")] = 1,
     inputs: Annotated[
         list[str] | None,
@@ -66,19 +66,21 @@ def bench(
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME:SIZES", help="Sizes of an input that the model leaves open. Repeatable."),
+        typer.Option(metavar="NAME:SIZES", help="Shape of an input with dynamic dimensions. Repeatable."),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A request that takes longer has failed.")] = 30.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Timeout of each request.")] = 30.0,
     json_file: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write the numbers as JSON; - prints them instead of tables.")
+        str, typer.Option("--json", metavar="FILE", help="Write the results as JSON; - prints them instead of tables.")
     ] = "",
-    plot: Annotated[str, typer.Option(metavar="FILE.png", help="Draw the latencies into a file (matplotlib).")] = "",
+    plot: Annotated[
+        str, typer.Option(metavar="FILE.png", help="Plot the latencies to a file (needs matplotlib).")
+    ] = "",
     headers: Annotated[
         list[str] | None, typer.Option("--header", metavar="NAME:VALUE", help="Send this header field. Repeatable.")
     ] = None,
-    ca: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the authority of the server.")] = "",
-    cert: Annotated[str, typer.Option(metavar="FILE", help="PEM file with a certificate of our own.")] = "",
-    key: Annotated[str, typer.Option(metavar="FILE", help="PEM file with its key.")] = "",
+    ca: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the CA of the server.")] = "",
+    cert: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the client certificate.")] = "",
+    key: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the client key.")] = "",
     task: Annotated[
         str,
         typer.Option(
@@ -92,44 +94,44 @@ def bench(
         typer.Option(
             metavar="SIZES",
             rich_help_panel=_CHAT,
-            help="Tokens of prompts and answers: D(100,100), N(480,240)/(300,150), U(50,100)/(200,250); E(128) to "
-            "embed; I(512,512) for pictures. Repeatable.",
+            help="Tokens per prompt and response: D(100,100), N(480,240)/(300,150), U(50,100)/(200,250); E(128) for "
+            "embeddings; I(512,512) for images. Repeatable.",
         ),
     ] = None,
     max_requests: Annotated[
-        int, typer.Option(metavar="N", min=1, rich_help_panel=_CHAT, help="End a run after so many requests, too.")
+        int, typer.Option(metavar="N", min=1, rich_help_panel=_CHAT, help="Also stop a run after so many requests.")
     ] = 1_000_000,
     params: Annotated[
-        str, typer.Option(metavar="JSON", rich_help_panel=_CHAT, help="More fields of every request, as an object.")
+        str, typer.Option(metavar="JSON", rich_help_panel=_CHAT, help="Extra fields of every request, as an object.")
     ] = "",
     dataset: Annotated[
         str,
         typer.Option(
             metavar="PLACE",
             rich_help_panel=_CHAT,
-            help="Prompts: a .jsonl, .json, .csv or .txt file, a folder of them, or s3://, hf://, https:// and the like.",
+            help="Prompts: a .jsonl, .json, .csv or .txt file, a folder of them, or a URL (s3://, hf://, https://, ...).",
         ),
     ] = "",
     report: Annotated[
-        str, typer.Option(metavar="FILE.html", rich_help_panel=_CHAT, help="Write a page with pictures and a table.")
+        str, typer.Option(metavar="FILE.html", rich_help_panel=_CHAT, help="Write a report with charts and a table.")
     ] = "",
     output: Annotated[
         str,
         typer.Option(
             metavar="PLACE",
             rich_help_panel=_CHAT,
-            help="Keep results.json and report.html there: a folder, or s3://bucket/prefix, gs://, az://.",
+            help="Save results.json and report.html to a folder, or s3://bucket/prefix, gs://, az://.",
         ),
     ] = "",
     about: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", rich_help_panel=_CHAT, help="Something to say in the report. Repeatable."),
+        typer.Option(metavar="NAME=VALUE", rich_help_panel=_CHAT, help="Extra line of the report. Repeatable."),
     ] = None,
 ) -> None:
-    """Put a model under load: requests per second, errors, latencies, and the server's own view of the same time.
+    """Measure a model under load: requests per second, errors, latencies, and the server's own statistics.
 
-    Inputs are random numbers in the shapes that the model takes. In an open loop, latency counts from when a request was
-    due, so that what waits because the server stands still is counted. The exit code is 1 if no request was answered well.
+    Inputs are random numbers in the shapes that the model takes. In an open loop, latency is measured from the
+    scheduled time of a request, so that delays by a stalled server count. The exit code is 1 if no request succeeded.
 
     Examples:
 
@@ -149,31 +151,31 @@ def bench(
 
         headrace bench --service llama-chat --kube -n team --output s3://numbers/llama-chat
     """
-    from headrace.cli.bench_run import BenchWish, run_bench
-    from headrace.cli.checks import told
+    from headrace.cli.bench_run import BenchOptions, run_bench
+    from headrace.cli.checks import report_errors
     from headrace.core.errors import InvalidArgument
 
-    known: tuple[str, ...] = ()
+    service_facts: tuple[str, ...] = ()
     if service:
-        from headrace.cli.bench_service import service_at
+        from headrace.cli.bench_run import service_at
 
         protocol = protocol or "openai"
-        url, known = with_fleet(
+        url, service_facts = with_fleet(
             where_of(kube, kubeconfig, context), lambda fleet: service_at(fleet, namespace, service, url)
         )
     else:
         given = {"--kube": kube, "--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
-        with told():
-            _refuse(given, "says where a service is: name it by --service")
+        with report_errors():
+            _refuse(given, "selects a fleet: add --service")
     url = url or _URL
     if protocol == "openai":
-        from headrace.cli.bench_chat import ChatWish, run_chat
+        from headrace.cli.bench_run import ChatOptions, run_chat
 
         others = {"--rate": rate, "--uniform": uniform, "--input": inputs, "--shape": shape, "--plot": plot}
-        with told():
-            _refuse({**others, "--version": version, "--rows": rows != 1}, "does not go with --protocol openai")
+        with report_errors():
+            _refuse({**others, "--version": version, "--rows": rows != 1}, "cannot be used with --protocol openai")
             run_chat(
-                ChatWish(
+                ChatOptions(
                     model=model,
                     url=url,
                     task=task,
@@ -187,7 +189,7 @@ def bench(
                     json_file=json_file,
                     report=report,
                     output=output,
-                    about=(*known, *(about or ())),
+                    about=(*service_facts, *(about or ())),
                     headers=tuple(headers or ()),
                     ca=ca,
                     cert=cert,
@@ -196,12 +198,12 @@ def bench(
             )
         return
     others = {"--scenario": scenario, "--params": params, "--dataset": dataset, "--report": report, "--output": output}
-    with told():
-        _refuse({**others, "--about": about}, "is for language models: give --protocol openai with it")
+    with report_errors():
+        _refuse({**others, "--about": about}, "is for language models: add --protocol openai")
         if not model:
             raise InvalidArgument("MODEL is missing: give the name of the model; `headrace models list` shows them")
         run_bench(
-            BenchWish(
+            BenchOptions(
                 model=model,
                 url=url,
                 version=version,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request that `headrace bench` and `headrace tune` send: random where nothing is given, in the model's own shapes."""
+"""Build the request of `headrace bench` and `headrace tune`: random values in the model's shapes unless given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILE = re.compile(r"[^@\[{\"].*\.(?:npy|json)")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What to send."""
+    """The inputs of a request."""
 
     inputs: Mapping[str, Input]
     rows: int
@@ -26,24 +26,24 @@ class Prepared:
     """Whether the first dimension is the batch."""
     notes: Sequence[str]
     config: Mapping[str, Any]
-    """The model's, if the server tells; empty otherwise."""
+    """The model's configuration if the server returns it; empty otherwise."""
 
 
 def prepare(
     client: Client, model: str, version: str, given: Sequence[str], shapes: Sequence[str], rows: int
 ) -> Prepared:
-    """Ask what the model wants, and make it."""
+    """Read the model's metadata and build its inputs."""
     metadata = client.metadata(model, version=version)
     try:
         config = client.config(model, version=version)
     except HeadraceError:
-        config = {}  # not every v2 server has them
-    wanted = {str(each["name"]): each for each in metadata.get("inputs") or ()}
-    first_sizes = [next(iter(each.get("shape") or [0])) for each in wanted.values()]
+        config = {}  # not every v2 server has this endpoint
+    wanted = {str(tensor["name"]): tensor for tensor in metadata.get("inputs") or ()}
+    first_sizes = [next(iter(tensor.get("shape") or [0])) for tensor in wanted.values()]
     batched = int(config.get("max_batch_size") or 0) > 0 if config else all(size == -1 for size in first_sizes)
     _check_rows(model, config, batched, rows)
-    sizes = dict(_named(shape, wanted, model) for shape in shapes)
-    optional = {str(each.get("name")) for each in config.get("input") or () if each.get("optional")}
+    sizes = dict(_parse_shape(shape, wanted, model) for shape in shapes)
+    optional = {str(tensor.get("name")) for tensor in config.get("input") or () if tensor.get("optional")}
     builder = Inputs(model, metadata)
     for text in given:
         name, equals, value = text.partition("=")
@@ -55,13 +55,15 @@ def prepare(
             builder.add(text)
     for name in builder.missing():
         if name not in optional or name in sizes:
-            found = _whole(model, wanted[name], sizes.get(name), rows, batched)
-            builder.add(f"{name}=random" + (f":{','.join(map(str, found))}" if found else ""))
+            shape = _full_shape(model, wanted[name], sizes.get(name), rows, batched)
+            builder.add(f"{name}=random" + (f":{','.join(map(str, shape))}" if shape else ""))
     inputs = builder.inputs
-    real = {len(each.values) for each in inputs.values()} if batched and inputs else {1}
-    if len(real) > 1:
-        raise InvalidArgument(f"the inputs have {' and '.join(map(str, sorted(real)))} rows: give all the same number")
-    return Prepared(inputs, real.pop(), batched, builder.notes, config)
+    row_counts = {len(tensor.values) for tensor in inputs.values()} if batched and inputs else {1}
+    if len(row_counts) > 1:
+        raise InvalidArgument(
+            f"the inputs have {' and '.join(map(str, sorted(row_counts)))} rows: give all the same number"
+        )
+    return Prepared(inputs, row_counts.pop(), batched, builder.notes, config)
 
 
 def _check_rows(model: str, config: Mapping[str, Any], batched: bool, rows: int) -> None:
@@ -72,7 +74,7 @@ def _check_rows(model: str, config: Mapping[str, Any], batched: bool, rows: int)
         raise InvalidArgument(f"--rows {rows}: model '{model}' takes at most {limit} in a request (max_batch_size)")
 
 
-def _named(text: str, wanted: Mapping[str, Any], model: str) -> tuple[str, list[int]]:
+def _parse_shape(text: str, wanted: Mapping[str, Any], model: str) -> tuple[str, list[int]]:
     name, colon, sizes = text.rpartition(":")
     if not colon or not _SIZES.fullmatch(sizes):
         raise InvalidArgument(f"--shape {text[:64]!a}: write NAME:SIZES, such as ids:128 or image:3,224,224")
@@ -83,10 +85,10 @@ def _named(text: str, wanted: Mapping[str, Any], model: str) -> tuple[str, list[
     return name, _sizes(sizes)
 
 
-def _whole(
+def _full_shape(
     model: str, described: Mapping[str, Any], given: list[int] | None, rows: int, batched: bool
 ) -> list[int] | None:
-    """The shape to send; None where the model takes any."""
+    """Return the shape to send; None if the model takes any."""
     shape = [int(size) for size in described.get("shape") or ()]
     name = described.get("name")
     if not shape:
@@ -103,7 +105,7 @@ def _whole(
     if -1 in inner:
         example = ",".join("16" if size < 0 else str(size) for size in inner)
         raise InvalidArgument(
-            f"input '{name}' of model '{model}' has sizes that are open, [{_shown(inner)}]: say which to send, such as "
+            f"input '{name}' of model '{model}' has dynamic sizes [{_shown(inner)}]: choose them, such as "
             f"--shape {name}:{example}"
         )
     return [rows, *inner] if batched else inner

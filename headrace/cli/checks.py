@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From options to settings: what the user typed is checked here, and what is wrong is told, with what to try."""
+"""Check command-line options and turn them into settings; report errors with the next step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headrace.core.errors import HeadraceError, InvalidArgument
-from headrace.core.exit_codes import BAD_CONFIGURATION
+from headrace.core.errors import BAD_CONFIGURATION, HeadraceError, InvalidArgument
 
 if TYPE_CHECKING:
     from headrace.net.sockets import Address
@@ -22,32 +21,32 @@ BAD_USE = BAD_CONFIGURATION
 _COMMAND = re.compile(r"([`'])(headrace [^`']+)\1")
 
 
-def complain(text: str) -> None:
-    """Print an error for people. The commands that it names stand below it again, each on a line that can be copied."""
+def print_error(text: str) -> None:
+    """Print an error. Each command that it quotes is repeated below on a line of its own, ready to copy."""
     typer.secho(f"headrace: {text}", fg="red", err=True)
     for command in dict.fromkeys(command for _, command in _COMMAND.findall(text)):
         typer.secho(f"     try: {command}", err=True)
 
 
 @contextmanager
-def or_exit() -> Iterator[None]:
-    """Turn an error meant for the user into its text and exit code 2."""
+def exit_on_error() -> Iterator[None]:
+    """Report an error in the options and exit with code 2."""
     try:
         yield
     except (HeadraceError, ValueError) as error:
-        complain(str(error))
+        print_error(str(error))
         raise typer.Exit(BAD_USE) from None
 
 
 @contextmanager
-def told(otherwise: int = BAD_USE) -> Iterator[None]:
-    """Turn an error into one line: exit code 1 for what a server refused, `otherwise` when nothing could be asked."""
+def report_errors(otherwise: int = BAD_USE) -> Iterator[None]:
+    """Report an error in one line: exit with 1 if a server refused the request, with `otherwise` if none was reached."""
     from headrace.core.telemetry.logs import one_line
 
     try:
         yield
     except HeadraceError as error:
-        complain(one_line(error.message))
+        print_error(one_line(error.message))
         raise typer.Exit(otherwise if error.status is None else FAILED) from None
 
 
@@ -72,7 +71,7 @@ def tls_of(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
 
 
 def collector_of(endpoint: str) -> str:
-    """Where spans go, if anywhere. Raises InvalidArgument before anything is started, not when the first one is sent."""
+    """Return the checked URL of the trace collector, or "". Raise InvalidArgument at start, not at the first span."""
     from headrace.core.telemetry.tracing import checked_endpoint
 
     try:

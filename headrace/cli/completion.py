@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace completion`: a script for a shell, and the values that it completes.
+"""`headrace completion`: print a shell completion script, and complete values.
 
-The script runs `headrace` with a variable set, and Typer answers with what could follow. `add_values` is called by `root`
-only then, for the verb on the line, so that values cost nothing otherwise: the names of models come from a server, and
-whoever presses Tab does not wait long for one, nor sees an error.
+The script runs `headrace` with an environment variable, and Typer prints the candidates. `root` calls `add_values` only
+then, and only for the command on the line. Model names come from a server, with a short timeout and no errors.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _headrace_completion() {
 }
 complete -o default -F _headrace_completion headrace
 """
-"""Not Typer's: bash cuts words at = and :, so --policy=p2c and URLs must be read from the line itself."""
+"""Typer's script does not work: bash splits words at = and :, so --policy=p2c and URLs are read from the line."""
 
 Values = Callable[..., list[str]]
-"""Typer looks at the names of its arguments."""
+"""Typer inspects the names of its parameters."""
 
 
 class Shell(StrEnum):
-    """Those that there is a script for."""
+    """The supported shells."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -45,7 +44,7 @@ class Shell(StrEnum):
 def completion(
     shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.", show_default=False)],
 ) -> None:
-    """Print a script that makes a shell complete verbs, options, policies, platforms and names of models with Tab.
+    """Print a shell completion script for commands, options, policies, platforms and model names.
 
     Examples:
 
@@ -67,7 +66,7 @@ def completion(
 
 
 def add_values(app: typer.Typer) -> None:
-    """Have the values of arguments and options completed, by what they are called. Before the program is run."""
+    """Add completion of values to arguments and options, by their names. Call this before the app runs."""
     from headrace.cli.serve import serve
 
     for callback in _callbacks(app):
@@ -86,7 +85,7 @@ def _values(name: str) -> Values | None:
 
 
 def _flag_values(name: str) -> Values | None:
-    """Of an option of `serve`: its table says what it takes."""
+    """Return the completion of an option of `serve`, from its table."""
     from headrace.cli.options import BY_NAME
 
     flag = BY_NAME.get(name.replace("_", "-"))
@@ -95,7 +94,7 @@ def _flag_values(name: str) -> Values | None:
 
 
 def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Those of the server that the line names, or of the usual one; none where it does not answer, and no error."""
+    """Return the model names of the server on the line or of the default one; none if it does not answer."""
     import http.client
     import json
     from urllib.parse import urlsplit
@@ -112,7 +111,7 @@ def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
             index = json.loads(connection.getresponse().read())
         finally:
             connection.close()
-        names = {str(each["name"]) for each in index}
+        names = {str(entry["name"]) for entry in index}
     except (OSError, ValueError, TypeError, KeyError, http.client.HTTPException):
         return []
     return sorted(name for name in names if name.startswith(incomplete))
@@ -132,7 +131,7 @@ def _platforms() -> Iterable[str]:
 
 def _starting(known: Callable[[], Iterable[str]]) -> Values:
     def values(incomplete: str) -> list[str]:
-        return [each for each in known() if each.startswith(incomplete)]
+        return [value for value in known() if value.startswith(incomplete)]
 
     return values
 
@@ -149,19 +148,18 @@ def _callbacks(app: typer.Typer) -> Iterator[Callable[..., Any]]:
 
 
 def _parameters(callback: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """What Typer was told of each parameter.
+    """Return Typer's metadata of each parameter.
 
-    Annotations are texts, of which everybody who reads them makes objects anew: they are read here for once, so that Typer
-    finds these objects.
+    Annotations are strings that each reader evaluates anew: evaluate them once here, so that Typer finds these objects.
     """
     from typer.models import ParameterInfo
 
-    if any(isinstance(each, str) for each in callback.__annotations__.values()):
+    if any(isinstance(annotation, str) for annotation in callback.__annotations__.values()):
         try:
             callback.__annotations__ = get_type_hints(callback, include_extras=True)
-        except NameError:  # a type that is there for checkers alone: no values for this verb
+        except NameError:  # a type imported for type checkers only: no completion for this command
             return
     for name, parameter in inspect.signature(callback).parameters.items():
-        for each in get_args(parameter.annotation)[1:]:
-            if isinstance(each, ParameterInfo):
-                yield name, each
+        for metadata in get_args(parameter.annotation)[1:]:
+            if isinstance(metadata, ParameterInfo):
+                yield name, metadata

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace config`: what a server would be told, and by whom; and whether a configuration file is right.
+"""`headrace config`: show the resolved configuration of a server and the source of each value, or check a file.
 
-Options of `headrace serve` may follow those of `show`, and count as they would there.
+Options of `headrace serve` may follow those of `show` and have the same effect.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.checks import FAILED
-from headrace.cli.results import Json, print_json
+from headrace.cli.common_options import Json, print_json
 
 if TYPE_CHECKING:
     from headrace.cli.serve_configuration import Configured
 
-config = typer.Typer(name="config", help="Look at the configuration of a server.", no_args_is_help=True)
+config = typer.Typer(name="config", help="Show and check the configuration of a server.", no_args_is_help=True)
 
 _MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -27,12 +27,12 @@ _KINDS = {"flag": "green", "env": "cyan", "file": "magenta", "default": "dim"}
 @config.command(context_settings=_MORE)
 def show(
     ctx: typer.Context,
-    file: Annotated[str, typer.Option("--config", metavar="FILE", help="The YAML file; or INFERENCE_CONFIG.")] = "",
-    origin: Annotated[bool, typer.Option("--origin", help="Also where each value came from.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Also options that nobody has set.")] = False,
+    file: Annotated[str, typer.Option("--config", metavar="FILE", help="YAML file (default: INFERENCE_CONFIG).")] = "",
+    origin: Annotated[bool, typer.Option("--origin", help="Also show the source of each value.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also show options that are not set.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show every value that a server would be started with. Options of `headrace serve` may follow.
+    """Show every value that a server would start with. Options of `headrace serve` may follow.
 
     Examples:
 
@@ -40,16 +40,16 @@ def show(
 
         INFERENCE_PORT=9000 headrace config show --origin --http-port 9001
     """
-    from headrace.cli.checks import or_exit
-    from headrace.programs.configuration.showing import as_json as json_of
+    from headrace.cli.checks import exit_on_error
+    from headrace.programs.configuration.resolution import as_json as json_of
 
-    with or_exit():
+    with exit_on_error():
         configured = _configured(ctx.args, file)
     settings = configured.configuration.settings
     wanted = [path for path in settings if everything or _is_shown(configured, path)]
     if as_json:
-        told = json_of(configured.configuration)
-        print_json({path: told[path] for path in wanted})
+        document = json_of(configured.configuration)
+        print_json({path: document[path] for path in wanted})
     else:
         _show_table(configured, wanted, origin=origin)
     for warning in configured.configuration.warnings:
@@ -61,14 +61,14 @@ def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The YAML file.")],
     as_json: Json = False,
 ) -> None:
-    """Look for mistakes in a configuration file, all of them at once. The environment is not looked at.
+    """Check a configuration file and print all mistakes. The environment is ignored.
 
     Example:
 
         headrace config check config/inference.yaml
     """
     from headrace.cli.serve_configuration import configure
-    from headrace.programs.configuration.problems import SettingsError
+    from headrace.programs.configuration.keys import SettingsError
 
     problems: tuple[str, ...] = ()
     try:
@@ -106,7 +106,7 @@ def _configured(arguments: list[str], file: str) -> Configured:
 
 
 def _is_shown(configured: Configured, path: str) -> bool:
-    from headrace.programs.configuration.table import OPTIONS
+    from headrace.programs.configuration.keys import OPTIONS
 
     return not path.startswith(f"{OPTIONS}.") or configured.configuration.given(path)
 
@@ -115,7 +115,7 @@ def _show_table(configured: Configured, paths: list[str], *, origin: bool) -> No
     from rich.text import Text
 
     from headrace.cli.tables import open_console, table
-    from headrace.programs.configuration.showing import shown_value, value_text
+    from headrace.programs.configuration.resolution import shown_value, value_text
 
     rows = []
     for path in paths:

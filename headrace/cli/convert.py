@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace models convert`: a Caffe2 model as an ONNX file.
+"""`headrace models convert`: convert a Caffe2 model to an ONNX file.
 
-Called by `cli.models`. Finds the pair of files and what is known of the net's inputs; the translation is the NetDef
-backend's. The file is written whole or not at all.
+Finds the pair of files and the declared inputs; the NetDef backend translates. The file is written atomically.
 """
 
 from __future__ import annotations
@@ -16,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.core.clock import SystemClock
 from headrace.core.dtypes import FP32, dtype_named
-from headrace.core.errors import AlreadyExists, FailedPrecondition, HeadraceError, InvalidArgument, NotFound, retold
+from headrace.core.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    HeadraceError,
+    InvalidArgument,
+    NotFound,
+    with_message,
+)
 from headrace.core.telemetry.progress import Progress, Reporter, silent
 
 if TYPE_CHECKING:
@@ -28,7 +34,7 @@ _NET, _ZOO_NET, _ZOO_WEIGHTS = "model.netdef", "predict_net.pb", "init_net.pb"
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was made."""
+    """The result of a conversion."""
 
     source: Path
     target: Path
@@ -38,7 +44,7 @@ class Converted:
     size_bytes: int
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the document that `--json` prints."""
         return {**asdict(self), "source": str(self.source), "target": str(self.target)}
 
 
@@ -51,15 +57,15 @@ def convert_netdef(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Converted:
-    """Convert the net at `source`: its file, or a folder of a version or of a model.
+    """Convert the net at `source`: its file, or the folder of a version or of a model.
 
-    `inputs` are like "gpu_0/data=-1,3,224,224" or "ids=INT64:-1,16". Without them the model's configuration tells the
-    inputs, if there is one, and else they are FP32 of any shape. `outputs` are names; all that the net calls so, unless
-    told.
+    `inputs` look like "gpu_0/data=-1,3,224,224" or "ids=INT64:-1,16". Without them, the model's configuration declares
+    the inputs; without a configuration they are FP32 of any shape. `outputs` are names; the default is all outputs of
+    the net.
     """
     from headrace.backends.table import backend_named
 
-    backend_named("netdef")  # says what to install, where something is missing
+    backend_named("netdef")  # raises an error with the install command if a package is missing
     target = _checked_target(target, overwrite)
     net = find_net(source)
     with Reporter(progress, SystemClock(), f"convert {net.name}", unit="operators") as reporter:
@@ -69,12 +75,12 @@ def convert_netdef(
         reporter.update(message="translating")
         content, made = _translated(net, pair, tensors, outputs, reporter)
         reporter.update(message="writing")
-        _write_whole(target, content)
+        _write_atomically(target, content)
     return Converted(net, target, *made, len(content))
 
 
 def find_net(source: Path) -> Path:
-    """The file that computes: `source` itself, or the one in a version's, a model's or the model zoo's folder."""
+    """Return the net's file: `source` itself, or the one in the folder of a version, a model or the model zoo."""
     if source.is_file():
         return source
     if not source.is_dir():
@@ -94,11 +100,11 @@ def _checked_target(target: Path, overwrite: bool) -> Path:
     if target.is_dir():
         target = target / "model.onnx"
     if target.suffix != ".onnx":
-        raise InvalidArgument(f"'{target.name}' would be an ONNX model: let its name end in .onnx")
+        raise InvalidArgument(f"'{target.name}' is not an ONNX file name: use the extension .onnx")
     if not target.parent.is_dir():
-        raise NotFound(f"there is no folder '{target.parent}': make it first")
+        raise NotFound(f"there is no folder '{target.parent}': create it first")
     if target.exists() and not overwrite:
-        raise AlreadyExists(f"'{target}' is there already: remove it, or say that it may be overwritten")
+        raise AlreadyExists(f"'{target}' exists already: remove it, or add --overwrite")
     return target
 
 
@@ -107,7 +113,7 @@ def _read(net: Path) -> Pair:
 
     weights = net.with_name(_ZOO_WEIGHTS)
     if net.name == _ZOO_NET and weights.is_file() and not init_path(net).exists():
-        # The pair as Caffe2's model zoo and its exporters call it.
+        # The file names of Caffe2's model zoo and its exporters.
         return Pair(read_net(weights), read_net(net))
     return read_pair(net)
 
@@ -115,7 +121,7 @@ def _read(net: Path) -> Pair:
 def _ends(
     net: Path, pair: Pair, inputs: Sequence[str], outputs: Sequence[str]
 ) -> tuple[list[InputTensor], Sequence[str]]:
-    """The inputs and outputs: what somebody said, what a configuration says, what the net says."""
+    """Return the inputs and outputs: from the options, else from the configuration, else from the net."""
     from headrace.backends.netdef.backend import declared_inputs
     from headrace.backends.netdef.translation import InputTensor
     from headrace.models.config.drafts import read_draft
@@ -127,7 +133,7 @@ def _ends(
         config = draft.typed()
         return list(declared_inputs(config)), outputs or [spec.name for spec in config.outputs]
     filled = {blob for operator in pair.init.operators for blob in operator.outputs}
-    # Exporters fill the input with a zero or so too; then it is the first.
+    # Some exporters fill the input with zeros too; then it is the first.
     names = [name for name in pair.net.external_inputs if name not in filled] or pair.net.external_inputs[:1]
     return [InputTensor(name, FP32, None) for name in names], outputs
 
@@ -136,31 +142,30 @@ def _parsed_input(text: str) -> InputTensor:
     from headrace.backends.netdef.translation import InputTensor
 
     name, _, rest = text.rpartition("=")
-    word, _, numbers = rest.rpartition(":")
+    datatype, _, numbers = rest.rpartition(":")
     try:
         shape = tuple(int(number) for number in numbers.split(","))
     except ValueError:
         shape = ()
     if not name or not shape or any(not -1 <= size < 2**31 for size in shape):
         raise InvalidArgument(
-            f"'{text[:128]}' is no input: write NAME=SIZES or NAME=TYPE:SIZES, like data=-1,3,224,224 or ids=INT64:-1,16"
+            f"invalid input '{text[:128]}': write NAME=SIZES or NAME=TYPE:SIZES, like data=-1,3,224,224 or ids=INT64:-1,16"
         )
-    return InputTensor(name, dtype_named(word.upper()) if word else FP32, shape)
+    return InputTensor(name, dtype_named(datatype.upper()) if datatype else FP32, shape)
 
 
 def _translated(
     net: Path, pair: Pair, tensors: Sequence[InputTensor], outputs: Sequence[str], reporter: Reporter
 ) -> tuple[bytes, tuple[tuple[str, ...], tuple[str, ...], int]]:
     from headrace.backends.netdef.translation import translate
-    from headrace.backends.onnx.session import new_session
-    from headrace.backends.onnx.settings import CPU
+    from headrace.backends.onnx.session import CPU, new_session
 
     try:
         model = translate(pair, tensors, outputs, lambda done, total: reporter.update(done=done, total=total))
     except HeadraceError as error:
         if any(tensor.shape is None for tensor in tensors):
             hint = " ".join(f"--input {tensor.name}=-1,3,224,224" for tensor in tensors[:2])
-            raise retold(error, f"{error.message}. Tell the shapes, as in {hint}") from None
+            raise with_message(error, f"{error.message}. Give the shapes, as in {hint}") from None
         raise
     content = model.SerializeToString()
     reporter.update(message="checking")
@@ -172,21 +177,21 @@ def _translated(
         new_session(content, options, [(CPU, {})])
     except Exception:
         raise InvalidArgument(
-            f"'{net.name}' was translated, and ONNX Runtime {ort.__version__} cannot open what was made: the types or "
-            "shapes of its inputs are others than the net was made for"
+            f"'{net.name}' was translated, but ONNX Runtime {ort.__version__} cannot load the result: the types or "
+            "shapes of its inputs differ from those the net was made for"
         ) from None
-    names = (tuple(each.name for each in model.graph.input), tuple(each.name for each in model.graph.output))
+    names = (tuple(tensor.name for tensor in model.graph.input), tuple(tensor.name for tensor in model.graph.output))
     return content, (*names, len(model.graph.node))
 
 
-def _write_whole(target: Path, content: bytes) -> None:
+def _write_atomically(target: Path, content: bytes) -> None:
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
             try:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-                os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+                os.chmod(file.name, 0o644)  # temporary files are private by default
                 os.replace(file.name, target)
             except BaseException:
                 Path(file.name).unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace doctor`: findings as lines, with what to type below those that need it."""
+"""Output of `headrace doctor`: one line per finding, with the command that fixes it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ _WIDEST = 24
 
 
 def as_document(findings: Sequence[Finding]) -> dict[str, Any]:
-    """As JSON has it."""
-    counts = Counter(each.state for each in findings)
+    """Return the findings as the document that `--json` prints."""
+    counts = Counter(finding.state for finding in findings)
     return {
         "problems": counts["problem"],
         "warnings": counts["warning"],
-        "findings": [asdict(each) for each in findings],
+        "findings": [asdict(finding) for finding in findings],
     }
 
 
 def show_findings(findings: Sequence[Finding], *, quiet: bool = False) -> None:
-    """Print them; what is well may be left out."""
+    """Print the findings; `quiet` leaves out those that are ok."""
     console = open_console()
-    shown = [each for each in findings if not quiet or each.state != "ok"]
-    width = min(_WIDEST, max((len(each.name) for each in shown), default=0))
-    for each in shown:
+    shown = [finding for finding in findings if not quiet or finding.state != "ok"]
+    width = min(_WIDEST, max((len(finding.name) for finding in shown), default=0))
+    for finding in shown:
         text = Text.assemble(
-            (f"{each.state:<8}", _STYLES[each.state]), " ", f"{one_line(each.name):<{width}}  ", one_line(each.message)
+            (f"{finding.state:<8}", _STYLES[finding.state]),
+            " ",
+            f"{one_line(finding.name):<{width}}  ",
+            one_line(finding.message),
         )
-        # One line each, however wide the terminal: they are searched and copied.
+        # One line per finding, however wide the terminal: people search and copy them.
         console.print(text, soft_wrap=True)
-        if each.fix:
-            word, style = ("more:", "dim") if each.state == "ok" else ("try:", "bold")
-            console.print(Text.assemble(" " * 9, (word, "dim"), " ", (one_line(each.fix), style)), soft_wrap=True)
-    counts = Counter(each.state for each in findings)
+        if finding.fix:
+            word, style = ("more:", "dim") if finding.state == "ok" else ("try:", "bold")
+            console.print(Text.assemble(" " * 9, (word, "dim"), " ", (one_line(finding.fix), style)), soft_wrap=True)
+    counts = Counter(finding.state for finding in findings)
     if shown:
         console.print()
-    told = f"{counts['problem']} problem(s), {counts['warning']} warning(s), {counts['ok']} fine"
-    console.print(line(told, _STYLES["problem" if counts["problem"] else "warning" if counts["warning"] else "ok"]))
+    summary = f"{counts['problem']} problem(s), {counts['warning']} warning(s), {counts['ok']} fine"
+    console.print(line(summary, _STYLES["problem" if counts["problem"] else "warning" if counts["warning"] else "ok"]))

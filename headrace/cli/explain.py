@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace explain`: what would become of an InferenceService on Kubernetes, and why. No cluster is asked."""
+"""`headrace explain`: show what the operator would create for an InferenceService, and why. No cluster is needed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.checks import FAILED, or_exit
+from headrace.cli.checks import FAILED, exit_on_error
+from headrace.cli.common_options import Json, print_json
 from headrace.cli.fleet_options import read_files
-from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
-    from headrace.fleet.explaining import Explanation, Question
-    from headrace.fleet.words import Document, FleetSettings
+    from headrace.fleet.documents import FleetSettings
+    from headrace.fleet.explain import ExplainInput, Explanation
+    from headrace.platforms.kubernetes_client.objects import Document
 
 _OUTPUTS = ("text", "json", "yaml")
 
@@ -26,7 +27,7 @@ def explain(
             "-f",
             "--filename",
             metavar="FILE",
-            help="The service: a file, a folder, or - for standard input. Repeatable.",
+            help="Service: a file, a folder, or - for standard input. Repeatable.",
         ),
     ],
     beside: Annotated[
@@ -41,14 +42,14 @@ def explain(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="What the cluster lacks: knative, lws, keda, gateway, ray, istio. Repeatable; it has all unless told.",
+            help="API the cluster lacks: knative, lws, keda, gateway, ray, istio (default: none). Repeatable.",
         ),
     ] = None,
     config: Annotated[
         str,
         typer.Option(
             metavar="FILE",
-            help="What the operator is told for all services: a file with the ConfigMap inferenceservice-config.",
+            help="File with the operator's ConfigMap inferenceservice-config.",
         ),
     ] = "",
     output: Annotated[
@@ -56,9 +57,9 @@ def explain(
     ] = "text",
     as_json: Json = False,
 ) -> None:
-    """Explain a service before it is applied: the runtime and why no other, modes, pods, objects, and what is wrong.
+    """Explain a service before it is applied: the runtime and why, deployment modes, pods, objects, and errors.
 
-    The runtimes that come with Headrace are always there. The exit code is 1 if something is wrong.
+    The runtimes that come with Headrace are always included. The exit code is 1 if there are errors.
 
     Examples:
 
@@ -69,84 +70,91 @@ def explain(
         headrace explain -f isvc.yaml --with cluster/ -o yaml | kubectl apply --dry-run=server -f -
     """
     from headrace.cli.explain_view import show
-    from headrace.fleet.documents import read, write
-    from headrace.fleet.explaining import explain as explained
-    from headrace.fleet.explaining import question
+    from headrace.fleet.explain import explain as explain_service
+    from headrace.fleet.explain import prepare
+    from headrace.fleet.yaml_documents import read, write
 
-    with or_exit():
-        shape = "json" if as_json else output
-        lacking = _checked(shape, without or [])
+    with exit_on_error():
+        format_name = "json" if as_json else output
+        missing_apis = _checked(format_name, without or [])
         settings = _settings(config)
-    around = read([Path(each) for each in beside or []])
-    asked = question(read_files(files), around, settings=settings, lacking=lacking)
-    found = [explained(each, asked) for each in asked.services]
-    if shape == "json":
-        print_json(_as_json(found, asked))
-    elif shape == "yaml":
-        typer.echo(write(_unowned(each) for one in found for each in one.objects), nl=False)
-        for each in [*asked.errors, *(error for one in found for error in one.errors)]:
-            typer.secho(f"headrace: {each}", fg="red", err=True)
+    context = read([Path(path) for path in beside or []])
+    documents = prepare(read_files(files), context, settings=settings, lacking=missing_apis)
+    explanations = [explain_service(service, documents) for service in documents.services]
+    if format_name == "json":
+        print_json(_as_json(explanations, documents))
+    elif format_name == "yaml":
+        objects = (
+            _without_invalid_owners(document) for explanation in explanations for document in explanation.objects
+        )
+        typer.echo(write(objects), nl=False)
+        for error in [*documents.errors, *(error for explanation in explanations for error in explanation.errors)]:
+            typer.secho(f"headrace: {error}", fg="red", err=True)
     else:
-        show(found, asked.errors)
-    if asked.errors or any(each.errors for each in found):
+        show(explanations, documents.errors)
+    if documents.errors or any(explanation.errors for explanation in explanations):
         raise typer.Exit(FAILED)
 
 
-def _as_json(found: list[Explanation], asked: Question) -> Any:
-    """One object for one service; several in a list, each with its name."""
-    from headrace.fleet.explaining import errors_json
-    from headrace.fleet.words import name_of
+def _as_json(explanations: list[Explanation], documents: ExplainInput) -> Any:
+    """Return one object for one service; a list with names for several."""
+    from headrace.fleet.explain import errors_json
+    from headrace.platforms.kubernetes_client.objects import name_of
 
-    errors = errors_json(asked.errors)
-    if not found:
+    errors = errors_json(documents.errors)
+    if not explanations:
         runtime: dict[str, Any] = {"name": None, "reason": "", "rejected": []}
         return {"runtime": runtime, "components": {}, "objects": [], "errors": errors}
-    shown = [each.as_json() for each in found]
-    for each in shown:
-        each["errors"] = [*errors, *each["errors"]]
-    if len(found) == 1:
+    shown = [explanation.as_json() for explanation in explanations]
+    for document in shown:
+        document["errors"] = [*errors, *document["errors"]]
+    if len(explanations) == 1:
         return shown[0]
-    return [{"service": name_of(one.service), **each} for one, each in zip(found, shown, strict=True)]
+    return [
+        {"service": name_of(explanation.service), **document}
+        for explanation, document in zip(explanations, shown, strict=True)
+    ]
 
 
-def _unowned(made: Document) -> Document:
-    """Without an owner that has no uid: what came from a file has none, and an API server would refuse it."""
-    from headrace.fleet.words import items, part, text
+def _without_invalid_owners(document: Document) -> Document:
+    """Remove owner references without a uid: an owner from a file has none, and the API server would reject them."""
+    from headrace.platforms.kubernetes_client.objects import get_list, get_mapping, get_str
 
-    metadata = part(made, "metadata")
-    owners = [each for each in items(metadata, "ownerReferences") if text(each, "uid")]
-    rest = {name: each for name, each in metadata.items() if name != "ownerReferences"}
-    return {**made, "metadata": {**rest, **({"ownerReferences": owners} if owners else {})}}
+    metadata = get_mapping(document, "metadata")
+    owners = [owner for owner in get_list(metadata, "ownerReferences") if get_str(owner, "uid")]
+    rest = {name: value for name, value in metadata.items() if name != "ownerReferences"}
+    return {**document, "metadata": {**rest, **({"ownerReferences": owners} if owners else {})}}
 
 
 def _settings(config: str) -> FleetSettings | None:
-    """Of a ConfigMap, alone in its file or among others."""
+    """Read the settings from a ConfigMap, alone in its file or among other documents."""
     if not config:
         return None
     from headrace.core.errors import InvalidArgument
-    from headrace.fleet.cluster.configuration import CONFIG_MAP, configured
-    from headrace.fleet.documents import read
-    from headrace.fleet.words import FleetSettings, kind_of, name_of
+    from headrace.fleet.cluster.configuration import CONFIG_MAP, settings_from
+    from headrace.fleet.documents import FleetSettings
+    from headrace.fleet.yaml_documents import read
+    from headrace.platforms.kubernetes_client.objects import kind_of, name_of
 
-    found = read([Path(config)])
-    if found.problems:
-        raise InvalidArgument(f"--config {config}: {found.problems[0]}")
-    maps = [each for each in found.documents if kind_of(each) == "ConfigMap"]
-    chosen = [each for each in maps if name_of(each) == CONFIG_MAP] or maps
+    parsed = read([Path(config)])
+    if parsed.problems:
+        raise InvalidArgument(f"--config {config}: {parsed.problems[0]}")
+    maps = [document for document in parsed.documents if kind_of(document) == "ConfigMap"]
+    chosen = [document for document in maps if name_of(document) == CONFIG_MAP] or maps
     if len(chosen) != 1:
         raise InvalidArgument(
             f"--config {config}: it has {len(chosen)} ConfigMaps; give a file with {CONFIG_MAP} alone"
         )
-    return configured(FleetSettings(), chosen[0])
+    return settings_from(FleetSettings(), chosen[0])
 
 
 def _checked(output: str, without: list[str]) -> list[str]:
     from headrace.core.errors import InvalidArgument
-    from headrace.fleet.words import CAPABILITIES
+    from headrace.fleet.documents import CAPABILITIES
 
     if output not in _OUTPUTS:
-        raise InvalidArgument(f"-o {output}: there are {', '.join(_OUTPUTS)}")
-    for each in without:
-        if each not in CAPABILITIES:
-            raise InvalidArgument(f"--without {each}: there are {', '.join(sorted(CAPABILITIES))}")
+        raise InvalidArgument(f"-o {output}: write one of {', '.join(_OUTPUTS)}")
+    for name in without:
+        if name not in CAPABILITIES:
+            raise InvalidArgument(f"--without {name}: write one of {', '.join(sorted(CAPABILITIES))}")
     return without

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace explain` for people: what was chosen and why, where every field of the pods comes from, what is wrong."""
+"""Output of `headrace explain`: the chosen runtime and why, the source of every pod field, and errors."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from rich.text import Text
 
 from headrace.cli.tables import heading, line, open_console, table
 from headrace.core.telemetry.logs import one_line
-from headrace.fleet.explaining import Explanation, Told
+from headrace.fleet.documents import namespace_of
+from headrace.fleet.explain import Explanation, LocatedProblem
 from headrace.fleet.merging import Component
-from headrace.fleet.merging.origins import flat
-from headrace.fleet.merging.tables import POD
-from headrace.fleet.words import Document, items, kind_of, name_of, namespace_of, part, text
+from headrace.fleet.merging.strategic_merge import POD, flatten
+from headrace.platforms.kubernetes_client.objects import Document, get_list, get_mapping, get_str, kind_of, name_of
 
 _STYLES = {"runtime": "cyan", "service": "green", "accelerator": "magenta", "default": "dim"}
 _REJECTED = 50
-"""More reasons than that nobody reads; JSON has them all."""
+"""JSON has them all."""
 
 
-def show(found: Sequence[Explanation], errors: Sequence[Told]) -> None:
-    """Print the services, one after the other."""
+def show(explanations: Sequence[Explanation], errors: Sequence[LocatedProblem]) -> None:
+    """Print the explanation of each service."""
     console = open_console()
-    for number, each in enumerate(found):
+    for number, explanation in enumerate(explanations):
         if number:
             console.print()
-        _show_service(console, each)
-    _show_told(console, errors, [])
+        _show_service(console, explanation)
+    _show_problems(console, errors, [])
 
 
-def _show_service(console: Console, found: Explanation) -> None:
-    service = found.service
+def _show_service(console: Console, explanation: Explanation) -> None:
+    service = explanation.service
     console.print(heading(f"InferenceService {namespace_of(service)}/{name_of(service)}"))
-    model = part(service, "spec", "model")
+    model = get_mapping(service, "spec", "model")
     if model:
-        weights = ", ".join(str(each) for each in items(model, "fineTunedWeights"))
-        console.print(line(f"Model: {text(model, 'name')}" + (f", with {weights}" if weights else "")))
-    _show_runtime(console, found)
-    _show_components(console, found)
-    for each in found.components.values():
-        _show_pods(console, each)
-    _show_objects(console, found.objects)
-    _show_told(console, found.errors, found.warnings)
-    for note in found.notes:
+        weights = ", ".join(str(weight) for weight in get_list(model, "fineTunedWeights"))
+        console.print(line(f"Model: {get_str(model, 'name')}" + (f", with {weights}" if weights else "")))
+    _show_runtime(console, explanation)
+    _show_components(console, explanation)
+    for component in explanation.components.values():
+        _show_pods(console, component)
+    _show_objects(console, explanation.objects)
+    _show_problems(console, explanation.errors, explanation.warnings)
+    for note in explanation.notes:
         console.print(line(f"note: {note}"), soft_wrap=True)
 
 
-def _show_runtime(console: Console, found: Explanation) -> None:
-    chosen = found.selection
+def _show_runtime(console: Console, explanation: Explanation) -> None:
+    chosen = explanation.selection
     if chosen is None:
         return
     console.print("\n", heading("Runtime"), sep="")
@@ -64,19 +64,19 @@ def _show_runtime(console: Console, found: Explanation) -> None:
             console.print(line(f"and {len(chosen.rejected) - _REJECTED} more; -o json has them all"))
 
 
-def _show_components(console: Console, found: Explanation) -> None:
-    if not found.components:
+def _show_components(console: Console, explanation: Explanation) -> None:
+    if not explanation.components:
         return
     console.print("\n", heading("Components"), sep="")
     rows = []
-    for name, each in found.components.items():
-        least, most = each.extension.min_replicas, each.extension.max_replicas
+    for name, component in explanation.components.items():
+        least, most = component.extension.min_replicas, component.extension.max_replicas
         replicas = str(least) if most <= least else f"{least} to {most}"
-        rows.append([name, each.mode, replicas, each.accelerator or "-", each.rule])
+        rows.append([name, component.mode, replicas, component.accelerator or "-", component.rule])
     console.print(table(["COMPONENT", "MODE", "REPLICAS", "ACCELERATOR", "RULE"], rows))
-    for name, each in found.components.items():
-        if each.accelerator:
-            console.print(line(f"Accelerator of {name}: {each.accelerator}: {each.accelerator_reason}"))
+    for name, component in explanation.components.items():
+        if component.accelerator:
+            console.print(line(f"Accelerator of {name}: {component.accelerator}: {component.accelerator_reason}"))
 
 
 def _show_pods(console: Console, component: Component) -> None:
@@ -93,33 +93,33 @@ def _show_pods(console: Console, component: Component) -> None:
 
 
 def pod_rows(role: str, pod: Document, component: Component) -> list[list[Any]]:
-    """Every field of a pod, its value, and who said it."""
+    """Return every field of a pod, with its value and its source."""
     rows = []
-    for path, value in flat(pod, POD).items():
+    for path, value in flatten(pod, POD).items():
         origin = component.origins.get(f"{role}.{path}", "default")
         rows.append([path, value_text(value), Text(one_line(origin), _STYLES.get(origin, ""))])
     return rows
 
 
 def value_text(value: Any) -> str:
-    """A value as people write it: texts bare, the rest as JSON."""
+    """Return a value as text: strings bare, the rest as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _show_objects(console: Console, objects: Iterable[Document]) -> None:
-    rows = [[kind_of(each), text(each, "apiVersion"), name_of(each)] for each in objects]
+    rows = [[kind_of(document), get_str(document, "apiVersion"), name_of(document)] for document in objects]
     console.print("\n", heading("Objects"), sep="")
     if rows:
         console.print(table(["KIND", "VERSION", "NAME"], rows))
     else:
-        console.print(line("none would be made"))
+        console.print(line("no objects"))
 
 
-def _show_told(console: Console, errors: Sequence[Told], warnings: Sequence[Told]) -> None:
+def _show_problems(console: Console, errors: Sequence[LocatedProblem], warnings: Sequence[LocatedProblem]) -> None:
     if errors or warnings:
         console.print()
-    # The terminal wraps; a problem stays one line for whoever copies it, or jumps to its place.
-    for each in warnings:
-        console.print(Text(f"warning: {one_line(str(each))}", "yellow"), soft_wrap=True)
-    for each in errors:
-        console.print(Text(f"error: {one_line(str(each))}", "red"), soft_wrap=True)
+    # One line per problem, so that it can be copied; the terminal wraps it.
+    for problem in warnings:
+        console.print(Text(f"warning: {one_line(str(problem))}", "yellow"), soft_wrap=True)
+    for problem in errors:
+        console.print(Text(f"error: {one_line(str(problem))}", "red"), soft_wrap=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace apply`: files into a fleet, all of them checked before any is sent, and waited for on request."""
+"""`headrace apply`: validate files, apply them to a fleet, and optionally wait until services are ready."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.checks import BAD_USE, FAILED
+from headrace.cli.common_options import Json, print_json
 from headrace.cli.fleet_options import (
     Context,
     Files,
@@ -17,33 +18,33 @@ from headrace.cli.fleet_options import (
     Progress,
     Timeout,
     object_name,
-    or_sentence,
+    print_problems,
     read_files,
-    show_told,
+    report_fleet_errors,
     where_of,
     with_fleet,
 )
-from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
-    from headrace.fleet.client.checking import Checked
     from headrace.fleet.client.contract import Applied, Fleet
-    from headrace.fleet.client.waiting import Outcome
-    from headrace.fleet.documents import Read
-    from headrace.fleet.words import Document
+    from headrace.fleet.client.manifests import ManifestSet
+    from headrace.fleet.client.readiness import Outcome
+    from headrace.fleet.yaml_documents import ParsedFiles
+    from headrace.platforms.kubernetes_client.objects import Document
 
 
 def apply(
     files: Files = None,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Until all services are ready; 1 if one is not, with the reason.")
+        bool,
+        typer.Option("--wait", help="Wait until all services are ready; exit with 1 and the reason if one is not."),
     ] = False,
     timeout: Timeout = 600.0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check, and ask the server what it would do. Nothing is changed.")
+        bool, typer.Option("--dry-run", help="Validate, and let the server simulate the change.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force-conflicts", help="Take over fields that somebody else has set otherwise.")
+        bool, typer.Option("--force-conflicts", help="Take over fields that another manager has set.")
     ] = False,
     kube: Kube = False,
     kubeconfig: Kubeconfig = "",
@@ -51,9 +52,10 @@ def apply(
     namespace: Namespace = "",
     as_json: Json = False,
 ) -> None:
-    """Apply files: services, models, runtimes and what they need beside them.
+    """Apply files: services, models, runtimes and the objects they need.
 
-    All is checked first, with file and line; if anything is wrong, nothing is applied. Models go before services.
+    All files are validated first, with file and line; if there is an error, nothing is applied. Models are applied
+    before services.
 
     Examples:
 
@@ -65,97 +67,97 @@ def apply(
     """
     from headrace.core.errors import InvalidArgument
 
-    with or_sentence():
+    with report_fleet_errors():
         if not files:
-            raise InvalidArgument("say what to apply: -f FILE, a folder, or - for standard input")
+            raise InvalidArgument("nothing to apply: give -f FILE, a folder, or - for standard input")
         if wait and dry_run:
-            raise InvalidArgument("--dry-run changes nothing, so there is nothing to --wait for")
+            raise InvalidArgument("--dry-run changes nothing: leave --wait out")
     read = read_files(files)
     progress = Progress(silent=as_json)
 
-    async def work(fleet: Fleet) -> tuple[Checked, list[tuple[Document, Applied]], list[Outcome]]:
-        from headrace.fleet.client.waiting import Patience, until_ready
+    async def work(fleet: Fleet) -> tuple[ManifestSet, list[tuple[Document, Applied]], list[Outcome]]:
+        from headrace.fleet.client.readiness import WaitSettings, wait_until_ready
 
-        found = await _checked(fleet, read, namespace)
-        show_told([] if as_json else found.errors, found.warnings)
-        if found.errors:
-            return found, [], []
+        manifests = await _validate(fleet, read, namespace)
+        print_problems([] if as_json else manifests.errors, manifests.warnings)
+        if manifests.errors:
+            return manifests, [], []
         sent = []
-        for each in found.sources:
-            made = await fleet.apply(each.document, dry_run=dry_run, force=force)
-            sent.append((each.document, made))
+        for source in manifests.sources:
+            applied = await fleet.apply(source.document, dry_run=dry_run, force=force)
+            sent.append((source.document, applied))
             if not as_json:
-                # At once: should the next be refused, it is known what was done.
-                typer.echo(f"{object_name(each.document)} {made.change}{' (dry run)' if dry_run else ''}")
-        services = [made.document for _, made in sent if _is_service(made.document)]
+                # At once: if the next one is rejected, the user knows what was applied.
+                typer.echo(f"{object_name(source.document)} {applied.change}{' (dry run)' if dry_run else ''}")
+        services = [applied.document for _, applied in sent if _is_service(applied.document)]
         with progress:
-            outcomes = await until_ready(fleet, services, progress, Patience(seconds=timeout)) if wait else []
-        return found, sent, outcomes
+            outcomes = await wait_until_ready(fleet, services, progress, WaitSettings(seconds=timeout)) if wait else []
+        return manifests, sent, outcomes
 
-    found, sent, outcomes = with_fleet(where_of(kube, kubeconfig, context), work)
+    manifests, sent, outcomes = with_fleet(where_of(kube, kubeconfig, context), work)
     if as_json:
-        print_json(_as_json(found, sent, outcomes))
+        print_json(_as_json(manifests, sent, outcomes))
     else:
         _show(outcomes)
-    if found.errors:
+    if manifests.errors:
         raise typer.Exit(BAD_USE)
-    if not all(each.ready for each in outcomes):
+    if not all(outcome.ready for outcome in outcomes):
         raise typer.Exit(FAILED)
 
 
-async def _checked(fleet: Fleet, read: Read, namespace: str) -> Checked:
-    """The documents, held against what the fleet has, as far as the user may see it."""
+async def _validate(fleet: Fleet, read: ParsedFiles, namespace: str) -> ManifestSet:
+    """Validate the documents against the fleet, as far as the user may read it."""
     from headrace.core.errors import PermissionDenied
-    from headrace.fleet.client.checking import checked, gathered, needs_facts
+    from headrace.fleet.client.manifests import collect, needs_facts, validate
 
-    found = gathered(read, fleet.namespace, namespace)
-    if not needs_facts(found.sources):
-        return found
+    manifests = collect(read, fleet.namespace, namespace)
+    if not needs_facts(manifests.sources):
+        return manifests
     try:
         facts = await fleet.facts()
     except PermissionDenied as error:
-        typer.secho(f"warning: what the documents name is not checked: {error.message}", fg="yellow", err=True)
+        typer.secho(f"warning: references are not checked: {error.message}", fg="yellow", err=True)
         facts = None
-    return checked(found, facts)
+    return validate(manifests, facts)
 
 
 def _show(outcomes: list[Outcome]) -> None:
     from headrace.core.telemetry.logs import one_line
 
-    for each in outcomes:
-        if each.ready:
-            typer.echo(one_line(f"{each.name} is ready" + (f": {each.url}" if each.url else "")))
+    for outcome in outcomes:
+        if outcome.ready:
+            typer.echo(one_line(f"{outcome.name} is ready" + (f": {outcome.url}" if outcome.url else "")))
         else:
-            typer.secho(f"headrace: {one_line(f'{each.name} is not ready: {each.reason}')}", fg="red", err=True)
+            typer.secho(f"headrace: {one_line(f'{outcome.name} is not ready: {outcome.reason}')}", fg="red", err=True)
 
 
-def _as_json(found: Checked, sent: list[tuple[Document, Applied]], outcomes: list[Outcome]) -> dict[str, Any]:
-    from headrace.fleet.words import kind_of, name_of, text
+def _as_json(manifests: ManifestSet, sent: list[tuple[Document, Applied]], outcomes: list[Outcome]) -> dict[str, Any]:
+    from headrace.platforms.kubernetes_client.objects import get_str, kind_of, name_of
 
-    told = {(each.namespace, each.name): each for each in outcomes}
+    outcome_by_name = {(outcome.namespace, outcome.name): outcome for outcome in outcomes}
     documents = []
-    for document, made in sent:
-        space = text(made.document, "metadata", "namespace")
+    for document, applied in sent:
+        space = get_str(applied.document, "metadata", "namespace")
         row: dict[str, Any] = {"kind": kind_of(document), "namespace": space, "name": name_of(document)}
-        row["change"] = made.change
-        outcome = told.get((space, name_of(document))) if _is_service(document) else None
+        row["change"] = applied.change
+        outcome = outcome_by_name.get((space, name_of(document))) if _is_service(document) else None
         if outcome is not None:
             row |= {"ready": outcome.ready, "reason": outcome.reason, "url": outcome.url}
         documents.append(row)
     errors = [
         {
-            "place": each.place,
-            "field": each.problem.field,
-            "message": each.problem.message,
-            "fix": each.problem.fix,
+            "place": error.place,
+            "field": error.problem.field,
+            "message": error.problem.message,
+            "fix": error.problem.fix,
         }
-        for each in found.errors
+        for error in manifests.errors
     ]
     return {"documents": documents, "errors": errors}
 
 
 def _is_service(document: Document) -> bool:
-    from headrace.fleet.client.kinds import SERVICE
-    from headrace.fleet.words import kind_of
+    from headrace.fleet.client.contract import SERVICE
+    from headrace.platforms.kubernetes_client.objects import kind_of
 
     return kind_of(document) == SERVICE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace delete`: services, models and the like, by name or by the file that they came from."""
+"""`headrace delete`: delete services, models and other objects, by name or by file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.checks import FAILED
+from headrace.cli.common_options import Json, print_json
 from headrace.cli.fleet_options import (
     Context,
     Files,
@@ -17,18 +18,17 @@ from headrace.cli.fleet_options import (
     Namespace,
     Progress,
     object_name,
-    or_sentence,
+    print_problems,
     read_files,
-    show_told,
+    report_fleet_errors,
     where_of,
     with_fleet,
 )
-from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
     from headrace.fleet.client.contract import Fleet
     from headrace.fleet.schema.fields import Kind
-    from headrace.fleet.words import Document
+    from headrace.platforms.kubernetes_client.objects import Document
 
 
 def delete(
@@ -37,19 +37,21 @@ def delete(
         typer.Argument(metavar="[KIND NAME...]", help="isvc llama-chat, or isvc/llama-chat.", show_default=False),
     ] = None,
     files: Files = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Nobody is asked without a terminal.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Without a terminal, nothing is asked.")] = False,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Until they are gone, and the pods of services with them.")
+        bool, typer.Option("--wait/--no-wait", help="Wait until the objects and the pods of services are gone.")
     ] = True,
-    timeout: Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help="The longest to wait.")] = 120.0,
-    ignore: Annotated[bool, typer.Option("--ignore-not-found", help="What is not there is fine.")] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Maximum time to wait.")
+    ] = 120.0,
+    ignore: Annotated[bool, typer.Option("--ignore-not-found", help="Succeed if an object does not exist.")] = False,
     kube: Kube = False,
     kubeconfig: Kubeconfig = "",
     context: Context = "",
     namespace: Namespace = "",
     as_json: Json = False,
 ) -> None:
-    """Delete what is named, and all that was made for it; services go before what they use.
+    """Delete objects and everything created for them; services before what they use.
 
     Examples:
 
@@ -58,42 +60,46 @@ def delete(
         headrace delete -f isvc.yaml --kube --yes
     """
     from headrace.core.errors import InvalidArgument
-    from headrace.fleet.client.kinds import split
+    from headrace.fleet.client.contract import parse_targets
 
-    with or_sentence():
+    with report_fleet_errors():
         if bool(what) == bool(files):
-            raise InvalidArgument("say what to delete: KIND NAME, or -f FILE, and not both")
-        kinds, names = split(what or [])
+            raise InvalidArgument("nothing to delete: give either KIND NAME or -f FILE")
+        kinds, names = parse_targets(what or [])
         if what and not names:
-            raise InvalidArgument(f"say which: headrace delete {what[0]} NAME")
+            raise InvalidArgument(f"the name is missing: headrace delete {what[0]} NAME")
     progress = Progress(silent=as_json)
 
     async def work(fleet: Fleet) -> tuple[list[Document], list[str], list[str]]:
-        from headrace.fleet.client.waiting import Patience, until_gone
+        from headrace.fleet.client.readiness import WaitSettings, wait_until_deleted
 
         if files:
-            found, missing = await _from_files(fleet, files, namespace)
+            documents, missing = await _from_files(fleet, files, namespace)
         else:
-            found, missing = await _by_name(fleet, kinds, names, namespace)
-        if found and not yes:
-            _confirm(found, fleet.place)
-        for each in found:
-            await fleet.delete(each)
+            documents, missing = await _by_name(fleet, kinds, names, namespace)
+        if documents and not yes:
+            _confirm(documents, fleet.place)
+        for document in documents:
+            await fleet.delete(document)
             if not as_json:
-                typer.echo(f"{object_name(each)} deleted")
+                typer.echo(f"{object_name(document)} deleted")
         with progress:
-            left = await until_gone(fleet, found, progress, Patience(timeout, look_seconds=0.2)) if wait else []
-        return found, missing, left
+            left = (
+                await wait_until_deleted(fleet, documents, progress, WaitSettings(timeout, poll_seconds=0.2))
+                if wait
+                else []
+            )
+        return documents, missing, left
 
-    found, missing, left = with_fleet(where_of(kube, kubeconfig, context), work)
+    documents, missing, left = with_fleet(where_of(kube, kubeconfig, context), work)
     if as_json:
-        gone = [object_name(each) for each in found]
-        print_json({"deleted": gone, "missing": missing, "left": left})
-    for each in missing if not ignore else ():
-        typer.secho(f"headrace: there is no {each}", fg="red", err=True)
+        deleted = [object_name(document) for document in documents]
+        print_json({"deleted": deleted, "missing": missing, "left": left})
+    for name in missing if not ignore else ():
+        typer.secho(f"headrace: there is no {name}", fg="red", err=True)
     if left:
-        told = ", ".join(left[:8])
-        typer.secho(f"headrace: after {timeout:g} s these still end: {told}", fg="red", err=True)
+        listed = ", ".join(left[:8])
+        typer.secho(f"headrace: still terminating after {timeout:g} s: {listed}", fg="red", err=True)
     if left or (missing and not ignore):
         raise typer.Exit(FAILED)
 
@@ -102,42 +108,44 @@ async def _by_name(
     fleet: Fleet, kinds: Sequence[Kind], names: list[str], namespace: str
 ) -> tuple[list[Document], list[str]]:
     space = namespace or fleet.namespace
-    found: list[Document] = []
+    documents: list[Document] = []
     missing: list[str] = []
     for name in dict.fromkeys(names):
-        there = [each for kind in kinds if (each := await fleet.get(kind, space, name)) is not None]
-        found += there
-        if not there:
-            missing.append(f"{' or '.join(each.name for each in kinds)} {name}")
-    return found, missing
+        matches = [document for kind in kinds if (document := await fleet.get(kind, space, name)) is not None]
+        documents += matches
+        if not matches:
+            missing.append(f"{' or '.join(kind.name for kind in kinds)} {name}")
+    return documents, missing
 
 
 async def _from_files(fleet: Fleet, files: list[str], namespace: str) -> tuple[list[Document], list[str]]:
-    """What the documents of files have become. Those that cannot be read end it before anything is deleted."""
+    """Return the live objects of the files' documents. Invalid files stop the command before anything is deleted."""
     from headrace.core.errors import InvalidArgument
-    from headrace.fleet.client.checking import gathered
-    from headrace.fleet.words import kind_of, name_of
+    from headrace.fleet.client.manifests import collect
+    from headrace.platforms.kubernetes_client.objects import kind_of, name_of
 
-    asked = gathered(read_files(files), fleet.namespace, namespace)
-    if asked.errors:
-        show_told(asked.errors, [])
-        raise InvalidArgument("nothing was deleted: put right what is wrong with the files first")
-    found: list[Document] = []
+    manifests = collect(read_files(files), fleet.namespace, namespace)
+    if manifests.errors:
+        print_problems(manifests.errors, [])
+        raise InvalidArgument("nothing was deleted: fix the errors in the files first")
+    documents: list[Document] = []
     missing: list[str] = []
-    for each in reversed(asked.sources):
-        live = await fleet.live(each.document)
+    for source in reversed(manifests.sources):
+        live = await fleet.live(source.document)
         if live is not None:
-            found.append(live)
+            documents.append(live)
         else:
-            missing.append(f"{kind_of(each.document)} {name_of(each.document)}")
-    return found, missing
+            missing.append(f"{kind_of(source.document)} {name_of(source.document)}")
+    return documents, missing
 
 
-def _confirm(found: list[Document], place: str) -> None:
+def _confirm(documents: list[Document], place: str) -> None:
     from headrace.cli import service_view
 
     if not service_view.is_interactive():
         return
-    for each in found:
-        typer.echo(f"  {object_name(each)}", err=True)
-    typer.confirm(f"Delete {'this' if len(found) == 1 else f'these {len(found)}'} at {place}?", abort=True, err=True)
+    for document in documents:
+        typer.echo(f"  {object_name(document)}", err=True)
+    typer.confirm(
+        f"Delete {'this' if len(documents) == 1 else f'these {len(documents)}'} at {place}?", abort=True, err=True
+    )

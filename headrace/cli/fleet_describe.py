@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace describe`: all about one service, model or runtime, and what to do next."""
+"""`headrace describe`: details of one service, model or runtime, and the next steps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.fleet_options import Context, Kube, Kubeconfig, Namespace, or_sentence, where_of, with_fleet
-from headrace.cli.results import Json, print_json
+from headrace.cli.common_options import Json, print_json
+from headrace.cli.fleet_options import Context, Kube, Kubeconfig, Namespace, report_fleet_errors, where_of, with_fleet
 
 if TYPE_CHECKING:
     from headrace.fleet.client.contract import Fleet
-    from headrace.fleet.client.describing import Description
+    from headrace.fleet.client.describe import Description
 
 
 def describe(
@@ -28,7 +28,7 @@ def describe(
     namespace: Namespace = "",
     as_json: Json = False,
 ) -> None:
-    """Show one service: conditions, components and pods, the model, the runtime and why, traffic, events, what to do next.
+    """Show one service: conditions, components, pods, model, runtime and why, traffic, events and next steps.
 
     Examples:
 
@@ -38,24 +38,24 @@ def describe(
     """
     from headrace.cli.fleet_describe_view import show
     from headrace.core.errors import InvalidArgument
-    from headrace.fleet.client.kinds import split
+    from headrace.fleet.client.contract import parse_targets
 
-    with or_sentence():
-        kinds, names = split(what)
+    with report_fleet_errors():
+        kinds, names = parse_targets(what)
         if not names:
-            raise InvalidArgument(f"say which: headrace describe {what[0]} NAME")
+            raise InvalidArgument(f"the name is missing: headrace describe {what[0]} NAME")
 
     async def work(fleet: Fleet) -> list[Description]:
         from headrace.cli.fleet_get import named
-        from headrace.fleet.client.describing import describe as described
+        from headrace.fleet.client.describe import describe as described
 
         space = namespace or fleet.namespace
-        found = [each for name in names for each in await named(fleet, kinds, space, name)]
-        return [await described(fleet, each) for each in found]
+        documents = [document for name in names for document in await named(fleet, kinds, space, name)]
+        return [await described(fleet, document) for document in documents]
 
-    found = with_fleet(where_of(kube, kubeconfig, context), work)
+    descriptions = with_fleet(where_of(kube, kubeconfig, context), work)
     if as_json:
-        shown = [each.as_json() for each in found]
+        shown = [description.as_json() for description in descriptions]
         print_json(shown[0] if len(shown) == 1 else shown)
     else:
-        show(found)
+        show(descriptions)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace describe` for people."""
+"""Output of `headrace describe`."""
 
 from __future__ import annotations
 
@@ -11,115 +11,121 @@ from rich.text import Text
 
 from headrace.cli.fleet_view import ordered, state_text
 from headrace.cli.tables import heading, line, open_console, table
-from headrace.fleet.client.describing import Description, event_json, pod_json
-from headrace.fleet.client.kinds import SERVICE
+from headrace.fleet.client.contract import SERVICE
+from headrace.fleet.client.describe import Description, event_json, pod_json
 from headrace.fleet.client.rollouts import rollouts_of
-from headrace.fleet.client.rows import cells, columns_of
-from headrace.fleet.client.summaries import age, components_of, summary
-from headrace.fleet.documents import write
-from headrace.fleet.status.observed import records
-from headrace.fleet.words import Document, kind_of, name_of, namespace_of, part, text, whole
+from headrace.fleet.client.tables import age, cells, columns_of, components_of, summary
+from headrace.fleet.documents import namespace_of
+from headrace.fleet.status.conditions import get_mappings
+from headrace.fleet.yaml_documents import write
+from headrace.platforms.kubernetes_client.objects import Document, get_int, get_mapping, get_str, kind_of, name_of
 
 _REJECTED = 8
 
 
-def show(found: Sequence[Description]) -> None:
-    """Print what is known of some documents."""
+def show(descriptions: Sequence[Description]) -> None:
+    """Print the descriptions of some documents."""
     console = open_console()
     now = datetime.now(UTC)
-    for number, each in enumerate(found):
+    for number, description in enumerate(descriptions):
         if number:
             console.print()
-        if kind_of(each.document) == SERVICE:
-            _show_service(console, each, now)
+        if kind_of(description.document) == SERVICE:
+            _show_service(console, description, now)
         else:
-            _show_other(console, each, now)
-        for said in each.unseen:
-            console.print(line(f"not shown: {said}", "yellow"), soft_wrap=True)
+            _show_other(console, description, now)
+        for reason in description.unseen:
+            console.print(line(f"not shown: {reason}", "yellow"), soft_wrap=True)
 
 
-def _show_service(console: Console, found: Description, now: datetime) -> None:
-    service, told = found.document, summary(found.document)
+def _show_service(console: Console, description: Description, now: datetime) -> None:
+    service, status = description.document, summary(description.document)
     console.print(heading(f"{kind_of(service)} {namespace_of(service)}/{name_of(service)}"))
     rows: list[tuple[str, str | Text]] = [
-        ("ready", state_text(told.ready)),
-        ("why not", told.reason),
-        ("url", told.url),
-        ("address", told.address),
-        ("mode", told.mode),
-        ("age", age(told.created, now)),
+        ("ready", state_text(status.ready)),
+        ("why not", status.reason),
+        ("url", status.url),
+        ("address", status.address),
+        ("mode", status.mode),
+        ("age", age(status.created, now)),
     ]
     _pairs(console, rows)
     _show_conditions(console, service, now)
     _show_components(console, service)
-    _show_pods(console, found.pods, now)
-    _show_model(console, found)
-    _show_runtime(console, found)
-    _show_events(console, found.events, now)
+    _show_pods(console, description.pods, now)
+    _show_model(console, description)
+    _show_runtime(console, description)
+    _show_events(console, description.events, now)
     _section(console, "Next")
-    for each in found.steps:
-        console.print(line(f"- {each}"), soft_wrap=True)
+    for step in description.steps:
+        console.print(line(f"- {step}"), soft_wrap=True)
 
 
-def _show_other(console: Console, found: Description, now: datetime) -> None:
-    document = found.document
-    space = text(document, "metadata", "namespace")
+def _show_other(console: Console, description: Description, now: datetime) -> None:
+    document = description.document
+    space = get_str(document, "metadata", "namespace")
     console.print(heading(f"{kind_of(document)} {f'{space}/' if space else ''}{name_of(document)}"))
     columns = columns_of([kind_of(document)], wide=True)
-    told = cells(document, columns, now)
-    _pairs(console, [(each.name.lower(), cell) for each, cell in zip(columns, told, strict=True) if cell != "-"])
+    values = cells(document, columns, now)
+    _pairs(console, [(column.name.lower(), cell) for column, cell in zip(columns, values, strict=True) if cell != "-"])
     for name in ("spec", "status"):
-        if part(document, name):
+        if get_mapping(document, name):
             _section(console, name.capitalize())
-            for each in write([ordered(part(document, name))]).splitlines():
-                console.print(line(each), soft_wrap=True)
-    _show_nodes(console, found)
-    if found.users:
+            for text in write([ordered(get_mapping(document, name))]).splitlines():
+                console.print(line(text), soft_wrap=True)
+    _show_nodes(console, description)
+    if description.users:
         _section(console, "Used by")
-        rows = [(namespace_of(each), name_of(each), state_text(summary(each).ready)) for each in found.users]
+        rows = [
+            (namespace_of(service), name_of(service), state_text(summary(service).ready))
+            for service in description.users
+        ]
         console.print(table(("NAMESPACE", "SERVICE", "READY"), rows))
-    _show_events(console, found.events, now)
+    _show_events(console, description.events, now)
 
 
 def _show_conditions(console: Console, service: Document, now: datetime) -> None:
-    found = records(service, "status", "conditions")
-    if not found:
+    conditions = get_mappings(service, "status", "conditions")
+    if not conditions:
         return
     _section(console, "Conditions")
     rows = [
         (
-            text(each, "type"),
-            state_text(text(each, "status")),
-            text(each, "reason") or "-",
-            age(text(each, "lastTransitionTime"), now),
-            " ".join(text(each, "message").split()) or "-",
+            get_str(condition, "type"),
+            state_text(get_str(condition, "status")),
+            get_str(condition, "reason") or "-",
+            age(get_str(condition, "lastTransitionTime"), now),
+            " ".join(get_str(condition, "message").split()) or "-",
         )
-        for each in found
+        for condition in conditions
     ]
     console.print(table(("CONDITION", "STATUS", "REASON", "SINCE", "MESSAGE"), rows))
 
 
 def _show_components(console: Console, service: Document) -> None:
-    components, moves = components_of(service), {each.component: each for each in rollouts_of(service)}
+    components, rollouts = (
+        components_of(service),
+        {rollout.component: rollout for rollout in rollouts_of(service)},
+    )
     if not components:
         return
     _section(console, "Components")
     rows = [
         (
             name,
-            text(each, "mode") or "-",
-            f"{whole(each, 'readyReplicas') or 0}/{whole(each, 'replicas') or 0}",
-            text(each, "selectedAccelerator", "acceleratorClass") or "-",
-            moves[name].state,
-            text(each, "url") or "-",
+            get_str(component, "mode") or "-",
+            f"{get_int(component, 'readyReplicas') or 0}/{get_int(component, 'replicas') or 0}",
+            get_str(component, "selectedAccelerator", "acceleratorClass") or "-",
+            rollouts[name].state,
+            get_str(component, "url") or "-",
         )
-        for name, each in components.items()
+        for name, component in components.items()
     ]
     console.print(table(("COMPONENT", "MODE", "READY", "ACCELERATOR", "ROLLOUT", "URL"), rows))
     shares = [
         (name, share.revision or "-", f"{share.percent}%", "newest" if share.latest else "before")
-        for name, each in moves.items()
-        for share in each.shares
+        for name, rollout in rollouts.items()
+        for share in rollout.shares
     ]
     if shares:
         _section(console, "Traffic")
@@ -131,60 +137,63 @@ def _show_pods(console: Console, pods: Sequence[Document], now: datetime) -> Non
         return
     _section(console, "Pods")
     rows = []
-    for each in map(pod_json, pods):
-        why = ": ".join(dict.fromkeys(word for word in (each["reason"], each["message"]) if word)) or "-"
-        state = state_text(each["state"])
-        rows.append((each["name"], each["component"], state, each["restarts"], each["node"] or "-",
-                     age(each["created"], now), why))  # fmt: skip
+    for pod in map(pod_json, pods):
+        why = ": ".join(dict.fromkeys(text for text in (pod["reason"], pod["message"]) if text)) or "-"
+        state = state_text(pod["state"])
+        rows.append((pod["name"], pod["component"], state, pod["restarts"], pod["node"] or "-",
+                     age(pod["created"], now), why))  # fmt: skip
     console.print(table(("POD", "COMPONENT", "STATE", "RESTARTS", "NODE", "AGE", "WHY"), rows))
 
 
-def _show_model(console: Console, found: Description) -> None:
-    told = part(found.document, "status", "modelStatus")
-    if not told and found.model is None:
+def _show_model(console: Console, description: Description) -> None:
+    model_status = get_mapping(description.document, "status", "modelStatus")
+    if not model_status and description.model is None:
         return
     _section(console, "Model")
-    states, failure = part(told, "modelRevisionStates"), part(told, "lastFailureInfo")
-    copies = part(told, "modelCopies")
-    name = name_of(found.model) if found.model is not None else summary(found.document).model
+    states, failure = get_mapping(model_status, "modelRevisionStates"), get_mapping(model_status, "lastFailureInfo")
+    copies = get_mapping(model_status, "modelCopies")
+    name = name_of(description.model) if description.model is not None else summary(description.document).model
     rows: list[tuple[str, str | Text]] = [
-        ("name", f"{name} ({kind_of(found.model)})" if found.model is not None else name),
-        ("path", text(found.model, "spec", "storage", "path")),
-        ("answers now", text(states, "activeModelState")),
-        ("asked for", text(states, "targetModelState")),
-        ("transition", text(told, "transitionStatus")),
-        ("copies", f"{whole(copies, 'failedCopies') or 0} failed of {whole(copies, 'totalCopies')}" if copies else ""),
-        ("last failure", ": ".join(each for each in (text(failure, "reason"), text(failure, "message")) if each)),
+        ("name", f"{name} ({kind_of(description.model)})" if description.model is not None else name),
+        ("path", get_str(description.model, "spec", "storage", "path")),
+        ("answers now", get_str(states, "activeModelState")),
+        ("asked for", get_str(states, "targetModelState")),
+        ("transition", get_str(model_status, "transitionStatus")),
+        (
+            "copies",
+            f"{get_int(copies, 'failedCopies') or 0} failed of {get_int(copies, 'totalCopies')}" if copies else "",
+        ),
+        ("last failure", ": ".join(filter(None, (get_str(failure, "reason"), get_str(failure, "message"))))),
     ]
     _pairs(console, rows)
-    _show_nodes(console, found)
+    _show_nodes(console, description)
 
 
-def _show_nodes(console: Console, found: Description) -> None:
-    if not found.progress:
+def _show_nodes(console: Console, description: Description) -> None:
+    if not description.progress:
         return
     _section(console, "Nodes with the model")
     rows = []
-    for each in found.progress:
-        total = each.total_bytes
-        share = f"{100 * each.done_bytes // total}% of {total / 1e9:.1f} GB" if total else "-"
-        rows.append((each.node, state_text(each.state), each.phase or "-", share))
-    console.print(table(("NODE", "STATE", "PHASE", "BROUGHT"), rows))
+    for progress in description.progress:
+        total = progress.total_bytes
+        share = f"{100 * progress.done_bytes // total}% of {total / 1e9:.1f} GB" if total else "-"
+        rows.append((progress.node, state_text(progress.state), progress.phase or "-", share))
+    console.print(table(("NODE", "STATE", "PHASE", "DOWNLOADED"), rows))
 
 
-def _show_runtime(console: Console, found: Description) -> None:
-    told, chosen = part(found.document, "status", "runtime"), found.selection
-    if not told and chosen is None:
+def _show_runtime(console: Console, description: Description) -> None:
+    runtime, chosen = get_mapping(description.document, "status", "runtime"), description.selection
+    if not runtime and chosen is None:
         return
     _section(console, "Runtime")
-    if told:
-        said = f"{text(told, 'name')} ({text(told, 'kind')}): {text(told, 'reason')}"
-        console.print(line(said), soft_wrap=True)
+    if runtime:
+        text = f"{get_str(runtime, 'name')} ({get_str(runtime, 'kind')}): {get_str(runtime, 'reason')}"
+        console.print(line(text), soft_wrap=True)
     elif chosen is not None:
         name = name_of(chosen.runtime) if chosen.runtime is not None else "none"
         console.print(line(f"{name}: {chosen.reason}"), soft_wrap=True)
     if chosen is not None and chosen.rejected:
-        console.print(table(("NOT CHOSEN", "BECAUSE"), [tuple(each) for each in chosen.rejected[:_REJECTED]]))
+        console.print(table(("NOT CHOSEN", "BECAUSE"), [tuple(rejected) for rejected in chosen.rejected[:_REJECTED]]))
         if len(chosen.rejected) > _REJECTED:
             console.print(line(f"and {len(chosen.rejected) - _REJECTED} more; --json has them all"))
 
@@ -194,8 +203,8 @@ def _show_events(console: Console, events: Sequence[Document], now: datetime) ->
         return
     _section(console, "Events")
     rows = [
-        (age(each["time"], now), state_text(each["type"]), each["reason"], each["object"], each["message"])
-        for each in map(event_json, events)
+        (age(event["time"], now), state_text(event["type"]), event["reason"], event["object"], event["message"])
+        for event in map(event_json, events)
     ]
     console.print(table(("AGO", "TYPE", "REASON", "OBJECT", "MESSAGE"), rows))
 
@@ -207,5 +216,5 @@ def _section(console: Console, name: str) -> None:
 def _pairs(console: Console, rows: Sequence[tuple[str, str | Text]]) -> None:
     for name, value in rows:
         if value:
-            told = line(f"{name + ':':<14}")
-            console.print(told.append_text(line(value) if isinstance(value, str) else value), soft_wrap=True)
+            label = line(f"{name + ':':<14}")
+            console.print(label.append_text(line(value) if isinstance(value, str) else value), soft_wrap=True)

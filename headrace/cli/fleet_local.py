@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace logs` and `headrace scale`: what the fleet of this machine has beside the verbs of every fleet."""
+"""`headrace logs` and `headrace scale`: commands for the local fleet only."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from headrace.cli.fleet_options import Component, Namespace, or_sentence
+from headrace.cli.common_options import Json, print_json
+from headrace.cli.fleet_options import Component, Namespace, report_fleet_errors
 from headrace.cli.fleet_up import StateDir
-from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from headrace.fleet.local.client import LocalFleet
+    from headrace.fleet.local.api_client import LocalFleet
 
 T = TypeVar("T")
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="An InferenceService; for a log also one of its pods, or a benchmark.")
+    str, typer.Argument(metavar="NAME", help="An InferenceService; for logs also one of its pods, or a benchmark job.")
 ]
 
 
 def logs(
     name: Name,
-    pod: Annotated[str, typer.Option("--pod", metavar="NAME", help="One of its pods; all unless told.")] = "",
+    pod: Annotated[str, typer.Option("--pod", metavar="NAME", help="One of its pods (default: all).")] = "",
     container: Annotated[
-        str, typer.Option("--container", "-c", metavar="NAME", help="Of its pods; the main one unless told.")
+        str, typer.Option("--container", "-c", metavar="NAME", help="Container of the pods (default: the main one).")
     ] = "",
-    every: Annotated[
-        bool, typer.Option("--all-containers", help="Those that come first and those beside, too.")
+    every: Annotated[bool, typer.Option("--all-containers", help="Include init containers and sidecars.")] = False,
+    tail: Annotated[int, typer.Option("--tail", min=1, max=100_000, help="Number of lines per container.")] = 100,
+    previous: Annotated[
+        bool, typer.Option("--previous", "-p", help="Show the log of the process before the last restart.")
     ] = False,
-    tail: Annotated[int, typer.Option("--tail", min=1, max=100_000, help="Lines of each.")] = 100,
-    previous: Annotated[bool, typer.Option("--previous", "-p", help="Of the process before the last restart.")] = False,
     namespace: Namespace = "",
     folder: StateDir = "",
     as_json: Json = False,
 ) -> None:
-    """Show what the pods of a service on this machine said last.
+    """Print the last log lines of a service's pods on this machine.
 
     Examples:
 
@@ -50,16 +50,16 @@ def logs(
 
         headrace logs benchmarkjob/digits-load
     """
-    from headrace.fleet.client.kinds import kinds_of
+    from headrace.fleet.client.contract import kinds_named
 
-    said = name.partition("/")[0] if "/" in name else ""
-    with or_sentence():
-        kind = kinds_of(said)[0].name if said not in ("", "pod", "pods") else ""
-    found: Sequence[tuple[str, str]] = _with(
+    kind_name = name.partition("/")[0] if "/" in name else ""
+    with report_fleet_errors():
+        kind = kinds_named(kind_name)[0].name if kind_name not in ("", "pod", "pods") else ""
+    pod_logs: Sequence[tuple[str, str]] = _with_local_fleet(
         folder,
         lambda fleet: fleet.logs(
             namespace or fleet.namespace,
-            _bare(name),
+            _without_kind(name),
             kind=kind,
             pod=pod,
             container=container,
@@ -69,24 +69,24 @@ def logs(
         ),
     )
     if as_json:
-        print_json([{"pod": each, "log": text} for each, text in found])
+        print_json([{"pod": pod_name, "log": text} for pod_name, text in pod_logs])
         return
-    for number, (each, text) in enumerate(found):
-        if len(found) > 1:
-            typer.echo(f"{'' if not number else chr(10)}==> {each} <==")
+    for number, (pod_name, text) in enumerate(pod_logs):
+        if len(pod_logs) > 1:
+            typer.echo(f"{'' if not number else chr(10)}==> {pod_name} <==")
         if text:
             typer.echo(text)
 
 
 def scale(
     name: Name,
-    replicas: Annotated[int, typer.Option("--replicas", min=0, max=1000, help="How many there should be.")],
+    replicas: Annotated[int, typer.Option("--replicas", min=0, max=1000, help="Replica count to set.")],
     component: Component = "engine",
     namespace: Namespace = "",
     folder: StateDir = "",
     as_json: Json = False,
 ) -> None:
-    """Have more or fewer replicas of a service on this machine, within its minReplicas and maxReplicas.
+    """Set the replica count of a service on this machine, within its minReplicas and maxReplicas.
 
     Examples:
 
@@ -94,26 +94,28 @@ def scale(
 
         headrace scale digits --replicas 0
     """
-    told = _with(folder, lambda fleet: fleet.scale(namespace or fleet.namespace, _bare(name), component, replicas))
+    result = _with_local_fleet(
+        folder, lambda fleet: fleet.scale(namespace or fleet.namespace, _without_kind(name), component, replicas)
+    )
     if as_json:
-        print_json(told)
+        print_json(result)
         return
-    typer.echo(f"{told['name']} is scaled to {told['replicas']}")
-    if told["replicas"] != replicas:
-        typer.secho("its minReplicas and maxReplicas allow no other number", fg="yellow", err=True)
+    typer.echo(f"{result['name']} scaled to {result['replicas']}")
+    if result["replicas"] != replicas:
+        typer.secho("limited by its minReplicas and maxReplicas", fg="yellow", err=True)
 
 
-def _bare(name: str) -> str:
+def _without_kind(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _with(folder: str, work: Callable[[LocalFleet], Awaitable[T]]) -> T:
+def _with_local_fleet(folder: str, work: Callable[[LocalFleet], Awaitable[T]]) -> T:
     import asyncio
 
-    from headrace.fleet.local.client import open_local
+    from headrace.fleet.local.api_client import open_local
 
     async def run() -> T:
         return await work(open_local(folder))
 
-    with or_sentence():
+    with report_fleet_errors():
         return asyncio.run(run())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the verbs for a fleet share: options, how a fleet is opened, which error is which exit code."""
+"""Shared by the fleet commands: options, how to open a fleet, and exit codes of errors."""
 
 from __future__ import annotations
 
@@ -11,38 +11,45 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from headrace.cli.checks import BAD_USE, FAILED, complain
+from headrace.cli.checks import BAD_USE, FAILED, print_error
 
 if TYPE_CHECKING:
+    from headrace.fleet.client import FleetTarget
     from headrace.fleet.client.contract import Fleet
-    from headrace.fleet.client.opening import Where
-    from headrace.fleet.documents import Read
-    from headrace.fleet.explaining import Told
-    from headrace.fleet.words import Document
+    from headrace.fleet.explain import LocatedProblem
+    from headrace.fleet.yaml_documents import ParsedFiles
+    from headrace.platforms.kubernetes_client.objects import Document
 
 _FLEET = "Fleet"
 _INTERRUPTED = 130
 T = TypeVar("T")
 
 Kube = Annotated[
-    bool, typer.Option("--kube", help="The cluster of your kubeconfig, not this machine.", rich_help_panel=_FLEET)
+    bool, typer.Option("--kube", help="Use the cluster of your kubeconfig, not this machine.", rich_help_panel=_FLEET)
 ]
 Kubeconfig = Annotated[
     str,
     typer.Option(
         "--kubeconfig",
         metavar="FILE",
-        help="In a pod its service account, else $KUBECONFIG, else ~/.kube/config.",
+        help="Kubeconfig file (default: the pod's service account, $KUBECONFIG, or ~/.kube/config).",
         rich_help_panel=_FLEET,
     ),
 ]
 Context = Annotated[
     str,
-    typer.Option("--context", metavar="NAME", help="The kubeconfig's own unless told.", rich_help_panel=_FLEET),
+    typer.Option(
+        "--context",
+        metavar="NAME",
+        help="Context of the kubeconfig (default: its current context).",
+        rich_help_panel=_FLEET,
+    ),
 ]
 Namespace = Annotated[
     str,
-    typer.Option("--namespace", "-n", metavar="NAME", help="The context's own unless told.", rich_help_panel=_FLEET),
+    typer.Option(
+        "--namespace", "-n", metavar="NAME", help="Namespace (default: that of the context).", rich_help_panel=_FLEET
+    ),
 ]
 Files = Annotated[
     list[str] | None,
@@ -50,42 +57,44 @@ Files = Annotated[
         "-f",
         "--filename",
         metavar="FILE",
-        help="A file, a folder with all below it, or - for standard input. Repeatable.",
+        help="File, folder (recursive), or - for standard input. Repeatable.",
         show_default=False,
     ),
 ]
-Timeout = Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help="With --wait: the longest.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Maximum time to wait, with --wait.")
+]
 Component = Annotated[
-    str, typer.Option("--component", metavar="NAME", help="engine, decoder or router; all unless told.")
+    str, typer.Option("--component", metavar="NAME", help="engine, decoder or router (default: all).")
 ]
 
 
-def where_of(kube: bool, kubeconfig: str, context: str) -> Where:
-    """What was said of the fleet."""
-    from headrace.fleet.client.opening import Where
+def where_of(kube: bool, kubeconfig: str, context: str) -> FleetTarget:
+    """Return the fleet that the options select."""
+    from headrace.fleet.client import FleetTarget
 
-    return Where(kube, kubeconfig, context)
+    return FleetTarget(kube, kubeconfig, context)
 
 
-def with_fleet(where: Where, work: Callable[[Fleet], Awaitable[T]]) -> T:
-    """Do something with a fleet; an error becomes a sentence and an exit code."""
+def with_fleet(where: FleetTarget, work: Callable[[Fleet], Awaitable[T]]) -> T:
+    """Run a function with the fleet; report errors with their exit code."""
     import asyncio
 
-    from headrace.fleet.client import opening
+    from headrace.fleet import client
 
-    # What a person has to know is in the error; what else is logged would stand around it.
+    # The error has what the user needs; log lines would only clutter the terminal.
     log = logging.getLogger("headrace")
     if not log.hasHandlers():
         log.addHandler(logging.NullHandler())
 
     async def run() -> T:
-        fleet = opening.open_fleet(where)
+        fleet = client.open_fleet(where)
         try:
             return await work(fleet)
         finally:
             await fleet.close()
 
-    with or_sentence():
+    with report_fleet_errors():
         try:
             return asyncio.run(run())
         except KeyboardInterrupt:
@@ -93,52 +102,52 @@ def with_fleet(where: Where, work: Callable[[Fleet], Awaitable[T]]) -> T:
 
 
 @contextmanager
-def or_sentence() -> Iterator[None]:
-    """Turn an error into its text: exit code 2 for what was asked wrongly, 1 for what did not work."""
+def report_fleet_errors() -> Iterator[None]:
+    """Report an error: exit with 2 if the request is invalid, with 1 if it failed."""
     from headrace.core.errors import HeadraceError, InvalidArgument
     from headrace.core.telemetry.logs import one_line
 
     try:
         yield
     except HeadraceError as error:
-        complain(one_line(error.message))
+        print_error(one_line(error.message))
         raise typer.Exit(BAD_USE if isinstance(error, InvalidArgument) else FAILED) from None
 
 
-def read_files(files: list[str]) -> Read:
-    """The documents of files, folders and standard input."""
+def read_files(files: list[str]) -> ParsedFiles:
+    """Read the documents of files, folders and standard input."""
     from pathlib import Path
 
-    from headrace.fleet.documents import Read, parse, read
+    from headrace.fleet.yaml_documents import ParsedFiles, parse, read
 
-    found = Read([], [])
-    for each in files:
-        one = parse(sys.stdin.read(), "<stdin>") if each == "-" else read([Path(each)])
-        found = Read([*found.sources, *one.sources], [*found.problems, *one.problems])
-    return found
+    documents = ParsedFiles([], [])
+    for path in files:
+        parsed = parse(sys.stdin.read(), "<stdin>") if path == "-" else read([Path(path)])
+        documents = ParsedFiles([*documents.sources, *parsed.sources], [*documents.problems, *parsed.problems])
+    return documents
 
 
-def show_told(errors: list[Told], warnings: list[Told]) -> None:
-    """Problems on standard error, one line each."""
+def print_problems(errors: list[LocatedProblem], warnings: list[LocatedProblem]) -> None:
+    """Print problems to standard error, one line each."""
     from headrace.core.telemetry.logs import one_line
 
-    for each in warnings:
-        typer.secho(f"warning: {one_line(str(each))}", fg="yellow", err=True)
-    for each in errors:
-        typer.secho(f"error: {one_line(str(each))}", fg="red", err=True)
+    for problem in warnings:
+        typer.secho(f"warning: {one_line(str(problem))}", fg="yellow", err=True)
+    for problem in errors:
+        typer.secho(f"error: {one_line(str(problem))}", fg="red", err=True)
 
 
 def object_name(document: Document) -> str:
-    """`inferenceservice.ome.io/digits`, as kubectl names it."""
+    """Return the name of an object as kubectl prints it: `inferenceservice.ome.io/digits`."""
     from headrace.core.telemetry.logs import one_line
-    from headrace.fleet.words import kind_of, name_of, text
+    from headrace.platforms.kubernetes_client.objects import get_str, kind_of, name_of
 
-    group = text(document, "apiVersion").rpartition("/")[0]
+    group = get_str(document, "apiVersion").rpartition("/")[0]
     return one_line(f"{kind_of(document).lower()}{f'.{group}' if group else ''}/{name_of(document)}")
 
 
 class Progress:
-    """Lines for who waits: rewritten in place on a terminal, one after the other elsewhere. On standard error."""
+    """Progress lines on standard error: rewritten in place on a terminal, one after the other elsewhere."""
 
     def __init__(self, *, silent: bool = False) -> None:
         self._silent = silent
@@ -146,7 +155,7 @@ class Progress:
         self._shown = False
 
     def __call__(self, line: str) -> None:
-        """Show where it is now."""
+        """Show the current progress."""
         from headrace.core.telemetry.logs import one_line
 
         if self._silent:
@@ -162,8 +171,8 @@ class Progress:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, *told: object) -> None:
-        """Take the line off the terminal, whatever comes next."""
+    def __exit__(self, *exception: object) -> None:
+        """Remove the line from the terminal."""
         if self._shown:
             typer.echo("\r\x1b[K", nl=False, err=True)
             self._shown = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace rollout`: a canary promoted, taken back, stopped at its step, or looked at."""
+"""`headrace rollout`: promote, undo, pause, resume or show a canary rollout."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.checks import FAILED
+from headrace.cli.common_options import Json, print_json
 from headrace.cli.fleet_options import (
     Component,
     Context,
@@ -21,44 +22,43 @@ from headrace.cli.fleet_options import (
     where_of,
     with_fleet,
 )
-from headrace.cli.results import Json, print_json
 
 if TYPE_CHECKING:
     from headrace.fleet.client.contract import Fleet
+    from headrace.fleet.client.readiness import Outcome
     from headrace.fleet.client.rollouts import ComponentRollout
-    from headrace.fleet.client.waiting import Outcome
-    from headrace.fleet.words import Document
+    from headrace.platforms.kubernetes_client.objects import Document
 
 rollout = typer.Typer(
     name="rollout",
-    help="Move a canary on: promote it, undo it, pause and resume its steps, see how far it is.",
+    help="Control a canary rollout: promote, undo, pause, resume and show its status.",
     no_args_is_help=True,
 )
 
 _TRIES = 5
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The InferenceService.")]
-Wait = Annotated[bool, typer.Option("--wait", help="Until it has arrived; 1 if it does not.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until the rollout is complete; exit with 1 if it fails.")]
 
-_PROMOTE = """Give the newest revision all requests: canaryTrafficPercent becomes 100. Steps that are left are passed over.
+_PROMOTE = """Send all traffic to the newest revision: canaryTrafficPercent becomes 100. Remaining steps are skipped.
 
 Example:
 
     headrace rollout promote llama-chat --kube --wait
 """
-_UNDO = """Give all requests to what ran before: canaryTrafficPercent becomes 0. The new pods stay until a file is applied;
-where there are steps, they end.
+_UNDO = """Send all traffic to the previous revision: canaryTrafficPercent becomes 0. The new pods stay until a file is
+applied; remaining steps are cancelled.
 
 Example:
 
     headrace rollout undo llama-chat --kube
 """
-_PAUSE = """Keep a rollout at its step. Errors still take it back.
+_PAUSE = """Pause a rollout at its current step. Errors still roll it back.
 
 Example:
 
     headrace rollout pause llama-chat
 """
-_RESUME = """Let a paused rollout go on. One that was rolled back begins anew, with the same pods.
+_RESUME = """Resume a paused rollout. A rollout that was rolled back starts again, with the same pods.
 
 Example:
 
@@ -66,10 +66,10 @@ Example:
 """
 
 
-def _moving(done: str) -> Callable[..., None]:
-    """A verb that changes a rollout."""
+def _rollout_command(done: str) -> Callable[..., None]:
+    """Return a command that changes a rollout."""
 
-    def move(
+    def change_rollout(
         name: Name,
         component: Component = "",
         wait: Wait = False,
@@ -86,24 +86,24 @@ def _moving(done: str) -> Callable[..., None]:
         progress = Progress(silent=as_json)
 
         async def work(fleet: Fleet) -> list[Outcome]:
-            made = await _changed(fleet, namespace, name, lambda service: change(service, component))
+            service = await _patch(fleet, namespace, name, lambda service: change(service, component))
             if not as_json:
-                typer.echo(f"{object_name(made)} {done}")
-            return await _awaited(fleet, made, progress, timeout) if wait else []
+                typer.echo(f"{object_name(service)} {done}")
+            return await _wait(fleet, service, progress, timeout) if wait else []
 
         outcomes = with_fleet(where_of(kube, kubeconfig, context), work)
         if as_json:
             ready = {"ready": outcomes[0].ready, "reason": outcomes[0].reason} if outcomes else {}
             print_json({"name": name, "rollout": done, **ready})
-        _end(outcomes)
+        _exit_if_not_ready(outcomes)
 
-    return move
+    return change_rollout
 
 
-rollout.command("promote", help=_PROMOTE)(_moving("promoted"))
-rollout.command("undo", help=_UNDO)(_moving("undone"))
-rollout.command("pause", help=_PAUSE)(_moving("paused"))
-rollout.command("resume", help=_RESUME)(_moving("resumed"))
+rollout.command("promote", help=_PROMOTE)(_rollout_command("promoted"))
+rollout.command("undo", help=_UNDO)(_rollout_command("undone"))
+rollout.command("pause", help=_PAUSE)(_rollout_command("paused"))
+rollout.command("resume", help=_RESUME)(_rollout_command("resumed"))
 
 
 @rollout.command()
@@ -117,7 +117,7 @@ def status(
     namespace: Namespace = "",
     as_json: Json = False,
 ) -> None:
-    """Show the revisions of a service, their shares of the requests, and how far a rollout by steps is.
+    """Show the revisions of a service, their traffic shares, and the progress of a stepwise rollout.
 
     Example:
 
@@ -127,53 +127,53 @@ def status(
 
     async def work(fleet: Fleet) -> tuple[Document, list[Outcome]]:
         service = await _service(fleet, namespace, name)
-        outcomes = await _awaited(fleet, service, progress, timeout) if wait else []
+        outcomes = await _wait(fleet, service, progress, timeout) if wait else []
         return await _service(fleet, namespace, name), outcomes
 
     service, outcomes = with_fleet(where_of(kube, kubeconfig, context), work)
     _show(service, as_json)
-    _end(outcomes)
+    _exit_if_not_ready(outcomes)
 
 
-async def _changed(fleet: Fleet, namespace: str, name: str, change: Callable[[Document], Document]) -> Document:
-    """Change a service that was looked at. Its status is written all the time; its spec must be the one that was seen."""
+async def _patch(fleet: Fleet, namespace: str, name: str, change: Callable[[Document], Document]) -> Document:
+    """Patch a service; retry conflicts that come from status updates, as long as its spec has not changed."""
     from headrace.core.errors import Unavailable
-    from headrace.fleet.client.kinds import SERVICE, kind_named
-    from headrace.fleet.words import whole
+    from headrace.fleet.client.contract import SERVICE, kind_named
+    from headrace.platforms.kubernetes_client.objects import get_int
 
     service = await _service(fleet, namespace, name)
-    seen = whole(service, "metadata", "generation")
+    generation = get_int(service, "metadata", "generation")
     for left in reversed(range(_TRIES)):
         try:
             return await fleet.patch(kind_named(SERVICE), namespace or fleet.namespace, name, change(service))
         except Unavailable:
             service = await _service(fleet, namespace, name)
-            if not left or whole(service, "metadata", "generation") != seen:
+            if not left or get_int(service, "metadata", "generation") != generation:
                 raise
-    raise Unavailable(f"{name} is changed all the time; try again")
+    raise Unavailable(f"{name} changes too often; try again")
 
 
-async def _awaited(fleet: Fleet, service: Document, progress: Progress, seconds: float) -> list[Outcome]:
-    from headrace.fleet.client.waiting import Patience, until_ready
+async def _wait(fleet: Fleet, service: Document, progress: Progress, seconds: float) -> list[Outcome]:
+    from headrace.fleet.client.readiness import WaitSettings, wait_until_ready
 
     with progress:
-        return await until_ready(fleet, [service], progress, Patience(seconds=seconds))
+        return await wait_until_ready(fleet, [service], progress, WaitSettings(seconds=seconds))
 
 
 async def _service(fleet: Fleet, namespace: str, name: str) -> Document:
     from headrace.cli.fleet_get import named
-    from headrace.fleet.client.kinds import SERVICE, kind_named
+    from headrace.fleet.client.contract import SERVICE, kind_named
 
-    (found,) = await named(fleet, [kind_named(SERVICE)], namespace or fleet.namespace, name)
-    return found
+    (service,) = await named(fleet, [kind_named(SERVICE)], namespace or fleet.namespace, name)
+    return service
 
 
-def _end(outcomes: list[Outcome]) -> None:
+def _exit_if_not_ready(outcomes: list[Outcome]) -> None:
     from headrace.core.telemetry.logs import one_line
 
-    for each in outcomes:
-        if not each.ready:
-            typer.secho(f"headrace: {one_line(f'{each.name} is not ready: {each.reason}')}", fg="red", err=True)
+    for outcome in outcomes:
+        if not outcome.ready:
+            typer.secho(f"headrace: {one_line(f'{outcome.name} is not ready: {outcome.reason}')}", fg="red", err=True)
             raise typer.Exit(FAILED)
 
 
@@ -181,55 +181,55 @@ def _show(service: Document, as_json: bool) -> None:
     from headrace.cli.fleet_view import state_text
     from headrace.cli.tables import line, open_console, table
     from headrace.fleet.client.rollouts import rollouts_of
-    from headrace.fleet.client.summaries import reason_of
+    from headrace.fleet.client.tables import reason_of
 
-    found = rollouts_of(service)
+    rollouts = rollouts_of(service)
     if as_json:
         rows: list[dict[str, Any]] = [
             {
-                "component": each.component,
-                "state": each.state,
-                "canaryTrafficPercent": each.asked,
-                **_steps_json(each),
+                "component": component.component,
+                "state": component.state,
+                "canaryTrafficPercent": component.asked,
+                **_steps_json(component),
                 "traffic": [
                     {"revision": share.revision, "percent": share.percent, "latest": share.latest}
-                    for share in each.shares
+                    for share in component.shares
                 ],
             }
-            for each in found
+            for component in rollouts
         ]
         print_json({"components": rows, "reason": reason_of(service)})
         return
     console = open_console()
     cells = [
         (
-            each.component,
-            state_text(each.state),
+            component.component,
+            state_text(component.state),
             share.revision,
             f"{share.percent}%",
             "newest" if share.latest else "before",
         )
-        for each in found
-        for share in each.shares
+        for component in rollouts
+        for share in component.shares
     ]
     console.print(table(("COMPONENT", "ROLLOUT", "REVISION", "SHARE", ""), cells))
-    for each in found:
-        if each.rollout is not None and each.steps:
-            marks = " ".join(_marked(each, number) for number in range(len(each.steps)))
-            console.print(line(f"{each.component} steps: {marks}: {each.rollout.message}"), soft_wrap=True)
+    for component in rollouts:
+        if component.rollout is not None and component.steps:
+            marks = " ".join(_marked(component, number) for number in range(len(component.steps)))
+            console.print(line(f"{component.component} steps: {marks}: {component.rollout.message}"), soft_wrap=True)
     if reason_of(service):
         console.print(line(reason_of(service)), soft_wrap=True)
 
 
 def _marked(rollout: ComponentRollout, number: int) -> str:
-    """A step: with brackets the one that it is at."""
-    said, state = f"{rollout.steps[number]}%", rollout.rollout
-    return f"[{said}]" if state is not None and not state.over and state.step == number else said
+    """Return the percentage of a step, in brackets if it is the current one."""
+    text, state = f"{rollout.steps[number]}%", rollout.rollout
+    return f"[{text}]" if state is not None and not state.over and state.step == number else text
 
 
 def _steps_json(rollout: ComponentRollout) -> dict[str, Any]:
     state = rollout.rollout
     if state is None or not rollout.steps:
         return {}
-    told = {"phase": state.phase, "step": state.step + 1, "message": state.message, "paused": rollout.paused}
-    return {"steps": {"percents": list(rollout.steps), **told}}
+    progress = {"phase": state.phase, "step": state.step + 1, "message": state.message, "paused": rollout.paused}
+    return {"steps": {"percents": list(rollout.steps), **progress}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace up`: the fleet of this machine, until Ctrl-C."""
+"""`headrace up`: run the local fleet until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.log_options import LogLevel, LogStyle
+from headrace.cli.common_options import LogLevel, LogStyle
 
 if TYPE_CHECKING:
-    from headrace.net.server import WireServer
+    from headrace.net.server import HttpServer
     from headrace.programs.fleet_daemon import Daemon
 
 _CONSOLE = "127.0.0.1:8079"
@@ -21,7 +21,7 @@ StateDir = Annotated[
         "--state-dir",
         envvar="HEADRACE_STATE_DIR",
         metavar="DIR",
-        help="Where the fleet of this machine lies. ~/.local/state/headrace/fleet unless told.",
+        help="State directory of the local fleet (default: ~/.local/state/headrace/fleet).",
         show_default=False,
     ),
 ]
@@ -30,32 +30,33 @@ StateDir = Annotated[
 def up(
     folder: StateDir = "",
     port: Annotated[
-        int, typer.Option(min=1, max=65000, help="Of the first service; the next gets the next that is free.")
+        int, typer.Option(min=1, max=65000, help="Port of the first service; later services take the next free ports.")
     ] = 8080,
     models_root: Annotated[
         str,
         typer.Option(
             "--models-root",
             metavar="DIR",
-            help="Stands for /mnt/models: models that are there need no download.",
+            help="Local folder to use as /mnt/models; models found there are not downloaded.",
             show_default=False,
         ),
     ] = "",
     driver: Annotated[
         str,
-        typer.Option("--driver", metavar="NAME", help="What runs containers: process, or docker for their images."),
+        typer.Option("--driver", metavar="NAME", help="process: run services as processes; docker: run their images."),
     ] = "process",
     max_processes: Annotated[
-        int, typer.Option("--max-processes", min=0, help="Processes and threads of a container at most; 0: any number.")
+        int,
+        typer.Option("--max-processes", min=0, help="Maximum processes and threads per container (0: unlimited)."),
     ] = 0,
     ephemeral: Annotated[
-        bool, typer.Option("--ephemeral", help="End all services on the way out; their documents stay.")
+        bool, typer.Option("--ephemeral", help="Stop all services on exit; keep their definitions.")
     ] = False,
     trace_endpoint: Annotated[
         str,
         typer.Option(
             metavar="URL",
-            help="Send the cold starts of services that sleep, in parts, to this OTLP/HTTP collector.",
+            help="Send traces of cold starts to this OTLP/HTTP collector.",
             show_default=False,
         ),
     ] = "",
@@ -64,18 +65,18 @@ def up(
         typer.Option(
             "--console",
             metavar="HOST:PORT",
-            help=f"Where the page of this fleet is: {_CONSOLE}, or a free port, unless told.",
+            help=f"Address of the fleet's web page (default: {_CONSOLE}, or a free port).",
             show_default=False,
         ),
     ] = "",
-    no_console: Annotated[bool, typer.Option("--no-console", help="Serve no page.")] = False,
+    no_console: Annotated[bool, typer.Option("--no-console", help="Do not serve the web page.")] = False,
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
     """Run InferenceServices on this machine: the same files as on Kubernetes, as processes or containers.
 
-    `headrace apply`, `get`, `describe`, `logs`, `scale` and `delete` speak with it. When it ends, or is killed, services go
-    on, and the next `headrace up` finds them again. The address that it prints opens the fleet's page in a browser.
+    Control it with `headrace apply`, `get`, `describe`, `logs`, `scale` and `delete`. Services keep running when it
+    stops or is killed; the next `headrace up` adopts them. Open the printed address to see the fleet in a browser.
 
     Examples:
 
@@ -90,18 +91,18 @@ def up(
     from pathlib import Path
     from typing import cast
 
-    from headrace.cli.checks import collector_of, or_exit
+    from headrace.cli.checks import collector_of, exit_on_error
     from headrace.core.errors import InvalidArgument
     from headrace.core.telemetry.logs import LogFormat, configure_logging
     from headrace.fleet.local.settings import LocalSettings, state_dir
     from headrace.programs.console.fleet import FleetDoor, loopback
     from headrace.programs.fleet_daemon import run_local
 
-    with or_exit():
+    with exit_on_error():
         configure_logging(log_level, cast("LogFormat", log_format))
         root = Path(models_root).expanduser().absolute() if models_root else None
         if driver not in ("process", "docker"):
-            raise InvalidArgument(f"--driver is process or docker, and not {driver[:64]!a}")
+            raise InvalidArgument(f"--driver must be process or docker, not {driver[:64]!a}")
         settings = LocalSettings(
             state_dir(folder),
             port,
@@ -111,16 +112,16 @@ def up(
             ephemeral=ephemeral,
             trace_endpoint=collector_of(trace_endpoint),
         )
-        door = None if no_console else FleetDoor(loopback(console or _CONSOLE), fixed=bool(console))
+        console_server = None if no_console else FleetDoor(loopback(console or _CONSOLE), fixed=bool(console))
 
-        async def beside(daemon: Daemon) -> WireServer | None:
-            return None if door is None else await door.open(daemon.control, settings.root)
+        async def start_console(daemon: Daemon) -> HttpServer | None:
+            return None if console_server is None else await console_server.open(daemon.api, settings.root)
 
         def show(daemon: Daemon) -> None:
             where = daemon.settings.root
-            typer.echo(f"the fleet of this machine is up, in {where}; give it a service: headrace apply -f FILE")
-            if door is not None:
-                typer.echo(f"its page, with its key: {door.url}")
+            typer.echo(f"local fleet running, state in {where}; add a service: headrace apply -f FILE")
+            if console_server is not None:
+                typer.echo(f"web page, with its key: {console_server.url}")
 
-        code = run_local(settings, show, beside)
+        code = run_local(settings, show, start_console)
     raise typer.Exit(code)

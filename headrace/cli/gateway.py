@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace gateway`: a command line to what `headrace.gateway` is told."""
+"""`headrace gateway`: parse the command line and run the job API."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.log_options import LogLevel, LogStyle
+from headrace.cli.common_options import LogLevel, LogStyle
 
 if TYPE_CHECKING:
     from headrace.net.sockets import Address
-    from headrace.programs.gateway.settings import GatewaySettings
+    from headrace.programs.gateway import GatewaySettings
 
 _LISTENING, _SERVICES, _PLATFORM, _LOGS = "Listening", "Services", "Where services run", "Logs"
 DATA_DIR = Path("~/.local/share/headrace")
@@ -20,7 +20,10 @@ DATA_DIR = Path("~/.local/share/headrace")
 DataDir = Annotated[
     Path,
     typer.Option(
-        "--data-dir", envvar="HEADRACE_DATA_DIR", metavar="DIR", help="Database, keys, logs and downloads lie there."
+        "--data-dir",
+        envvar="HEADRACE_DATA_DIR",
+        metavar="DIR",
+        help="Folder for the database, keys, logs and downloads.",
     ),
 ]
 DatabaseUrl = Annotated[
@@ -29,39 +32,59 @@ DatabaseUrl = Annotated[
         "--database-url",
         envvar="HEADRACE_DATABASE_URL",
         metavar="URL",
-        help="postgresql://...; SQLite in the data directory unless told. Better by the environment: it has a password.",
+        help="postgresql://... (default: SQLite in the data directory). It has a password: prefer the environment variable.",
     ),
 ]
 
 
 def gateway(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_LISTENING)] = 8090,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.", rich_help_panel=_LISTENING)
+    ] = 8090,
     data_dir: DataDir = DATA_DIR,
     host: Annotated[
         str,
-        typer.Option(metavar="ADDRESS", help="0.0.0.0 lets others in; then TLS is needed.", rich_help_panel=_LISTENING),
+        typer.Option(
+            metavar="ADDRESS",
+            help="Address to listen on; 0.0.0.0 accepts other machines and needs TLS.",
+            rich_help_panel=_LISTENING,
+        ),
     ] = "127.0.0.1",
     tls_certificate: Annotated[
-        str, typer.Option("--tls-certificate", metavar="FILE", help="PEM.", rich_help_panel=_LISTENING)
+        str,
+        typer.Option(
+            "--tls-certificate", metavar="FILE", help="PEM file with the certificate.", rich_help_panel=_LISTENING
+        ),
     ] = "",
-    tls_key: Annotated[str, typer.Option("--tls-key", metavar="FILE", help="PEM.", rich_help_panel=_LISTENING)] = "",
+    tls_key: Annotated[
+        str,
+        typer.Option(
+            "--tls-key", metavar="FILE", help="PEM file with the key of the certificate.", rich_help_panel=_LISTENING
+        ),
+    ] = "",
     insecure: Annotated[
         bool,
         typer.Option(
-            "--insecure", help="Let others in without TLS: something before it does that.", rich_help_panel=_LISTENING
+            "--insecure",
+            help="Accept other machines without TLS, behind a proxy that terminates TLS.",
+            rich_help_panel=_LISTENING,
         ),
     ] = False,
     database_url: DatabaseUrl = "",
     token_key: Annotated[
         Path | None,
         typer.Option(
-            "--token-key", metavar="FILE", help="PEM key that signs tokens: RSA or Ed25519. A secret of its own else."
+            "--token-key",
+            metavar="FILE",
+            help="PEM key that signs tokens: RSA or Ed25519 (default: a key in the data directory).",
         ),
     ] = None,
     secrets_key: Annotated[
         Path | None,
         typer.Option(
-            "--secrets-key", metavar="FILE", help="Encrypts workspaces' keys; gateways of one database share it."
+            "--secrets-key",
+            metavar="FILE",
+            help="Key that encrypts the credentials of workspaces; gateways of one database share it.",
         ),
     ] = None,
     models_dir: Annotated[
@@ -69,38 +92,43 @@ def gateway(
         typer.Option(
             "--models-dir",
             metavar="DIR",
-            help="A folder below which users may name models of this machine. Repeatable.",
+            help="Local folder whose models users may serve. Repeatable.",
             rich_help_panel=_SERVICES,
         ),
     ] = None,
     idle_timeout_minutes: Annotated[
         float,
-        typer.Option(min=0, help="A service that nobody asks is stopped then. 0: never.", rich_help_panel=_SERVICES),
+        typer.Option(
+            min=0, help="Stop a service after so long without a request (0: never).", rich_help_panel=_SERVICES
+        ),
     ] = 30.0,
     inference_timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="For a service to answer.", rich_help_panel=_SERVICES)
+        float,
+        typer.Option(min=1, metavar="SECONDS", help="Timeout of a request to a service.", rich_help_panel=_SERVICES),
     ] = 300.0,
     concurrency: Annotated[
-        int, typer.Option(min=1, help="Inference requests of one service in flight.", rich_help_panel=_SERVICES)
+        int, typer.Option(min=1, help="Maximum concurrent requests per service.", rich_help_panel=_SERVICES)
     ] = 256,
     max_batches: Annotated[
-        int, typer.Option(min=1, help="Jobs over many items at the same time.", rich_help_panel=_SERVICES)
+        int, typer.Option(min=1, help="Maximum concurrent batch jobs.", rich_help_panel=_SERVICES)
     ] = 2,
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Let models bring their own Python code.", rich_help_panel=_SERVICES),
+        typer.Option("--trust-remote-code", help="Run Python code that comes with models.", rich_help_panel=_SERVICES),
     ] = False,
     stop_services: Annotated[
         bool,
         typer.Option(
-            "--stop-services", help="End services with the gateway. They run on else.", rich_help_panel=_SERVICES
+            "--stop-services",
+            help="Stop services when the gateway stops (default: they keep running).",
+            rich_help_panel=_SERVICES,
         ),
     ] = False,
     platform: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help="process (of this machine), local-docker, kubernetes or slurm.",
+            help="Platform of services: process (this machine), local-docker, kubernetes or slurm.",
             rich_help_panel=_PLATFORM,
         ),
     ] = "process",
@@ -109,7 +137,7 @@ def gateway(
         typer.Option(
             "--platform-setting",
             metavar="NAME=VALUE",
-            help="Of the platform: namespace, partition, network and so on. Repeatable.",
+            help="Setting of the platform: namespace, partition, network and so on. Repeatable.",
             rich_help_panel=_PLATFORM,
         ),
     ] = None,
@@ -117,7 +145,7 @@ def gateway(
         str,
         typer.Option(
             metavar="IMAGE",
-            help="For services; headrace's own unless told. tao: that of each architecture.",
+            help="Image of services (default: headrace's own; tao: that of each architecture).",
             rich_help_panel=_PLATFORM,
         ),
     ] = "",
@@ -126,29 +154,29 @@ def gateway(
         typer.Option(
             "--callback-url",
             metavar="URL",
-            help="Of this gateway, as services reach it from there; without, idle ones are not stopped.",
+            help="URL at which services reach this gateway; without it, idle services are not stopped.",
             rich_help_panel=_PLATFORM,
         ),
     ] = "",
-    no_gpus: Annotated[
-        bool, typer.Option("--no-gpus", help="Ask for no GPUs: there are none.", rich_help_panel=_PLATFORM)
-    ] = False,
+    no_gpus: Annotated[bool, typer.Option("--no-gpus", help="Request no GPUs.", rich_help_panel=_PLATFORM)] = False,
     grace_seconds: Annotated[
         float,
-        typer.Option(min=0, metavar="SECONDS", help="For what is in flight at SIGTERM.", rich_help_panel=_LISTENING),
+        typer.Option(
+            min=0, metavar="SECONDS", help="Time for open requests after SIGTERM.", rich_help_panel=_LISTENING
+        ),
     ] = 30.0,
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=_LOGS)
     ] = False,
     no_console: Annotated[
-        bool, typer.Option("--no-console", help="Serve no page at /console.", rich_help_panel=_LISTENING)
+        bool, typer.Option("--no-console", help="Do not serve the web page at /console.", rich_help_panel=_LISTENING)
     ] = False,
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
-    """Serve the job API: log in, start models as inference microservices, ask them, stop them.
+    """Serve the job API: log in, start models as inference microservices, send requests, stop them.
 
-    The first start prints an administrator's key, once. Services outlive the gateway: the next start finds them.
+    The first start prints the administrator's key, once. Services outlive the gateway; the next start adopts them.
 
     Examples:
 
@@ -164,13 +192,12 @@ def gateway(
     """
     from typing import cast
 
-    from headrace.cli.checks import address_of, or_exit, tls_of
+    from headrace.cli.checks import address_of, exit_on_error, tls_of
     from headrace.core.telemetry.logs import LogFormat, configure_logging
-    from headrace.jobs.api.settings import JobsApiSettings
-    from headrace.programs.gateway.app import run_gateway
-    from headrace.programs.gateway.settings import GatewaySettings, PlatformSettings
+    from headrace.jobs.settings import JobsApiSettings
+    from headrace.programs.gateway import GatewaySettings, PlatformSettings, run_gateway
 
-    with or_exit():
+    with exit_on_error():
         configure_logging(log_level, cast("LogFormat", log_format))
         settings = GatewaySettings(
             address_of(host, port, ""),
@@ -195,18 +222,18 @@ def gateway(
     raise typer.Exit(code)
 
 
-def _pairs(given: list[str]) -> dict[str, str]:
-    made = {}
-    for text in given:
-        name, found, value = text.partition("=")
-        if not found or not name:
-            raise ValueError(f"--platform-setting {text[:64]!a} is not written NAME=VALUE")
-        made[name.strip().replace("-", "_")] = value
-    return made
+def _pairs(texts: list[str]) -> dict[str, str]:
+    settings = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--platform-setting {text[:64]!a}: write NAME=VALUE")
+        settings[name.strip().replace("-", "_")] = value
+    return settings
 
 
 def service() -> None:
-    """What the gateway starts: `headrace microservice` alone, without the import of all the other verbs."""
+    """Run `headrace microservice` alone, without importing the other commands. The gateway starts this."""
     from headrace.cli.microservice import microservice
 
     typer.run(microservice)
@@ -218,4 +245,4 @@ def _show(settings: GatewaySettings, address: Address, admin_key: str | None) ->
     if settings.console:
         typer.echo(f"console: {scheme}://{address}/console")
     if admin_key is not None:
-        typer.echo(f"administrator's key, shown this once: {admin_key}")
+        typer.echo(f"administrator's key (not shown again): {admin_key}")

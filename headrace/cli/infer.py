@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace infer`: try a model of a running server from the command line."""
+"""`headrace infer`: send a request to a model of a running server."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.checks import told
-from headrace.cli.results import Json
+from headrace.cli.checks import report_errors
+from headrace.cli.common_options import Json
 
 if TYPE_CHECKING:
-    from headrace.cli.infer_run import Wish
+    from headrace.cli.infer_run import InferOptions
 
 _URL = "http://127.0.0.1:8000"
 
@@ -33,28 +33,29 @@ def infer(
             "--output",
             "-o",
             metavar="NAME[=@FILE]",
-            help="Ask for this output only, and write it to a .npy file. Repeatable.",
+            help="Request this output only, and optionally write it to a .npy file. Repeatable.",
         ),
     ] = None,
     classes: Annotated[int, typer.Option(metavar="N", min=0, help="Show the N largest values with their labels.")] = 0,
-    random: Annotated[bool, typer.Option("--random", help="Fill inputs that are not given.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Show any number of results as they come.")] = False,
-    repeat: Annotated[int, typer.Option(metavar="N", min=1, help="Send it so often, and tell how long it takes.")] = 1,
-    version: Annotated[str, typer.Option(metavar="NUMBER", help="One version; the newest unless told.")] = "",
-    url: Annotated[str, typer.Option(metavar="URL", help="The server: http://, https://, grpc:// or grpcs://.")] = _URL,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For each request.")] = 60.0,
+    random: Annotated[bool, typer.Option("--random", help="Fill missing inputs with random values.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print results as they arrive.")] = False,
+    repeat: Annotated[int, typer.Option(metavar="N", min=1, help="Send the request N times and print latencies.")] = 1,
+    version: Annotated[str, typer.Option(metavar="NUMBER", help="Model version (default: the newest).")] = "",
+    url: Annotated[str, typer.Option(metavar="URL", help="Server URL: http://, https://, grpc:// or grpcs://.")] = _URL,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Timeout of each request.")] = 60.0,
     headers: Annotated[
         list[str] | None, typer.Option("--header", metavar="NAME:VALUE", help="Send this header field. Repeatable.")
     ] = None,
-    ca: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the authority of the server.")] = "",
-    cert: Annotated[str, typer.Option(metavar="FILE", help="PEM file with a certificate of our own.")] = "",
-    key: Annotated[str, typer.Option(metavar="FILE", help="PEM file with its key.")] = "",
+    ca: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the CA of the server.")] = "",
+    cert: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the client certificate.")] = "",
+    key: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the client key.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Send a request to a model and show what it answers.
+    """Send a request to a model and print the response.
 
-    Inputs are checked against what the model wants first: numbers become the model's type where nothing is lost, and a
-    batch dimension that is missing is added. The exit code is 1 if the server refuses, 2 if nothing could be asked.
+    Inputs are checked against the model's metadata first: numbers are converted to the model's type if nothing is lost,
+    and a missing batch dimension is added. The exit code is 1 if the server returns an error, 2 if no request could be
+    sent.
 
     Examples:
 
@@ -68,10 +69,10 @@ def infer(
 
         headrace infer story --input "text=Once upon a time" --stream
     """
-    with told():
-        from headrace.cli.infer_run import Wish, run_wish
+    with report_errors():
+        from headrace.cli.infer_run import InferOptions, run_infer
 
-        wish: Wish = Wish(
+        options: InferOptions = InferOptions(
             model=model,
             inputs=tuple(inputs or ()),
             outputs=tuple(outputs or ()),
@@ -88,4 +89,4 @@ def infer(
             key=key,
             as_json=as_json,
         )
-        run_wish(wish)
+        run_infer(options)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--input NAME=VALUE` into tensors that the model takes; what is wrong is told with what the model wants.
+"""Parse `--input NAME=VALUE` into the tensors that the model takes.
 
-Called by `infer_run`. Changes types only where nothing is lost, adds a missing first dimension, and notes both.
+Used by `infer_run`. Converts types only if nothing is lost, adds a missing batch dimension, and notes both.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from headrace.core.tensors import Tensor, tensor_from_buffer, tensor_from_values
 _RAW = re.compile(r"(.+):([A-Za-z0-9]+):([0-9]+(?:,[0-9]+)*)", re.DOTALL)
 _RANDOM = re.compile(r"random(?::([0-9]+(?:,[0-9]+)*))?")
 _SEED = 0
-"""The same numbers each time, so that two runs can be compared."""
+"""A fixed seed, so that two runs can be compared."""
 
 
 class Inputs:
-    """The inputs of one request, as they are given."""
+    """Builds the inputs of one request."""
 
     def __init__(self, model: str, metadata: dict[str, Any]) -> None:
         self._model = model
-        self._wanted = {str(each["name"]): each for each in metadata.get("inputs") or ()}
+        self._wanted = {str(tensor["name"]): tensor for tensor in metadata.get("inputs") or ()}
         self._random = np.random.default_rng(_SEED)
         self.inputs: dict[str, Input] = {}
         self.notes: list[str] = []
 
     def add(self, text: str) -> None:
-        """Take one `NAME=VALUE`."""
+        """Add one `NAME=VALUE`."""
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise InvalidArgument(f"--input {text[:64]!a}: write NAME=VALUE, such as {self._example()}")
@@ -55,21 +55,21 @@ class Inputs:
         self.inputs[name] = Input(tensor.array, tensor.dtype.name)
 
     def missing(self) -> list[str]:
-        """Inputs of the model that were not given."""
+        """Return the inputs of the model that were not given."""
         return [name for name in self._wanted if name not in self.inputs]
 
     def check_missing(self, missing: list[str], optional: set[str]) -> None:
-        """Refuse if one of them has to be given."""
+        """Raise InvalidArgument if a required input is missing."""
         needed = [name for name in missing if name not in optional]
         if needed:
             raise InvalidArgument(
                 f"model '{self._model}' takes {self._all()}; not given: {', '.join(needed)}. Add "
-                f"--input {needed[0]}=@file.npy, or --random to try it with any numbers"
+                f"--input {needed[0]}=@file.npy, or --random to fill it with random values"
             )
 
     def _read(self, name: str, text: str, dtype: DType | None, shape: list[int]) -> Tensor:
-        if found := _RANDOM.fullmatch(text):
-            return self._filled(name, dtype, _sizes(found[1]) if found[1] else None, shape)
+        if match := _RANDOM.fullmatch(text):
+            return self._filled(name, dtype, _sizes(match[1]) if match[1] else None, shape)
         if not text.startswith("@"):
             try:
                 values = json.loads(text)
@@ -85,11 +85,11 @@ class Inputs:
             try:
                 return self._from_values(name, json.loads(_content(path)), dtype)
             except ValueError:
-                raise InvalidArgument(f"{path} is no JSON") from None
+                raise InvalidArgument(f"{path} is not JSON") from None
         if dtype is BYTES:
             return tensor_from_values(name, BYTES, [1], [_content(path)])
         raise InvalidArgument(
-            f"{path}: say what is in it: {name}=@{path}:{dtype.name if dtype else 'FP32'}:SIZES for raw numbers; "
+            f"{path} has an unknown format: write {name}=@{path}:{dtype.name if dtype else 'FP32'}:SIZES for raw numbers, "
             "or give a .npy or .json file"
         )
 
@@ -101,16 +101,16 @@ class Inputs:
             first = first[0] if first else None
         if dtype is not None:
             if dtype is BYTES and not isinstance(first, str) and not isinstance(values, list):
-                values = str(values)  # a number typed for a text
+                values = str(values)  # a number given for a string
             try:
                 return tensor_from_values(name, dtype, shape, values)
             except InvalidArgument as error:
                 raise InvalidArgument(f"{error.message}; model '{self._model}' takes {self._one(name)}") from None
         kinds = {bool: "BOOL", int: "INT64", float: "FP32", str: "BYTES"}
         chosen = kinds.get(type(first), "FP32")
-        made = tensor_from_values(name, dtype_named(chosen), shape, values)
-        self.notes.append(f"{name}: sent as {chosen} {list(made.shape)}, since the model takes any type")
-        return made
+        tensor = tensor_from_values(name, dtype_named(chosen), shape, values)
+        self.notes.append(f"{name}: sent as {chosen} {list(tensor.shape)}, because the model takes any type")
+        return tensor
 
     def _filled(self, name: str, dtype: DType | None, given: list[int] | None, shape: list[int]) -> Tensor:
         kind = dtype or dtype_named("FP32")
@@ -131,16 +131,16 @@ class Inputs:
         if converted is None:
             raise InvalidArgument(
                 f"input '{tensor.name}' is {own.name} with values that do not fit {dtype.name}, which model "
-                f"'{self._model}' takes; convert it yourself if that is meant"
+                f"'{self._model}' takes; convert it before sending if that is intended"
             )
-        self.notes.append(f"{tensor.name}: {own.name} became {dtype.name}, which the model takes")
+        self.notes.append(f"{tensor.name}: converted from {own.name} to {dtype.name}, the model's type")
         return Tensor(tensor.name, dtype, converted)
 
     def _shaped(self, tensor: Tensor, wanted: list[int]) -> Tensor:
         shape = list(tensor.shape)
         if _fits(shape, wanted):
             return tensor
-        # One value is one value, however many dimensions are around it.
+        # A scalar fits any number of dimensions of size 1.
         if not shape and all(size in (-1, 1) for size in wanted):
             return Tensor(tensor.name, tensor.dtype, tensor.array.reshape([1] * len(wanted)))
         fixed = [1, *shape]
@@ -165,8 +165,8 @@ class Inputs:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the name that was meant; "" where there is none."""
-    names = {each.lower(): each for each in known}
+    """Return a hint with the closest known name; "" if there is none."""
+    names = {known_name.lower(): known_name for known_name in known}
     close = difflib.get_close_matches(name.lower(), names, 1)
     return f" (did you mean '{names[close[0]]}'?)" if close else ""
 
@@ -194,33 +194,33 @@ def _loaded(path: str) -> npt.NDArray[Any]:
     try:
         loaded = np.load(path, allow_pickle=False)
     except OSError as error:
-        raise InvalidArgument(f"{path}: {error.strerror or 'is no .npy file'}") from None
+        raise InvalidArgument(f"{path}: {error.strerror or 'not a .npy file'}") from None
     except (ValueError, EOFError):
-        raise InvalidArgument(f"{path} is no .npy file, or holds Python objects, which are not loaded") from None
+        raise InvalidArgument(f"{path} is not a .npy file, or contains Python objects, which are not loaded") from None
     if not isinstance(loaded, np.ndarray):
-        raise InvalidArgument(f"{path} holds several arrays: save the one with numpy.save")
+        raise InvalidArgument(f"{path} contains several arrays: save one of them with numpy.save")
     dtype_of(loaded)
     return loaded
 
 
 def _cast(array: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any] | None:
-    """The same values in another type; None if that is not possible. Floats may lose digits, and nothing else may."""
+    """Convert values to another type; None if that is not possible. Only floats may lose digits."""
     target = np.dtype(np.float32) if dtype is BF16 else dtype.numpy
     with np.errstate(all="ignore"):
-        made = array.astype(target)
+        converted = array.astype(target)
     if target.kind == "f" and array.dtype.kind == "f":
-        if not np.array_equal(np.isfinite(made), np.isfinite(array)):
+        if not np.array_equal(np.isfinite(converted), np.isfinite(array)):
             return None
-    elif target.kind == "b" or array.dtype.kind == "b" or not np.array_equal(made, array):
+    elif target.kind == "b" or array.dtype.kind == "b" or not np.array_equal(converted, array):
         return None
-    return float32_to_bf16(made) if dtype is BF16 else made
+    return float32_to_bf16(converted) if dtype is BF16 else converted
 
 
 def _random_array(random: np.random.Generator, dtype: DType, sizes: list[int]) -> npt.NDArray[Any]:
     if dtype is BYTES:
-        words = random.integers(0, 1000, sizes).ravel()
-        array = np.empty(len(words), object)
-        array[:] = [b"word%d" % word for word in words]
+        numbers = random.integers(0, 1000, sizes).ravel()
+        array = np.empty(len(numbers), object)
+        array[:] = [b"word%d" % number for number in numbers]
         return array.reshape(sizes)
     if dtype is BF16:
         return float32_to_bf16(random.random(sizes, np.float32))
@@ -228,5 +228,5 @@ def _random_array(random: np.random.Generator, dtype: DType, sizes: list[int]) -
         return random.random(sizes).astype(dtype.numpy)
     if dtype.numpy.kind == "b":
         return random.integers(0, 2, sizes).astype(dtype.numpy)
-    # Small: numbers are often indices into something.
+    # Small, because integers are often indices.
     return random.integers(0, 10, sizes).astype(dtype.numpy)

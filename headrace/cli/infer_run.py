@@ -1,27 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `headrace infer` does: asks what the model wants, sends the request, has it shown."""
+"""Run `headrace infer`: read the model's metadata, send the request, print the result."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
+import typer
 
 from headrace.cli.client import credentials
 from headrace.cli.infer_inputs import Inputs, nearest
-from headrace.cli.infer_view import show_note, show_results
+from headrace.cli.tables import line, open_console, table
 from headrace.client import Client, Output, Result
-from headrace.client.failures import marked
-from headrace.core.errors import HeadraceError, InvalidArgument, NotFound, Unimplemented, retold
+from headrace.client.errors import with_request_id
+from headrace.client.inference import ClassScore
+from headrace.core.errors import HeadraceError, InvalidArgument, NotFound, Unimplemented, with_message
 from headrace.core.names import check_name
+from headrace.core.telemetry.logs import one_line
+
+_SHOWN = 8
+_TEXT = 40
+
+
+def show_note(text: str) -> None:
+    """Print a note to standard error."""
+    typer.echo(f"note: {one_line(text)}", err=True)
+
+
+def show_results(result: Result, seconds: list[float], classes: int, as_json: bool) -> None:
+    """Print the outputs and the latency."""
+    scores = {name: result.classes(name) for name in result if classes and _classified(result, name)}
+    if as_json:
+        typer.echo(orjson.dumps(_document(result, seconds, scores), option=orjson.OPT_SERIALIZE_NUMPY).decode())
+        return
+    console = open_console()
+    console.print(line(f"{result.model_name} version {result.model_version}, {_times(seconds)}"))
+    rows = [
+        (name, tensor.dtype.name, _shape(tensor.shape), _values(result[name]))
+        for name, tensor in result.tensors.items()
+        if name not in scores
+    ]
+    if rows:
+        console.print(table(["OUTPUT", "TYPE", "SHAPE", "VALUES"], rows))
+    for name, rows_ in scores.items():
+        cells = [
+            (name, row, f"{score.value:.6g}", score.index, score.label)
+            for row, entries in enumerate(rows_)
+            for score in entries
+        ]
+        console.print(table(["OUTPUT", "ROW", "SCORE", "CLASS", "LABEL"], cells, right=("ROW", "SCORE", "CLASS")))
+
+
+def _classified(result: Result, name: str) -> bool:
+    """Return whether an output has classes: they are strings; a server without support sends the tensor."""
+    return result.tensors[name].dtype.name == "BYTES"
+
+
+def _times(seconds: list[float]) -> str:
+    if len(seconds) == 1:
+        return f"{seconds[0] * 1e3:.2f} ms"
+    ordered = sorted(seconds)
+    late = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    rate = len(ordered) / sum(ordered)
+    return (
+        f"{len(ordered)} requests: fastest {ordered[0] * 1e3:.2f} ms, median {statistics.median(ordered) * 1e3:.2f} ms, "
+        f"p99 {late * 1e3:.2f} ms, {rate:.0f}/s sequentially"
+    )
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, sizes))}]"
+
+
+def _values(array: npt.NDArray[Any]) -> str:
+    flat = array.reshape(-1)
+    shown = [_value(value) for value in flat[:_SHOWN].tolist()]
+    return " ".join(shown) + (" ..." if flat.size > _SHOWN else "")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bytes):
+        text = _text(value)
+        return text if len(text) <= _TEXT else f"{text[:_TEXT]}..."
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="backslashreplace")
+
+
+def _document(result: Result, seconds: list[float], scores: dict[str, list[list[ClassScore]]]) -> dict[str, Any]:
+    outputs: list[dict[str, Any]] = []
+    for name, tensor in result.tensors.items():
+        shown: dict[str, Any] = {"name": name, "datatype": tensor.dtype.name, "shape": tensor.shape}
+        if name in scores:
+            shown["classes"] = [
+                [{"value": score.value, "index": score.index, "label": score.label} for score in row]
+                for row in scores[name]
+            ]
+        else:
+            flat = result[name].reshape(-1)
+            shown["data"] = [_text(value) for value in flat] if flat.dtype == object else flat.tolist()
+        outputs.append(shown)
+    return {
+        "model_name": result.model_name,
+        "model_version": result.model_version,
+        "outputs": outputs,
+        "milliseconds": [round(duration * 1e3, 3) for duration in seconds],
+    }
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What was typed."""
+class InferOptions:
+    """The options of `headrace infer`."""
 
     model: str
     inputs: tuple[str, ...]
@@ -40,88 +138,90 @@ class Wish:
     as_json: bool
 
 
-def run_wish(wish: Wish) -> None:
-    """Send the request, and show the answer."""
-    check_name(wish.model)
-    if wish.stream and wish.repeat > 1:
-        raise InvalidArgument("--stream and --repeat do not go together")
-    files = _output_files(wish.outputs)
-    if wish.stream and any(files.values()):
-        raise InvalidArgument("--stream has many results: they are not written to files")
-    with _client(wish) as client:
-        metadata = _metadata(client, wish)
-        outputs = _outputs(wish, metadata, list(files))
-        builder = Inputs(wish.model, metadata)
-        for text in wish.inputs:
+def run_infer(options: InferOptions) -> None:
+    """Send the request and print the response."""
+    check_name(options.model)
+    if options.stream and options.repeat > 1:
+        raise InvalidArgument("--stream and --repeat cannot be combined")
+    files = _output_files(options.outputs)
+    if options.stream and any(files.values()):
+        raise InvalidArgument("--stream returns many results, which cannot be written to files")
+    with _client(options) as client:
+        metadata = _metadata(client, options)
+        outputs = _outputs(options, metadata, list(files))
+        builder = Inputs(options.model, metadata)
+        for text in options.inputs:
             builder.add(text)
         if missing := builder.missing():
-            if wish.random:
+            if options.random:
                 for name in missing:
                     builder.add(f"{name}=random")
             else:
-                builder.check_missing(missing, _optional(client, wish))
+                builder.check_missing(missing, _optional(client, options))
         for note in builder.notes:
             show_note(note)
         inputs = builder.inputs
-        if wish.stream:
-            began = time.perf_counter()
-            with client.infer_stream(wish.model, inputs, outputs=outputs, version=wish.version) as results:
+        if options.stream:
+            started_at = time.perf_counter()
+            with client.infer_stream(options.model, inputs, outputs=outputs, version=options.version) as results:
                 for result in results:
-                    show_results(result, [time.perf_counter() - began], wish.classes, wish.as_json)
+                    show_results(result, [time.perf_counter() - started_at], options.classes, options.as_json)
             return
         seconds: list[float] = []
-        for _ in range(wish.repeat):
-            began = time.perf_counter()
+        for _ in range(options.repeat):
+            started_at = time.perf_counter()
             try:
-                result = client.infer(wish.model, inputs, outputs=outputs, version=wish.version)
+                result = client.infer(options.model, inputs, outputs=outputs, version=options.version)
             except Unimplemented as error:
                 raise hinted(error, "add --stream" if "decoupled" in error.message else "") from None
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - started_at)
         _save(result, files)
-        show_results(result, seconds, wish.classes, wish.as_json)
+        show_results(result, seconds, options.classes, options.as_json)
 
 
-def _metadata(client: Client, wish: Wish) -> dict[str, Any]:
+def _metadata(client: Client, options: InferOptions) -> dict[str, Any]:
     try:
-        return client.metadata(wish.model, version=wish.version)
+        return client.metadata(options.model, version=options.version)
     except NotFound as error:
         try:
-            names = [each["name"] for each in client.models()]
+            names = [model["name"] for model in client.models()]
         except HeadraceError:
             names = []
-        hint = nearest(wish.model, names) if wish.model not in names else ""
+        hint = nearest(options.model, names) if options.model not in names else ""
         raise hinted(error, hint.strip(" ()?") + "?" if hint else "") from None
 
 
 def hinted(error: HeadraceError, hint: str) -> HeadraceError:
-    """The same error of a server, with what to do about it here."""
+    """Return a server's error with a hint added."""
     if not hint:
         return error
-    said = vars(error)
-    return marked(retold(error, f"{error.message}; {hint}"), said["request_id"], said["status"])
+    attributes = vars(error)
+    return with_request_id(
+        with_message(error, f"{error.message}; {hint}"), attributes["request_id"], attributes["status"]
+    )
 
 
-def _client(wish: Wish) -> Client:
+def _client(options: InferOptions) -> Client:
     headers = credentials()
-    for text in wish.headers:
+    for text in options.headers:
         name, colon, value = text.partition(":")
         if not colon:
             raise InvalidArgument(f"--header {text[:64]!a}: write NAME:VALUE")
         headers[name.strip()] = value.strip()
-    if wish.key and not wish.cert:
-        raise InvalidArgument("--key needs --cert with it")
-    cert: Any = (wish.cert, wish.key) if wish.key else wish.cert or None
-    return Client(wish.url, timeout=wish.timeout, verify=wish.ca or True, cert=cert, headers=headers)
+    if options.key and not options.cert:
+        raise InvalidArgument("--key needs --cert")
+    cert: Any = (options.cert, options.key) if options.key else options.cert or None
+    return Client(options.url, timeout=options.timeout, verify=options.ca or True, cert=cert, headers=headers)
 
 
-def _optional(client: Client, wish: Wish) -> set[str]:
-    """Only the configuration tells which inputs may be left out."""
-    config = client.config(wish.model, version=wish.version)
-    return {str(each.get("name")) for each in config.get("input") or () if each.get("optional")}
+def _optional(client: Client, options: InferOptions) -> set[str]:
+    """Return the optional inputs; only the configuration lists them."""
+    config = client.config(options.model, version=options.version)
+    return {str(tensor.get("name")) for tensor in config.get("input") or () if tensor.get("optional")}
 
 
 def _output_files(texts: tuple[str, ...]) -> dict[str, str]:
-    """The file of each output that is asked for; "" for none."""
+    """Return the file of each requested output; "" for none."""
     files: dict[str, str] = {}
     for text in texts:
         name, equals, path = text.partition("=")
@@ -131,17 +231,17 @@ def _output_files(texts: tuple[str, ...]) -> dict[str, str]:
     return files
 
 
-def _outputs(wish: Wish, metadata: dict[str, Any], names: list[str]) -> list[Output]:
-    offered = {str(each["name"]): str(each.get("datatype", "")) for each in metadata.get("outputs") or ()}
+def _outputs(options: InferOptions, metadata: dict[str, Any], names: list[str]) -> list[Output]:
+    offered = {str(tensor["name"]): str(tensor.get("datatype", "")) for tensor in metadata.get("outputs") or ()}
     for name in names:
         if name not in offered:
             raise InvalidArgument(
-                f"model '{wish.model}' has no output '{name}'{nearest(name, offered)}; it gives: {', '.join(offered)}"
+                f"model '{options.model}' has no output '{name}'{nearest(name, offered)}; it has: {', '.join(offered)}"
             )
-    if not wish.classes:
+    if not options.classes:
         return [Output(name) for name in names]
     wanted = names or [name for name, datatype in offered.items() if datatype != "BYTES"]
-    return [Output(name, classes=0 if offered[name] == "BYTES" else wish.classes) for name in wanted]
+    return [Output(name, classes=0 if offered[name] == "BYTES" else options.classes) for name in wanted]
 
 
 def _save(result: Result, files: dict[str, str]) -> None:
@@ -150,7 +250,7 @@ def _save(result: Result, files: dict[str, str]) -> None:
             continue
         array: npt.NDArray[Any] = result[name]
         if array.dtype == object:
-            # As text of fixed width: a file of Python objects would have to be pickled.
+            # As strings of fixed width: Python objects would need pickle.
             array = array.astype(np.bytes_)
         try:
             with open(path, "wb") as file:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace jobs`: trained models and services of a gateway. Works on its data directory, also while it runs."""
+"""`headrace jobs`: manage trained models and services of a gateway in its data directory, while it runs or not."""
 
 from __future__ import annotations
 
@@ -9,37 +9,35 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from headrace.cli.checks import FAILED, told
+from headrace.cli.checks import FAILED, report_errors
+from headrace.cli.common_options import Json, print_json, print_result
 from headrace.cli.gateway import DATA_DIR, DatabaseUrl, DataDir
-from headrace.cli.results import Json, print_json, print_result
 
 if TYPE_CHECKING:
     from headrace.jobs.records import Job
     from headrace.jobs.service import JobService
 
-jobs = typer.Typer(
-    name="jobs", help="Register trained models; look at jobs, end and delete them.", no_args_is_help=True
-)
+jobs = typer.Typer(name="jobs", help="Register trained models; list, cancel and delete jobs.", no_args_is_help=True)
 
 _T = TypeVar("_T")
 _STYLES = {"Done": "green", "Running": "green", "Error": "red", "Canceled": "dim"}
 OPERATOR = "command-line"
-"""Whose the jobs are that are made here."""
+"""User name of jobs that are created here."""
 
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="Its id.")]
-AnyOrg = Annotated[str, typer.Option("--org", metavar="ORG", help="The organisation; all unless told.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id.")]
+AnyOrg = Annotated[str, typer.Option("--org", metavar="ORG", help="Organisation (default: all).")]
 
 
 @jobs.command()
 def register(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="The model: a file, a folder, or a URL such as s3://...")],
-    org: Annotated[str, typer.Option("--org", metavar="ORG", help="Whose it is.")],
-    arch: Annotated[str, typer.Option("--arch", metavar="ARCH", help="The kind of model, such as cosmos-rl.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Model file or folder, or a URL such as s3://...")],
+    org: Annotated[str, typer.Option("--org", metavar="ORG", help="Organisation that owns the model.")],
+    arch: Annotated[str, typer.Option("--arch", metavar="ARCH", help="Architecture, such as cosmos-rl.")],
     workspace: Annotated[
-        str, typer.Option("--workspace", metavar="ID", help="Whose bucket the model, or its media, lies in.")
+        str, typer.Option("--workspace", metavar="ID", help="Workspace with the bucket of the model or its media.")
     ] = "",
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="For people. The path's last part unless told.")
+        str, typer.Option("--name", metavar="NAME", help="Display name (default: last part of the path).")
     ] = "",
     data_dir: DataDir = DATA_DIR,
     database_url: DatabaseUrl = "",
@@ -53,11 +51,11 @@ def register(
 
         headrace jobs register s3://bucket/results/m --org acme --arch cosmos-rl --workspace 6f1c... --json
     """
-    called = name or path.rstrip("/").rpartition("/")[2][:255]
-    where = path if "://" in path else str(Path(path).expanduser().absolute())
+    display_name = name or path.rstrip("/").rpartition("/")[2][:255]
+    location = path if "://" in path else str(Path(path).expanduser().absolute())
 
     async def work(service: JobService) -> Job:
-        return (await service.register(org, OPERATOR, where, arch, workspace, called))[1]
+        return (await service.register(org, OPERATOR, location, arch, workspace, display_name))[1]
 
     job = _with_jobs(data_dir, database_url, work)
     if as_json:
@@ -72,7 +70,7 @@ def list_jobs(
     org: AnyOrg = "",
     status: Annotated[str, typer.Option("--status", metavar="STATUS", help="Running, Done, Error, ...")] = "",
     action: Annotated[str, typer.Option("--action", metavar="ACTION", help="train, inference_microservice, ...")] = "",
-    size: Annotated[int, typer.Option("--size", min=1, help="At most so many of each organisation.")] = 100,
+    size: Annotated[int, typer.Option("--size", min=1, help="Maximum jobs per organisation.")] = 100,
     data_dir: DataDir = DATA_DIR,
     database_url: DatabaseUrl = "",
     as_json: Json = False,
@@ -88,14 +86,14 @@ def list_jobs(
     from headrace.cli.tables import open_console, table
 
     async def work(service: JobService) -> list[Job]:
-        found: list[Job] = []
-        for each in await _organisations(service, org):
-            page = await service.list_jobs(each, size=size, status=status or None, action=action or None)
-            found += page.jobs
-        return found
+        jobs_: list[Job] = []
+        for organisation in await _organisations(service, org):
+            page = await service.list_jobs(organisation, size=size, status=status or None, action=action or None)
+            jobs_ += page.jobs
+        return jobs_
 
-    found = _with_jobs(data_dir, database_url, work)
-    rows = [_row(job) for job in found]
+    jobs_ = _with_jobs(data_dir, database_url, work)
+    rows = [_row(job) for job in jobs_]
     if as_json:
         print_json(rows)
         return
@@ -110,7 +108,7 @@ def list_jobs(
 def show(
     job_id: JobId, org: AnyOrg = "", data_dir: DataDir = DATA_DIR, database_url: DatabaseUrl = "", as_json: Json = False
 ) -> None:
-    """Show a job, and every change of it with its reason.
+    """Show a job and the history of its status.
 
     Example:
 
@@ -123,26 +121,27 @@ def show(
         job = await _find(service, job_id, org)
         events = await service.job_events(job.org, job.id)
         changes = [
-            {"time": iso(each.time), "status": each.status, "reason": each.reason, "by": each.by} for each in events
+            {"time": iso(event.time), "status": event.status, "reason": event.reason, "by": event.by}
+            for event in events
         ]
         return {**_row(job), "specs": job.specs, "details": job.details, "events": changes}
 
-    found = _with_jobs(data_dir, database_url, work)
+    job = _with_jobs(data_dir, database_url, work)
     if as_json:
-        print_json(found)
+        print_json(job)
         return
     console = open_console()
-    plain = [(key, value) for key, value in found.items() if isinstance(value, str | int) and value != ""]
+    plain = [(key, value) for key, value in job.items() if isinstance(value, str | int) and value != ""]
     console.print(table(("FIELD", "VALUE"), plain))
     console.print(heading("changes"))
-    changes = [(each["time"], _coloured(each["status"]), each["by"], each["reason"]) for each in found["events"]]
+    changes = [(event["time"], _coloured(event["status"]), event["by"], event["reason"]) for event in job["events"]]
     console.print(table(("TIME", "STATUS", "BY", "REASON"), changes))
 
 
 @jobs.command()
 def logs(
     job_id: JobId,
-    tail: Annotated[int, typer.Option("--tail", min=1, max=100_000, help="So many lines.")] = 1000,
+    tail: Annotated[int, typer.Option("--tail", min=1, max=100_000, help="Number of lines.")] = 1000,
     org: AnyOrg = "",
     data_dir: DataDir = DATA_DIR,
     database_url: DatabaseUrl = "",
@@ -167,7 +166,7 @@ def logs(
 def cancel(
     job_id: JobId, org: AnyOrg = "", data_dir: DataDir = DATA_DIR, database_url: DatabaseUrl = "", as_json: Json = False
 ) -> None:
-    """End a job that is not over; a service is stopped for good.
+    """Cancel a job that has not finished; a service is stopped permanently.
 
     Example:
 
@@ -185,7 +184,7 @@ def cancel(
 def delete(
     job_id: JobId, org: AnyOrg = "", data_dir: DataDir = DATA_DIR, database_url: DatabaseUrl = "", as_json: Json = False
 ) -> None:
-    """Delete a job that is over. The model's files stay.
+    """Delete a finished job. The model's files stay.
 
     Example:
 
@@ -204,31 +203,31 @@ def _with_jobs(data_dir: Path, database_url: str, work: Callable[[JobService], A
     import asyncio
 
     from headrace.jobs.settings import JobSettings
-    from headrace.programs.gateway.opening import opened
+    from headrace.programs.gateway import open_gateway
 
     settings = JobSettings(data_dir.expanduser(), database_url=database_url)
 
     async def run() -> _T:
-        async with opened(settings) as found:
-            return await work(found.jobs)
+        async with open_gateway(settings) as opened:
+            return await work(opened.jobs)
 
-    with told(FAILED):
+    with report_errors(FAILED):
         return asyncio.run(run())
 
 
 async def _organisations(service: JobService, org: str) -> list[str]:
-    return [org] if org else [each.name for each in await service.store.organisations()]
+    return [org] if org else [organisation.name for organisation in await service.store.organisations()]
 
 
 async def _find(service: JobService, job_id: str, org: str) -> Job:
     from headrace.core.errors import NotFound
 
-    for each in await _organisations(service, org):
+    for organisation in await _organisations(service, org):
         try:
-            return await service.get_job(each, job_id)
+            return await service.get_job(organisation, job_id)
         except NotFound:
             continue
-    raise NotFound(f"there is no job {job_id[:64]!a}: `headrace jobs list` shows those there are")
+    raise NotFound(f"there is no job {job_id[:64]!a}: `headrace jobs list` lists all")
 
 
 def _row(job: Job) -> dict[str, Any]:

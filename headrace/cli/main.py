@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `headrace` command. Its verbs are the table in `verbs`."""
+"""Entry point of the `headrace` command; its subcommands are listed in `commands`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.version import __version__
 app = typer.Typer(
     name="headrace",
     cls=Root,
-    epilog="Every verb has examples: headrace serve --help",
+    epilog="Every command has examples: headrace serve --help",
     pretty_exceptions_enable=False,
     rich_markup_mode=MARKUP,
     context_settings={"max_content_width": 120},
@@ -22,7 +22,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the console script."""
     app()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace microservice`: a command line to what `headrace.jobs.microservice.launching` reads."""
+"""`headrace microservice`: parse the command line and serve one model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.log_options import LogLevel, LogStyle
+from headrace.cli.common_options import LogLevel, LogStyle
 
 _MODEL, _LISTENING, _IDLE, _VIDEO, _MEDIA, _LOGS = (
     "Model",
     "Listening",
-    "When nobody asks",
+    "Idle timeout",
     "cosmos-predict2.5",
     "Media",
     "Logs",
@@ -20,9 +20,7 @@ _MODEL, _LISTENING, _IDLE, _VIDEO, _MEDIA, _LOGS = (
 
 
 def microservice(
-    action: Annotated[
-        str, typer.Argument(metavar="[start]", help="As the originals are called; may be left out.")
-    ] = "start",
+    action: Annotated[str, typer.Argument(metavar="[start]", help="Accepted for compatibility; optional.")] = "start",
     job: Annotated[
         str, typer.Option(metavar="JSON", help="TAO's job: job_id, specs.model_path, neural_network_name.")
     ] = "",
@@ -32,7 +30,7 @@ def microservice(
             "--docker_env_vars",
             "--docker-env-vars",
             metavar="JSON",
-            help="Variables to set. Secrets are better left out.",
+            help="Environment variables to set. Do not pass secrets here.",
         ),
     ] = "",
     model_path: Annotated[
@@ -41,7 +39,7 @@ def microservice(
             "--model-path",
             "--model_path",
             metavar="PATH",
-            help="A file, a folder, hf_model://ORG/NAME; or a bucket's URL.",
+            help="File, folder, hf_model://ORG/NAME, or URL of a bucket.",
             rich_help_panel=_MODEL,
         ),
     ] = "",
@@ -51,7 +49,7 @@ def microservice(
             "--network-arch",
             "--network_arch",
             metavar="NAME",
-            help="cosmos-rl, cosmos-predict2.5, tao-dataservices, or any other.",
+            help="cosmos-rl, cosmos-predict2.5, tao-dataservices, or another architecture.",
             rich_help_panel=_MODEL,
         ),
     ] = "",
@@ -59,41 +57,60 @@ def microservice(
         str,
         typer.Option(
             metavar="KIND",
-            help="Where the model's files do not tell: language, vision_language, classifier, detector, embedding, tensors.",
+            help="Task, if the files do not say: language, vision_language, classifier, detector, embedding, tensors.",
             rich_help_panel=_MODEL,
         ),
     ] = "",
     job_id: Annotated[
-        str, typer.Option("--job-id", "--job_id", metavar="ID", help="Default: a new UUID.", rich_help_panel=_MODEL)
+        str,
+        typer.Option(
+            "--job-id", "--job_id", metavar="ID", help="Job id (default: a new UUID).", rich_help_panel=_MODEL
+        ),
     ] = "",
     models_dir: Annotated[
         str,
         typer.Option(
             "--models-dir",
             metavar="FOLDER",
-            help="For downloads and the state file. Default: as the original, under /tmp.",
+            help="Folder for downloads and the state file (default: as the original, under /tmp).",
             rich_help_panel=_MODEL,
         ),
     ] = "",
     host: Annotated[
         str,
         typer.Option(
-            metavar="ADDRESS", help="Loopback; 0.0.0.0 with --job, as in a container.", rich_help_panel=_LISTENING
+            metavar="ADDRESS",
+            help="Address to listen on (default: loopback; 0.0.0.0 with --job).",
+            rich_help_panel=_LISTENING,
         ),
     ] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_LISTENING)] = 8080,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.", rich_help_panel=_LISTENING)
+    ] = 8080,
     max_body_mib: Annotated[
         int,
-        typer.Option("--max-body-mib", min=0, max=4096, help="One request. Default: 704.", rich_help_panel=_LISTENING),
+        typer.Option(
+            "--max-body-mib",
+            min=0,
+            max=4096,
+            help="Maximum request size in MiB (default: 704).",
+            rich_help_panel=_LISTENING,
+        ),
     ] = 0,
     grace_seconds: Annotated[
         float,
-        typer.Option(min=0, metavar="SECONDS", help="For what is in flight at SIGTERM.", rich_help_panel=_LISTENING),
+        typer.Option(
+            min=0, metavar="SECONDS", help="Time for open requests after SIGTERM.", rich_help_panel=_LISTENING
+        ),
     ] = 30.0,
     idle_timeout_minutes: Annotated[
         float | None,
         typer.Option(
-            "--idle-timeout-minutes", "--idle_timeout_minutes", min=0, help="Default: 30.", rich_help_panel=_IDLE
+            "--idle-timeout-minutes",
+            "--idle_timeout_minutes",
+            min=0,
+            help="Minutes without a request until the service is idle (default: 30).",
+            rich_help_panel=_IDLE,
         ),
     ] = None,
     disable_auto_deletion: Annotated[
@@ -101,25 +118,30 @@ def microservice(
         typer.Option(
             "--disable_auto_deletion",
             "--disable-auto-deletion",
-            help="Neither end nor ask to be deleted.",
+            help="Neither exit nor request deletion when idle.",
             rich_help_panel=_IDLE,
         ),
     ] = False,
     exit_when_idle: Annotated[
-        bool, typer.Option("--exit-when-idle", help="End the process then.", rich_help_panel=_IDLE)
+        bool, typer.Option("--exit-when-idle", help="Exit when idle.", rich_help_panel=_IDLE)
     ] = False,
     checkpoint_path: Annotated[
-        str, typer.Option("--checkpoint-path", metavar="PATH", help="Weights.", rich_help_panel=_VIDEO)
+        str, typer.Option("--checkpoint-path", metavar="PATH", help="Path of the weights.", rich_help_panel=_VIDEO)
     ] = "",
     model: Annotated[
-        str, typer.Option(metavar="KEY", help="Weights that the pipeline knows by name.", rich_help_panel=_VIDEO)
+        str, typer.Option(metavar="KEY", help="Name of weights known to the pipeline.", rich_help_panel=_VIDEO)
     ] = "",
     output_dir: Annotated[
-        str, typer.Option("--output-dir", metavar="FOLDER", help="For the pipeline's files.", rich_help_panel=_VIDEO)
+        str,
+        typer.Option("--output-dir", metavar="FOLDER", help="Folder for the pipeline's files.", rich_help_panel=_VIDEO),
     ] = "",
     pipeline: Annotated[
         str,
-        typer.Option(metavar="MODULE:FUNCTION", help="What makes the videos: see the guide.", rich_help_panel=_VIDEO),
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Function that creates the video pipeline; see the guide.",
+            rich_help_panel=_VIDEO,
+        ),
     ] = "",
     context_parallel_size: Annotated[
         int | None, typer.Option("--context-parallel-size", min=1, rich_help_panel=_VIDEO)
@@ -135,7 +157,7 @@ def microservice(
         typer.Option(
             "--media-private-host",
             metavar="HOST",
-            help="A host or network at a private address that media may come from. Repeatable.",
+            help="Private host or network that media may be downloaded from. Repeatable.",
             rich_help_panel=_MEDIA,
         ),
     ] = None,
@@ -144,7 +166,7 @@ def microservice(
         typer.Option(
             "--media-folder",
             metavar="FOLDER",
-            help="A folder whose files requests may name. Repeatable.",
+            help="Folder whose files requests may use. Repeatable.",
             rich_help_panel=_MEDIA,
         ),
     ] = None,
@@ -154,7 +176,7 @@ def microservice(
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
-    """Serve one model as TAO's inference microservice does: at once, with its state, while it downloads and loads.
+    """Serve one model with the API of TAO's inference microservice; it reports its status while the model loads.
 
     Examples:
 
@@ -170,12 +192,12 @@ def microservice(
     import sys
     from typing import cast
 
-    from headrace.cli.checks import or_exit
+    from headrace.cli.checks import exit_on_error
     from headrace.core.telemetry.logs import LogFormat, configure_logging
-    from headrace.jobs.microservice.launching import Given, launch_settings
+    from headrace.jobs.microservice.command_line import CommandLine, parse_settings
     from headrace.programs.microservice import end_process, run_microservice
 
-    given = Given(
+    command_line = CommandLine(
         job,
         docker_env_vars,
         model_path,
@@ -205,11 +227,11 @@ def microservice(
         grace_seconds,
         access_log,
     )
-    with or_exit():
+    with exit_on_error():
         if action != "start":
-            raise ValueError(f"{action[:32]!a} is not known: write start, or nothing; SIGTERM stops a service")
+            raise ValueError(f"unknown action {action[:32]!a}: write start or nothing; SIGTERM stops a service")
         configure_logging(log_level, cast("LogFormat", log_format))
-        settings = launch_settings(given, os.environ)
+        settings = parse_settings(command_line, os.environ)
         if pipeline:
             sys.path.insert(0, os.getcwd())
         code = run_microservice(settings)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace model-agent`: the models of one node of a cluster, downloaded, kept and told of."""
+"""`headrace model-agent`: download and keep the models of one Kubernetes node, and report their progress."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.cluster_options import CLUSTER, OWN_NAMESPACE, Context, Kubeconfig, Namespace
-from headrace.cli.log_options import LogLevel, LogStyle
+from headrace.cli.common_options import CLUSTER, OWN_NAMESPACE, Context, Kubeconfig, LogLevel, LogStyle, Namespace
 
 _MODELS = "Models"
 
 
 def model_agent(
     node: Annotated[
-        str, typer.Option(envvar="NODE_NAME", metavar="NAME", help="This node.", rich_help_panel=CLUSTER)
+        str, typer.Option(envvar="NODE_NAME", metavar="NAME", help="Name of this node.", rich_help_panel=CLUSTER)
     ] = "",
     namespace: Namespace = OWN_NAMESPACE,
     kubeconfig: Kubeconfig = "",
@@ -24,48 +23,50 @@ def model_agent(
         str,
         typer.Option(
             metavar="FOLDER",
-            help="Where models are on the node; spec.storage.path is below it.",
+            help="Folder for models on the node; spec.storage.path is relative to it.",
             rich_help_panel=_MODELS,
         ),
     ] = "/mnt/models",
     download_concurrency: Annotated[
-        int, typer.Option(min=1, max=64, help="Models downloaded at once.", rich_help_panel=_MODELS)
+        int, typer.Option(min=1, max=64, help="Maximum concurrent downloads.", rich_help_panel=_MODELS)
     ] = 2,
     keep_free: Annotated[
-        str, typer.Option(metavar="SIZE", help="What downloads leave free on the disk.", rich_help_panel=_MODELS)
+        str, typer.Option(metavar="SIZE", help="Disk space that downloads leave free.", rich_help_panel=_MODELS)
     ] = "1GB",
     private_host: Annotated[
         list[str] | None,
         typer.Option(
             "--private-host",
             metavar="HOST",
-            help="A host or network at a private address that http:// models may come from. Repeatable.",
+            help="Private host or network that http:// models may be downloaded from. Repeatable.",
             rich_help_panel=_MODELS,
         ),
     ] = None,
     progress_seconds: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="How often progress is told.", rich_help_panel=_MODELS)
+        float,
+        typer.Option(min=0.1, metavar="SECONDS", help="Time between progress reports.", rich_help_panel=_MODELS),
     ] = 5.0,
     retry_seconds: Annotated[
         float,
-        typer.Option(min=0.1, metavar="SECONDS", help="The longest wait before another try.", rich_help_panel=_MODELS),
+        typer.Option(min=0.1, metavar="SECONDS", help="Maximum delay between retries.", rich_help_panel=_MODELS),
     ] = 300.0,
     look_seconds: Annotated[
         float,
         typer.Option(
-            min=0.1, metavar="SECONDS", help="How often to look at the node and its files.", rich_help_panel=CLUSTER
+            min=0.1, metavar="SECONDS", help="Time between checks of the node and its files.", rich_help_panel=CLUSTER
         ),
     ] = 30.0,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where /metrics and /healthz are. Nowhere unless told.")
+        str, typer.Option(metavar="HOST:PORT", help="Address for /metrics and /healthz (default: none).")
     ] = "",
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
-    """Keep the BaseModels of this node on its disk, until SIGTERM.
+    """Download and keep the BaseModels of this node, until SIGTERM.
 
-    Downloads those that are for the node, labels it, and tells how far they are in a ConfigMap named after it. May be killed
-    at any time: what has come is not downloaded again. Runs as a DaemonSet; `headrace operator manifests` has it.
+    Downloads the models that select the node, labels the node, and reports progress in a ConfigMap with the node's
+    name. It may be killed at any time: finished downloads are kept. It runs as a DaemonSet; see `headrace operator
+    manifests`.
 
     Examples:
 
@@ -76,17 +77,19 @@ def model_agent(
     from pathlib import Path
     from typing import cast
 
-    from headrace.cli.checks import or_exit
+    from headrace.cli.checks import exit_on_error
     from headrace.core.errors import InvalidArgument
     from headrace.core.telemetry.logs import LogFormat, configure_logging
-    from headrace.fleet.agent.settings import AgentSettings
-    from headrace.models.storage.bringing import BringSettings
+    from headrace.fleet.agent.agent import AgentSettings
+    from headrace.models.storage.fetch import FetchSettings
     from headrace.programs.model_agent import run_agent
 
-    with or_exit():
+    with exit_on_error():
         configure_logging(log_level, cast("LogFormat", log_format))
         if not node:
-            raise InvalidArgument("which node is this? Set NODE_NAME, in a pod by fieldRef spec.nodeName, or --node")
+            raise InvalidArgument(
+                "the node name is missing: set --node or NODE_NAME (in a pod: fieldRef spec.nodeName)"
+            )
         if not models_root.startswith("/"):
             raise InvalidArgument(f"--models-root {models_root}: write an absolute path")
         settings = AgentSettings(
@@ -97,25 +100,25 @@ def model_agent(
             context,
             listen,
             download_concurrency,
-            _bytes(keep_free),
+            _parse_bytes(keep_free),
             progress_seconds,
             look_seconds,
             retry_seconds=retry_seconds,
-            bring=BringSettings(private_hosts=tuple(private_host or ())),
+            fetch=FetchSettings(private_hosts=tuple(private_host or ())),
         )
         code = run_agent(settings)
     raise typer.Exit(code)
 
 
-def _bytes(said: str) -> int:
-    """10GB, 500MiB, 0."""
+def _parse_bytes(text: str) -> int:
+    """Parse a size such as 10GB, 500MiB or 0."""
     import re
 
     from headrace.core.errors import InvalidArgument
 
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", said)
-    if found is None or found[2].upper() not in units:
-        raise InvalidArgument(f"--keep-free {said}: write a size, such as 10GB or 500MiB")
-    return int(float(found[1]) * units[found[2].upper()])
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in units:
+        raise InvalidArgument(f"--keep-free {text}: write a size, such as 10GB or 500MiB")
+    return int(float(match[1]) * units[match[2].upper()])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace models`: look at the models of a running server, load and unload them; make, convert and check their folders."""
+"""`headrace models`: inspect, load and unload the models of a server; create, convert and check model folders."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.checks import FAILED, told
-from headrace.cli.results import Json, print_json, print_result
+from headrace.cli.checks import FAILED, report_errors
+from headrace.cli.common_options import Json, print_json, print_result
 
 models = typer.Typer(
-    name="models", help="Look at models, load and unload them, make and check their folders.", no_args_is_help=True
+    name="models", help="Inspect, load and unload models; create and check their folders.", no_args_is_help=True
 )
 
 Url = Annotated[str, typer.Option(metavar="URL", help="Address of the server's HTTP port.")]
@@ -22,7 +22,7 @@ _URL = "http://127.0.0.1:8000"
 
 @models.command("list")
 def list_models(url: Url = _URL, as_json: Json = False) -> None:
-    """List the models of a server, with their states and what they have done.
+    """List the models of a server, with their states and statistics.
 
     Examples:
 
@@ -31,9 +31,9 @@ def list_models(url: Url = _URL, as_json: Json = False) -> None:
         headrace models list --url http://10.0.0.7:8000 --json
     """
     from headrace.cli.client import ServerClient
-    from headrace.cli.model_list import list_rows, show_list
+    from headrace.cli.models_view import list_rows, show_list
 
-    with told():
+    with report_errors():
         server = ServerClient(url)
         rows = list_rows(server.post("/v2/repository/index", {}), server.get("/v2/models/stats"))
     if as_json:
@@ -45,7 +45,7 @@ def list_models(url: Url = _URL, as_json: Json = False) -> None:
 @models.command()
 def show(
     model: Model,
-    version: Annotated[str, typer.Option(metavar="NUMBER", help="One version; the newest unless told.")] = "",
+    version: Annotated[str, typer.Option(metavar="NUMBER", help="Model version (default: the newest).")] = "",
     url: Url = _URL,
     as_json: Json = False,
 ) -> None:
@@ -58,21 +58,21 @@ def show(
         headrace models show resnet50 --version 3 --json
     """
     from headrace.cli.client import ServerClient
-    from headrace.cli.model_view import ask_model, show_model
+    from headrace.cli.models_view import fetch_model, show_model
 
-    with told():
-        seen = ask_model(ServerClient(url), model, version)
+    with report_errors():
+        details = fetch_model(ServerClient(url), model, version)
     if as_json:
-        print_json(seen)
+        print_json(details)
     else:
-        show_model(seen)
-    if "metadata" not in seen:
+        show_model(details)
+    if "metadata" not in details:
         raise typer.Exit(FAILED)
 
 
 @models.command()
 def load(model: Model, url: Url = _URL, as_json: Json = False) -> None:
-    """Load a model of the repository, or load it anew. The server must run with --model-control-mode=explicit.
+    """Load or reload a model of the repository. The server must run with --model-control-mode=explicit.
 
     Example:
 
@@ -85,7 +85,7 @@ def load(model: Model, url: Url = _URL, as_json: Json = False) -> None:
 def unload(
     model: Model,
     dependents: Annotated[
-        bool, typer.Option("--dependents", help="Also the models that an ensemble uses, unless others use them.")
+        bool, typer.Option("--dependents", help="Also unload the models of an ensemble, unless others use them.")
     ] = False,
     url: Url = _URL,
     as_json: Json = False,
@@ -101,11 +101,11 @@ def unload(
 
 @models.command()
 def check(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Folders of models.")],
-    gpus: Annotated[int, typer.Option(min=0, help="GPUs of the machine that will serve them.")] = 0,
+    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Model repositories.")],
+    gpus: Annotated[int, typer.Option(min=0, help="Number of GPUs of the machine that will serve them.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Check folders of models without serving them: every mistake with its file, line and remedy.
+    """Check model repositories without serving them: every error with its file, line and fix.
 
     The exit code is 1 if a model could not be served, 0 otherwise.
 
@@ -113,10 +113,10 @@ def check(
 
         headrace models check models
     """
-    from headrace.cli.check_view import report_json, show_report
+    from headrace.cli.models_view import report_json, show_report
     from headrace.engine.repository.check import check_repository
 
-    with told():
+    with report_errors():
         report = check_repository(*paths, gpus=gpus)
     if as_json:
         print_json(report_json(report))
@@ -128,17 +128,19 @@ def check(
 
 @models.command()
 def init(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A model's file or folder, or a model without a config.")],
-    repository: Annotated[str, typer.Option(metavar="DIR", help="The folder of models to put it into.")] = "models",
-    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the model; that of the file unless told.")] = "",
-    version: Annotated[str, typer.Option(metavar="NUMBER", help="Number of the version.")] = "1",
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A model file or folder, or a model folder without a configuration.")
+    ],
+    repository: Annotated[str, typer.Option(metavar="DIR", help="Model repository to add it to.")] = "models",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the model (default: that of the file).")] = "",
+    version: Annotated[str, typer.Option(metavar="NUMBER", help="Version number.")] = "1",
     move: Annotated[bool, typer.Option("--move", help="Move the file instead of copying it.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a model of a file: say what it is, put it into a folder of models, write its configuration.
+    """Add a model file to a repository: detect its format, copy it, and write its configuration.
 
-    The format is told by the file's content. If its backend is not installed, the message says how to install it, and
-    the configuration has only what is known.
+    The format is detected from the file's content. If its backend is not installed, the output says how to install it,
+    and the configuration has only what is known.
 
     Examples:
 
@@ -151,19 +153,19 @@ def init(
     from pathlib import Path
 
     from headrace.cli.init import init_model
-    from headrace.cli.init_view import made_json, show_made
+    from headrace.cli.models_view import result_json, show_result
 
-    with told():
-        made = init_model(Path(path), Path(repository), name, version, move=move)
+    with report_errors():
+        result = init_model(Path(path), Path(repository), name, version, move=move)
     if as_json:
-        print_json(made_json(made))
+        print_json(result_json(result))
     else:
-        show_made(made)
+        show_result(result)
 
 
 @models.command()
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A Caffe2 model: its network's file, or its folder.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Caffe2 model: the file of its net, or its folder.")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The ONNX file to write.")],
     inputs: Annotated[
         list[str] | None,
@@ -172,12 +174,12 @@ def convert(
     outputs: Annotated[
         list[str] | None, typer.Option("--output", metavar="NAME", help="Keep this output only. Repeatable.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
     as_json: Json = False,
 ) -> None:
     """Convert a Caffe2 model (NetDef) to ONNX.
 
-    Types and shapes of its inputs are those of the model's configuration, if it has one, or those given here.
+    Input types and shapes come from --input, or from the model's configuration.
 
     Examples:
 
@@ -189,21 +191,21 @@ def convert(
 
     from headrace.cli.convert import convert_netdef
 
-    with told():
-        made = convert_netdef(
+    with report_errors():
+        converted = convert_netdef(
             Path(source), Path(target), inputs=inputs or (), outputs=outputs or (), overwrite=overwrite
         )
-    ends = f"{', '.join(made.inputs)} -> {', '.join(made.outputs)}"
-    said = f"wrote {made.target}: {made.nodes} nodes, {ends}, {made.size_bytes} bytes"
-    print_result(made.as_json(), said, as_json)
+    tensors = f"{', '.join(converted.inputs)} -> {', '.join(converted.outputs)}"
+    text = f"wrote {converted.target}: {converted.nodes} nodes, {tensors}, {converted.size_bytes} bytes"
+    print_result(converted.as_json(), text, as_json)
 
 
-def _control(model: str, verb: str, document: dict[str, Any], url: str, as_json: bool) -> None:
+def _control(model: str, command: str, document: dict[str, Any], url: str, as_json: bool) -> None:
     from urllib.parse import quote
 
     from headrace.cli.client import LOAD_SECONDS, ServerClient
 
-    with told():
+    with report_errors():
         server = ServerClient(url)
-        server.post(f"/v2/repository/models/{quote(model, safe='')}/{verb}", document, seconds=LOAD_SECONDS)
-    print_result({"name": model, "done": verb}, f"{model}: {verb}ed", as_json)
+        server.post(f"/v2/repository/models/{quote(model, safe='')}/{command}", document, seconds=LOAD_SECONDS)
+    print_result({"name": model, "done": command}, f"{model}: {command}ed", as_json)

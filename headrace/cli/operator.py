@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace operator`: the controller of InferenceServices on Kubernetes, and the objects that it is installed with."""
+"""`headrace operator`: run the controller of InferenceServices on Kubernetes, and print its manifests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.cluster_options import CLUSTER, OWN_NAMESPACE, Context, Kubeconfig, Namespace
-from headrace.cli.log_options import LogLevel, LogStyle
+from headrace.cli.common_options import CLUSTER, OWN_NAMESPACE, Context, Kubeconfig, LogLevel, LogStyle, Namespace
 from headrace.cli.operator_manifests import manifests
 
 operator = typer.Typer(
@@ -25,22 +24,20 @@ def run(
     context: Context = "",
     elect: Annotated[
         bool,
-        typer.Option(
-            "--elect/--no-elect", help="One of several leads, by a Lease in its namespace.", rich_help_panel=CLUSTER
-        ),
+        typer.Option("--elect/--no-elect", help="Elect a leader among replicas, by a Lease.", rich_help_panel=CLUSTER),
     ] = True,
     workers: Annotated[
-        int, typer.Option(min=1, max=64, help="Services looked at at once.", rich_help_panel=CLUSTER)
+        int, typer.Option(min=1, max=64, help="Services reconciled concurrently.", rich_help_panel=CLUSTER)
     ] = 4,
     listen: Annotated[
         str,
-        typer.Option(metavar="HOST:PORT", help="Where /metrics and /healthz are. Nowhere unless told."),
+        typer.Option(metavar="HOST:PORT", help="Address for /metrics and /healthz (default: none)."),
     ] = "",
     webhook_listen: Annotated[
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Where the API server asks about documents before it keeps them, by HTTPS. Nowhere unless told.",
+            help="Address of the admission webhooks, served over HTTPS (default: none).",
             rich_help_panel=_WEBHOOKS,
         ),
     ] = "",
@@ -48,7 +45,7 @@ def run(
         str,
         typer.Option(
             metavar="URL",
-            help="https://HOST:PORT, as the API server reaches that address. By the Service of its namespace unless told.",
+            help="URL at which the API server reaches the webhooks (default: the Service in the operator's namespace).",
             rich_help_panel=_WEBHOOKS,
         ),
     ] = "",
@@ -56,34 +53,32 @@ def run(
         str,
         typer.Option(
             metavar="POLICY",
-            help="Ignore or Fail: whether documents are kept while no operator answers.",
+            help="Ignore or Fail: whether the API server accepts objects while no operator answers.",
             rich_help_panel=_WEBHOOKS,
         ),
     ] = "Ignore",
     image: Annotated[
-        str, typer.Option(metavar="IMAGE", help="Headrace's, for the router in front.", rich_help_panel=_FLEET)
+        str, typer.Option(metavar="IMAGE", help="Headrace's image, for routers.", rich_help_panel=_FLEET)
     ] = "",
     node_pinning: Annotated[
         str,
         typer.Option(
             metavar="HOW",
-            help="required, preferred or none: whether pods go where their model is.",
+            help="required, preferred or none: schedule pods on nodes that have their model.",
             rich_help_panel=_FLEET,
         ),
     ] = "required",
     upstream_selection: Annotated[
         bool,
-        typer.Option(
-            "--upstream-selection", help="Choose runtimes as OME does, weak points included.", rich_help_panel=_FLEET
-        ),
+        typer.Option("--upstream-selection", help="Select runtimes exactly as OME does.", rich_help_panel=_FLEET),
     ] = False,
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
-    """Keep the objects of all InferenceServices as they should be, until SIGTERM.
+    """Reconcile all InferenceServices, until SIGTERM.
 
-    Reads the ConfigMap `inferenceservice-config` of its namespace, as OME does. Ends with 3 when another has taken the lead.
-    The certificates of its webhooks are its own: made, renewed and registered without help.
+    Reads the ConfigMap `inferenceservice-config` in its namespace, as OME does. The exit code is 3 when the leader
+    lease is lost. The operator creates, renews and registers the certificates of its webhooks.
 
     Examples:
 
@@ -95,14 +90,14 @@ def run(
     """
     from typing import cast
 
-    from headrace.cli.checks import or_exit
+    from headrace.cli.checks import exit_on_error
     from headrace.core.errors import InvalidArgument
     from headrace.core.telemetry.logs import LogFormat, configure_logging
     from headrace.fleet.cluster.webhooks.settings import WebhookSettings
-    from headrace.fleet.words import FleetSettings
+    from headrace.fleet.documents import FleetSettings
     from headrace.programs.operator import OperatorSettings, run_operator
 
-    with or_exit():
+    with exit_on_error():
         configure_logging(log_level, cast("LogFormat", log_format))
         if node_pinning not in ("required", "preferred", "none"):
             raise InvalidArgument(f"--node-pinning {node_pinning}: write required, preferred or none")

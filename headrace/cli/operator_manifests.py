@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace operator manifests`: what Headrace is installed with on Kubernetes, to be passed on to kubectl."""
+"""`headrace operator manifests`: print the manifests that install Headrace on Kubernetes."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ _WHAT, _AGENT = "What to print", "Model agent"
 
 def manifests(
     namespace: Annotated[
-        str, typer.Option("--namespace", "-n", metavar="NAME", help="Where Headrace's own programs run.")
+        str, typer.Option("--namespace", "-n", metavar="NAME", help="Namespace for Headrace's own components.")
     ] = "headrace-system",
     image: Annotated[
-        str, typer.Option(metavar="IMAGE", help="Headrace's. headrace:VERSION unless told, which no registry has.")
+        str,
+        typer.Option(
+            metavar="IMAGE", help="Headrace's image (default: headrace:VERSION, which you must push to a registry)."
+        ),
     ] = "",
     full_image: Annotated[
         str,
         typer.Option(
-            metavar="IMAGE", help="The one with all formats, for --runtimes. --image with -full behind it unless told."
+            metavar="IMAGE", help="Image with all formats, for --runtimes (default: --image with the suffix -full)."
         ),
     ] = "",
-    pull_secret: Annotated[
-        str, typer.Option(metavar="NAME", help="The Secret that the image is pulled with, in that namespace.")
-    ] = "",
-    replicas: Annotated[int, typer.Option(min=0, max=9, help="Of the operator. One leads.")] = 1,
+    pull_secret: Annotated[str, typer.Option(metavar="NAME", help="Image pull Secret in that namespace.")] = "",
+    replicas: Annotated[int, typer.Option(min=0, max=9, help="Operator replicas; one is the leader.")] = 1,
     models_path: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Where nodes keep models.", rich_help_panel=_AGENT)
+        str, typer.Option(metavar="FOLDER", help="Folder for models on the nodes.", rich_help_panel=_AGENT)
     ] = "/mnt/models",
     agent_secret: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="A Secret of that namespace with credentials of models. Repeat for more.",
+            help="Secret in that namespace with credentials for model downloads. Repeatable.",
             rich_help_panel=_AGENT,
         ),
     ] = None,
@@ -42,7 +43,7 @@ def manifests(
         list[str] | None,
         typer.Option(
             metavar="PART",
-            help="Leave out crds, namespace, config, webhook or agent. Repeat for more.",
+            help="Leave out crds, namespace, config, webhook or agent. Repeatable.",
             rich_help_panel=_WHAT,
         ),
     ] = None,
@@ -50,18 +51,18 @@ def manifests(
         bool,
         typer.Option(
             "--runtimes",
-            help="The runtimes that come with Headrace instead; once the kinds are there.",
+            help="Print the runtimes that come with Headrace instead; apply them after the CRDs.",
             rich_help_panel=_WHAT,
         ),
     ] = False,
     sample: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="One of the samples instead: raw, cpu, scale-to-zero, ...", rich_help_panel=_WHAT
+            metavar="NAME", help="Print a sample instead: raw, cpu, scale-to-zero, ...", rich_help_panel=_WHAT
         ),
     ] = "",
 ) -> None:
-    """Print what Headrace is installed with: kinds, namespace, rights, the operator and the model agent.
+    """Print the manifests of Headrace: CRDs, namespace, RBAC, the operator and the model agent.
 
     Examples:
 
@@ -73,15 +74,15 @@ def manifests(
 
         headrace operator manifests --sample cpu > digits.yaml
     """
-    from headrace.cli.checks import or_exit
-    from headrace.fleet import documents
-    from headrace.fleet.cluster.manifests import ManifestSettings
-    from headrace.fleet.cluster.manifests import manifests as made_of
-    from headrace.fleet.explaining import shipped_runtimes
-    from headrace.fleet.installing import samples
-    from headrace.fleet.installing.runtimes import with_image
+    from headrace.cli.checks import exit_on_error
+    from headrace.fleet import yaml_documents
+    from headrace.fleet.explain import shipped_runtimes
+    from headrace.fleet.install import samples
+    from headrace.fleet.install.manifests import ManifestSettings
+    from headrace.fleet.install.manifests import manifests as build_manifests
+    from headrace.fleet.install.samples import with_image
 
-    with or_exit():
+    with exit_on_error():
         if sample:
             typer.echo(samples.sample(sample, image, full_image), nl=False)
             return
@@ -94,5 +95,5 @@ def manifests(
             agent_secrets=tuple(agent_secret or ()),
             pull_secret=pull_secret,
         )
-    found = with_image(shipped_runtimes(), settings.image, full_image) if runtimes else made_of(settings)
-    typer.echo(documents.write(found), nl=False)
+    documents = with_image(shipped_runtimes(), settings.image, full_image) if runtimes else build_manifests(settings)
+    typer.echo(yaml_documents.write(documents), nl=False)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person sees while models load: bars on a terminal, a log line now and then elsewhere.
+"""Progress of model loads: bars on a terminal, occasional log lines elsewhere.
 
-Called by `serve`. The bars stand below the log lines and are gone when nothing loads any more; while they stand, log
-lines go through rich, which writes them above.
+Used by `serve`. Bars are drawn below the log lines and removed when nothing loads; meanwhile log lines go through rich,
+which prints them above.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.cli")
 
 _LINE_SECONDS = 5.0
-"""A load that takes longer is worth a line in the log."""
+"""Loads that take longer get a log line."""
 
 
 @contextmanager
 def logging_beside_bars(
     level: str, format: LogFormat, *, bars: bool, stream: TextIO | None = None
 ) -> Iterator[Progress]:
-    """Configure the logs; gives where progress goes. No bar is left behind at the end."""
+    """Configure logging and yield the progress callback. Remove all bars at the end."""
     target = sys.stderr if stream is None else stream
     shown = _bars_on(target) if bars and format != "json" and target.isatty() else None
     if shown is None:
@@ -56,7 +56,7 @@ def _bars_on(stream: TextIO) -> LoadingBars | None:
 
 
 class LoadingBars:
-    """One line per load that runs. A `Progress`: may be called from any thread."""
+    """One bar per load. A `Progress`: it may be called from any thread."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -66,27 +66,27 @@ class LoadingBars:
 
     @property
     def visible(self) -> bool:
-        """Whether bars stand on the terminal now."""
+        """Return whether bars are on the terminal now."""
         return self._bars is not None
 
     def __call__(self, event: ProgressEvent) -> None:
-        """Paint an event. A model must not fail to load because of its bar, so what goes wrong here stays here."""
+        """Draw an event. Errors are only logged: a model must not fail to load because of its bar."""
         with self._lock:
             try:
-                self._take(event)
+                self._update(event)
             except Exception:
-                log.debug("cannot paint %s", event, exc_info=True)
+                log.debug("Could not draw %s.", event, exc_info=True)
 
-    def _take(self, event: ProgressEvent) -> None:
+    def _update(self, event: ProgressEvent) -> None:
         if event.state == "running":
-            self._paint(event)
+            self._draw(event)
         elif event.task in self._tasks and self._bars is not None:
             self._bars.remove_task(self._tasks.pop(event.task))
             if not self._tasks:
                 self._stop()
 
     def close(self) -> None:
-        """Take what still stands off the terminal, and give it its cursor back."""
+        """Remove all bars and restore the cursor."""
         with self._lock:
             self._tasks.clear()
             self._stop()
@@ -96,7 +96,7 @@ class LoadingBars:
         if bars is not None:
             bars.stop()
 
-    def _paint(self, event: ProgressEvent) -> None:
+    def _draw(self, event: ProgressEvent) -> None:
         if self._bars is None:
             self._bars = _new_bars(self.console)
             self._bars.start()
@@ -122,49 +122,49 @@ def _new_bars(console: Console) -> RichProgress:
 
 
 class BesideBars(io.TextIOBase):
-    """The stream for log lines: as it is, or above the bars while there are some."""
+    """The stream for log lines: writes them above the bars while there are some."""
 
     def __init__(self, bars: LoadingBars, stream: TextIO) -> None:
         self._bars = bars
         self._stream = stream
 
     def isatty(self) -> bool:
-        """As the stream behind it."""
+        """Return whether the underlying stream is a terminal."""
         return self._stream.isatty()
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Write whole lines, as a log handler does."""
+        """Write complete lines, as a log handler does."""
         if not self._bars.visible:
             return self._stream.write(text)
         from rich.text import Text
 
-        # Long lines are left to the terminal: what is copied from there stays one line.
+        # The terminal wraps long lines, so that a copied line stays one line.
         self._bars.console.print(Text.from_ansi(text.removesuffix("\n")), soft_wrap=True, highlight=False)
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is kept here."""
+        """Flush the underlying stream."""
         self._stream.flush()
 
 
 class LoadingLines:
-    """Log lines for loads that take long. A `Progress`: may be called from any thread."""
+    """Log lines for slow loads. A `Progress`: it may be called from any thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._told: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     def __call__(self, event: ProgressEvent) -> None:
         """Log an event if the last line of its task is long ago."""
         if event.state != "running":
-            self._told.pop(event.task, None)
+            self._logged_at.pop(event.task, None)
             return
         now = self._clock.monotonic()
-        if now - self._told.setdefault(event.task, now) >= _LINE_SECONDS:
-            self._told[event.task] = now
+        if now - self._logged_at.setdefault(event.task, now) >= _LINE_SECONDS:
+            self._logged_at[event.task] = now
             share = f" ({event.done:g} of {event.total:g})" if event.total else ""
-            log.info("%s: %s%s", event.task, event.message or "going on", share)
+            log.info("%s: %s%s", event.task, event.message or "in progress", share)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the options about models to the engine's settings. What does not go together is refused here, in a sentence."""
+"""Turn the options about models into engine settings; reject options that exclude each other."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from headrace.core.telemetry.progress import Progress, silent
 from headrace.engine.engine import EngineSettings
 from headrace.engine.repository.settings import Mode, RepositorySettings
 from headrace.models.staging import Staging
-from headrace.models.storage.locations import CLOUD_SCHEMES, ObjectPlace, parse_location, scheme_of
-from headrace.models.storage.mirror_once import mirror_once
-from headrace.models.storage.mirroring import Mirror, mirror_folder
+from headrace.models.storage.locations import CLOUD_SCHEMES, ObjectLocation, parse_location, scheme_of
+from headrace.models.storage.mirror import Mirror, mirror_folder, mirror_once
 
 log = logging.getLogger("headrace.cli")
 
@@ -24,9 +23,9 @@ log = logging.getLogger("headrace.cli")
 def engine_settings(
     given: Given, folders: Sequence[str], staging: Staging | None = None, progress: Progress = silent
 ) -> EngineSettings:
-    """The engine that the options ask for. `staging`: a model that is served straight from its path.
+    """Return the engine settings of the options. `staging` is a model that is served directly from its path.
 
-    `progress` hears of what is downloaded later, while the server runs.
+    `progress` receives downloads that happen while the server runs.
     """
     mode = mode_of(given)
     folders, mirrors = mirrored((*folders, *given.texts("model-repository")), progress)
@@ -43,7 +42,7 @@ def engine_settings(
         mode = "none"
     if given.text("rate-limit") == "off":
         log.warning(
-            "--rate-limit=off does nothing here: a model's rate_limiter applies; take it out of its configuration"
+            "--rate-limit=off has no effect: a model's rate_limiter always applies; remove it from the model's configuration"
         )
     return EngineSettings(
         repositories=folders,
@@ -54,8 +53,8 @@ def engine_settings(
             exit_on_error=given.truth("exit-on-error"),
             model_load_thread_count=given.whole("model-load-thread-count"),
             strict_model_config=given.truth("strict-model-config"),
-            refresh=_together([each.refresh for each in (*mirrors, *([staging] if staging is not None else ()))]),
-            stop_refresh=_together([mirror.stop for mirror in mirrors]),
+            refresh=_combine([source.refresh for source in (*mirrors, *([staging] if staging is not None else ()))]),
+            stop_refresh=_combine([mirror.stop for mirror in mirrors]),
         ),
         strict_readiness=given.truth("strict-readiness"),
         cache_bytes=cache_bytes_of(given),
@@ -65,39 +64,40 @@ def engine_settings(
 
 
 def mirrored(repositories: Sequence[str], progress: Progress = silent) -> tuple[tuple[str, ...], tuple[Mirror, ...]]:
-    """The repositories as folders: what lies in object stores is mirrored now, which may take long, and then followed.
+    """Return the repositories as local folders; mirror those in object stores now, and keep them in sync.
 
-    Credentials are the environment's. Mirrors stay in the user's cache, so that the next start downloads what has changed.
+    Credentials come from the environment. Mirrors stay in the user's cache, so that the next start downloads only
+    changes.
     """
     folders, mirrors = [], []
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "repositories"
     for text in repositories:
-        place = parse_location(text) if scheme_of(text) in CLOUD_SCHEMES else None
-        if not isinstance(place, ObjectPlace):
+        location = parse_location(text) if scheme_of(text) in CLOUD_SCHEMES else None
+        if not isinstance(location, ObjectLocation):
             folders.append(text)
             continue
-        mirror = Mirror(place, mirror_folder(base, place), progress=progress)
-        mirror_once(place, mirror.folder)
-        log.info("repository %s is mirrored in %s", place, mirror.folder)
+        mirror = Mirror(location, mirror_folder(base, location), progress=progress)
+        mirror_once(location, mirror.folder)
+        log.info("Mirrored repository %s to %s.", location, mirror.folder)
         folders.append(str(mirror.folder))
         mirrors.append(mirror)
     return tuple(folders), tuple(mirrors)
 
 
-def _together(calls: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
-    """One call for all of them, in order; none for none."""
+def _combine(calls: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
+    """Return one function that calls all of them in order; None if there are none."""
     if len(calls) < 2:
         return calls[0] if calls else None
 
-    def call() -> None:
-        for each in calls:
-            each()
+    def call_all() -> None:
+        for call in calls:
+            call()
 
-    return call
+    return call_all
 
 
 def mode_of(given: Given) -> Mode:
-    """One of the modes, also by the switches that were there before them."""
+    """Return the model control mode, also from Triton's older switches."""
     known: dict[str, Mode] = {"none": "none", "poll": "poll", "explicit": "explicit"}
     chosen = {known[given.text("model-control-mode")]} if given.has("model-control-mode") else set()
     if given.has("allow-model-control") and given.truth("allow-model-control"):
@@ -105,35 +105,37 @@ def mode_of(given: Given) -> Mode:
     if given.has("allow-poll-model-repository"):
         chosen.add("poll" if given.truth("allow-poll-model-repository") else "none")
     if chosen == {"none", "explicit"} and not given.has("model-control-mode"):
-        return "explicit"  # no polling, but control: what the first releases called explicit
+        return "explicit"  # control without polling: the first releases called this explicit
     if len(chosen) > 1:
-        raise InvalidArgument(f"the options ask for {' and '.join(sorted(chosen))}: use --model-control-mode alone")
+        raise InvalidArgument(
+            f"the options ask for both {' and '.join(sorted(chosen))}: use --model-control-mode alone"
+        )
     return chosen.pop() if chosen else known[given.text("model-control-mode")]
 
 
 def cache_bytes_of(given: Given) -> int:
-    """The size of the response cache, from `--cache-config local,size=BYTES` too."""
+    """Return the size of the response cache, also from `--cache-config local,size=BYTES`."""
     size = given.whole("response-cache-byte-size")
     for text in given.texts("cache-config"):
         front, _, value = text.partition("=")
         cache, _, setting = front.partition(",")
         if cache != "local":
-            log.warning("--cache-config %s does nothing here: the cache is 'local', in the server's memory", text)
+            log.warning("--cache-config %s has no effect: the only cache is 'local', in the server's memory", text)
         elif setting == "size" and value.isascii() and value.isdigit() and len(value) < 19:
             size = int(value)
         else:
-            raise InvalidArgument(f"--cache-config is local,size=BYTES, not {text!r}")
+            raise InvalidArgument(f"--cache-config must be local,size=BYTES, not {text!r}")
     return size
 
 
 def resource_of(text: str) -> tuple[str, int]:
-    """Read `NAME:COUNT`; Triton's `NAME:COUNT:DEVICE` counts for every device here."""
+    """Parse `NAME:COUNT`; in Triton's `NAME:COUNT:DEVICE` the count applies to every device."""
     name, _, rest = text.partition(":")
     count, colon, device = rest.partition(":")
     if not name or not _is_count(count) or (colon and not (device.isascii() and device.isdigit())):
-        raise InvalidArgument(f"--rate-limit-resource is NAME:COUNT, such as memory:4, not {text!r}")
+        raise InvalidArgument(f"--rate-limit-resource must be NAME:COUNT, such as memory:4, not {text!r}")
     if colon:
-        log.warning("--rate-limit-resource %s: the count is for every device, not for device %s alone", text, device)
+        log.warning("--rate-limit-resource %s: the count applies to every device, not only to device %s", text, device)
     return name, int(count)
 
 

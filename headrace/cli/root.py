@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command above all verbs: shows the table of `verbs`, and brings a verb when it is needed.
+"""The root command: lists the commands of `commands` and imports a command's module when it is needed.
 
-Used by `main` as the class of its Typer. The help of the whole is plain text: rich alone would take twice as long to import
-as all else that it needs.
+The root help is plain text: importing rich would take twice as long as everything else that it needs.
 """
 
 from __future__ import annotations
@@ -14,68 +13,68 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from headrace.cli.checks import BAD_USE
-from headrace.cli.verbs import SECTIONS, Verb
+from headrace.cli.commands import SECTIONS, CommandSpec
 
 MARKUP: Final = "markdown"
 
 
 class Root(TyperGroup):
-    """Has all verbs, and none of their modules."""
+    """The group of all commands, without importing their modules."""
 
-    def __init__(self, **told: Any) -> None:
-        verbs = {verb.name: Unopened(verb) for section in SECTIONS.values() for verb in section}
-        super().__init__(**told | {"commands": verbs})
+    def __init__(self, **options: Any) -> None:
+        specs = {spec.name: LazyCommand(spec) for section in SECTIONS.values() for spec in section}
+        super().__init__(**options | {"commands": specs})
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The help for who says nothing: not as Typer shows an error, which takes rich."""
+        """Print the help if there are no arguments: Typer's error output would import rich."""
         if not args and not ctx.resilient_parsing:
             typer.echo(ctx.get_help(), err=True)
             raise typer.Exit(BAD_USE)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """As plain text, in the order that is usual."""
+        """Write the help as plain text."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         self.format_options(ctx, formatter)
         self.format_epilog(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The verbs under their headings."""
+        """Write the commands under their headings."""
         width = max(map(len, self.commands))
-        for heading, verbs in SECTIONS.items():
+        for heading, specs in SECTIONS.items():
             with formatter.section(heading):
-                formatter.write_dl([(f"{verb.name:{width}}", verb.help) for verb in verbs])
+                formatter.write_dl([(f"{spec.name:{width}}", spec.help) for spec in specs])
 
 
-class Unopened(TyperCommand):
-    """Stands for a verb until its command line is read."""
+class LazyCommand(TyperCommand):
+    """A placeholder for a command until its module is needed."""
 
-    def __init__(self, verb: Verb) -> None:
-        super().__init__(verb.name, help=verb.help)
-        self._verb = verb
+    def __init__(self, spec: CommandSpec) -> None:
+        super().__init__(spec.name, help=spec.help)
+        self._spec = spec
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Called with what stands behind the verb. The context is that of the command itself, which goes on from here."""
-        command = opened(self._verb, completing=extra.get("resilient_parsing", False))
+        """Import the command and return its own context, which Typer continues with."""
+        command = load_command(self._spec, completing=extra.get("resilient_parsing", False))
         return command.make_context(info_name, args, parent=parent, **extra)
 
 
-def opened(verb: Verb, *, completing: bool = False) -> Any:
-    """The command of a verb, whose module is imported. When a shell completes a line, its values can be completed too."""
-    target = _named(verb.target)
+def load_command(spec: CommandSpec, *, completing: bool = False) -> Any:
+    """Import the module of a command and return the command. `completing` adds shell completion of its values."""
+    target = _named(spec.target)
     holder = typer.Typer(add_completion=False, rich_markup_mode=MARKUP)
-    holder.callback()(_nothing)  # else a single command would become the whole program
+    holder.callback()(_nothing)  # a Typer with one command and no callback becomes that command
     if isinstance(target, typer.Typer):
-        holder.add_typer(target, name=verb.name)
+        holder.add_typer(target, name=spec.name)
     else:
-        holder.command(verb.name, cls=_named(verb.command_class) if verb.command_class else None)(target)
+        holder.command(spec.name, cls=_named(spec.command_class) if spec.command_class else None)(target)
     if completing:
         from headrace.cli.completion import add_values
 
         add_values(holder)
     group: Any = typer.main.get_command(holder)
-    return group.commands[verb.name]
+    return group.commands[spec.name]
 
 
 def _named(target: str) -> Any:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From options and a YAML file to a router's settings. Called by `router`; options count for more than the file.
+"""Read router settings from command-line options and a YAML file; options take precedence.
 
-The file has the names of `headrace.fleet.router.settings`: `backends`, `policy`, `host`, `port`, and the sections `health`,
-`outliers`, `retries`, `timeouts`, `cache_aware`, `prefix_hash`, `sticky`, `hedging`, `queue`, `discovery` and `pairing`;
-`activation` is read by `router_activation`. A mistake is told with its file and line.
+The file has the names of `headrace.fleet.router.settings`: `backends`, `policy`, `host`, `port` and one section per
+dataclass. The operator writes the section `activation`, which has the names of Kubernetes objects. Errors name the file and
+the line.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from math import isfinite
 from typing import Any
@@ -15,28 +17,30 @@ from typing import Any
 import yaml
 
 from headrace.cli.checks import address_of, collector_of, tls_of
-from headrace.cli.handing import handing_key
-from headrace.cli.router_activation import read_activation
+from headrace.cli.serve_settings import handing_key
 from headrace.core.errors import InvalidArgument
-from headrace.fleet.router.choosing.checking import check_choices
-from headrace.fleet.router.choosing.settings import (
-    CacheAwareSettings,
-    HedgingSettings,
-    PrefixHashSettings,
-    QueueSettings,
-    StickySettings,
-)
-from headrace.fleet.router.discovery.settings import DiscoverySettings
-from headrace.fleet.router.pairing.settings import PairingSettings
 from headrace.fleet.router.settings import (
     ALIASES,
+    METRICS,
     POLICIES,
+    ActivationSettings,
     BackendAddress,
+    CacheAwareSettings,
+    DiscoverySettings,
     HealthSettings,
+    HedgingSettings,
+    LocalService,
     OutlierSettings,
+    PrefillDecodeSettings,
+    PrefixHashSettings,
+    QueueSettings,
     RetrySettings,
     RouterSettings,
+    ScaleTarget,
+    SessionAffinitySettings,
+    TargetScale,
     TimeoutSettings,
+    check_settings,
 )
 from headrace.programs.router import RouterAppSettings
 
@@ -47,13 +51,13 @@ _SECTIONS: dict[str, Any] = {
     "timeouts": TimeoutSettings,
     "cache_aware": CacheAwareSettings,
     "prefix_hash": PrefixHashSettings,
-    "sticky": StickySettings,
+    "sticky": SessionAffinitySettings,
     "hedging": HedgingSettings,
     "queue": QueueSettings,
     "discovery": DiscoverySettings,
-    "pairing": PairingSettings,
+    "pairing": PrefillDecodeSettings,
 }
-_KINDS: dict[str, str] = {
+_TYPES: dict[str, str] = {
     "policy": "str",
     "host": "str",
     "port": "int",
@@ -70,57 +74,75 @@ _KINDS: dict[str, str] = {
     "grace_seconds": "float",
     "access_log": "bool",
     "trace_endpoint": "str",
-    **{f"{section}.{each.name}": str(each.type) for section, made in _SECTIONS.items() for each in fields(made)},
+    **{f"{section}.{key.name}": str(key.type) for section, settings in _SECTIONS.items() for key in fields(settings)},
 }
 _ACTIVATION = "activation"
-_WORDS = {"str": "a text", "int": "a whole number from 0", "float": "a number from 0", "bool": "true or false"}
-_APP = ("host", "port", "tls_certificate", "tls_key", "tls_client_ca", "grace_seconds", "access_log", "trace_endpoint")
+_KIND_TEXTS = {"str": "a string", "int": "a whole number from 0", "float": "a number from 0", "bool": "true or false"}
+_PROGRAM_KEYS = (
+    "host",
+    "port",
+    "tls_certificate",
+    "tls_key",
+    "tls_client_ca",
+    "grace_seconds",
+    "access_log",
+    "trace_endpoint",
+)
+_NUMBERS = ("idle_seconds", "wait_seconds", "held_requests", "held_bytes")
+_INTEGERS = ("held_requests", "held_bytes", "most")
+_TARGET_KEYS = ("apiVersion", "kind", "namespace", "name", "scale")
+_LOCAL_KEYS = ("folder", "service")
+_SCALE_KEYS = ("metric", "target", "most")
+_API_VERSION = re.compile(r"([a-z0-9][a-z0-9.-]{0,252}/)?[a-z0-9]{1,63}")
+_KIND = re.compile(r"[A-Za-z][A-Za-z0-9]{0,62}")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_MIN_IDLE_SECONDS = 0.05
 
 
 def router_settings(given: dict[str, Any], config: str) -> RouterAppSettings:
-    """All settings, checked."""
+    """Return all settings, checked. Raises InvalidArgument."""
     values = {**(read_router_file(config) if config else {}), **given}
     for name, value in values.items():
         if isinstance(value, float) and not isfinite(value):
             raise InvalidArgument(f"{name} is a number, not {value}")
     texts = values.pop("backends", ())
-    app = {name: values.pop(name) for name in _APP if name in values}
+    program = {name: values.pop(name) for name in _PROGRAM_KEYS if name in values}
     sections = {
-        section: made(
+        section: settings(
             **{
-                each.name: values.pop(f"{section}.{each.name}")
-                for each in fields(made)
-                if f"{section}.{each.name}" in values
+                key.name: values.pop(f"{section}.{key.name}")
+                for key in fields(settings)
+                if f"{section}.{key.name}" in values
             }
         )
-        for section, made in _SECTIONS.items()
+        for section, settings in _SECTIONS.items()
     }
     if not texts and not sections["discovery"].wanted:
-        raise InvalidArgument("a router needs a backend: add --backend http://host:8000, or say where to find them")
+        raise InvalidArgument("a router needs a backend: add --backend http://host:8000, or configure discovery")
     policy = values.get("policy", POLICIES[0])
     values["policy"] = ALIASES.get(policy, policy)
     if values["policy"] not in POLICIES:
         raise InvalidArgument(f"policy is {', '.join(POLICIES)}, not {policy!r}")
     health = sections["health"]
     if health.path and (not health.path.startswith("/") or not health.path.isprintable() or " " in health.path):
-        raise InvalidArgument(f"the health path begins with / and has no spaces: {health.path!r} is none")
+        raise InvalidArgument(f"the health path starts with / and has no spaces, unlike {health.path!r}")
     router = RouterSettings(tuple(BackendAddress.parse(text) for text in texts), **values, **sections)
     if router.paired:
         router = replace(router, handing_key=handing_key(router.pairing.key_file))
-    check_choices(router)
+    check_settings(router)
     return RouterAppSettings(
         router=router,
-        address=address_of(app.get("host", "127.0.0.1"), app.get("port", 8070), ""),
-        tls=tls_of(app.get("tls_certificate", ""), app.get("tls_key", ""), app.get("tls_client_ca", "")),
-        grace_seconds=app.get("grace_seconds", 30.0),
-        access_log=app.get("access_log", False),
-        trace_endpoint=collector_of(app.get("trace_endpoint", "")),
+        address=address_of(program.get("host", "127.0.0.1"), program.get("port", 8070), ""),
+        tls=tls_of(program.get("tls_certificate", ""), program.get("tls_key", ""), program.get("tls_client_ca", "")),
+        grace_seconds=program.get("grace_seconds", 30.0),
+        access_log=program.get("access_log", False),
+        trace_endpoint=collector_of(program.get("trace_endpoint", "")),
         config=config,
     )
 
 
 def read_router_file(path: str) -> dict[str, Any]:
-    """What a file says, by dotted names."""
+    """Return the settings in a file, by dotted names. Raises InvalidArgument."""
     try:
         with open(path, encoding="utf-8") as stream:
             document = yaml.compose(stream, yaml.SafeLoader)
@@ -132,59 +154,59 @@ def read_router_file(path: str) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else path
         raise InvalidArgument(f"{where}: this is not YAML") from None
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if document is not None:
-        _read_mapping(document, "", path, found)
-    return found
+        _read_mapping(document, "", path, values)
+    return values
 
 
-def _read_mapping(node: yaml.Node, prefix: str, path: str, found: dict[str, Any]) -> None:
+def _read_mapping(node: yaml.Node, prefix: str, path: str, values: dict[str, Any]) -> None:
     if not isinstance(node, yaml.MappingNode):
-        raise InvalidArgument(f"{_place(path, node)}: names and values are expected here, such as 'policy: p2c'")
+        raise InvalidArgument(f"{_location(path, node)}: names and values are expected here, such as 'policy: p2c'")
     for key, value in node.value:
         name = f"{prefix}{key.value}" if isinstance(key, yaml.ScalarNode) else ""
-        if name in found:
-            raise InvalidArgument(f"{_place(path, key)}: {name} is set twice")
+        if name in values:
+            raise InvalidArgument(f"{_location(path, key)}: {name} is set twice")
         if not prefix and name in _SECTIONS:
-            _read_mapping(value, f"{name}.", path, found)
+            _read_mapping(value, f"{name}.", path, values)
         elif name == "backends":
-            found[name] = _read_backends(value, path)
+            values[name] = _read_backends(value, path)
         elif name == _ACTIVATION:
-            found[name] = read_activation(value, path)
-        elif name in _KINDS:
-            found[name] = _read_value(value, name, path)
+            values[name] = read_activation(value, path)
+        elif name in _TYPES:
+            values[name] = _read_value(value, name, path)
         else:
             known = sorted(
-                each.removeprefix(prefix)
-                for each in (*_KINDS, *_SECTIONS, "backends", _ACTIVATION)
-                if each.startswith(prefix)
+                key_.removeprefix(prefix)
+                for key_ in (*_TYPES, *_SECTIONS, "backends", _ACTIVATION)
+                if key_.startswith(prefix)
             )
-            known = [each for each in known if "." not in each]
-            raise InvalidArgument(f"{_place(path, key)}: there is no setting {name!r}; there are {', '.join(known)}")
+            known = [key_ for key_ in known if "." not in key_]
+            raise InvalidArgument(f"{_location(path, key)}: there is no setting {name!r}; there are {', '.join(known)}")
 
 
 def _read_backends(node: yaml.Node, path: str) -> list[str]:
-    texts = _plain(node)
+    texts = _construct(node)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise InvalidArgument(f"{_place(path, node)}: backends is a list of addresses, such as '- http://host:8000'")
+        raise InvalidArgument(f"{_location(path, node)}: backends is a list of addresses, such as '- http://host:8000'")
     return texts
 
 
 def _read_value(node: yaml.Node, name: str, path: str) -> Any:
-    value, kind = _plain(node), _KINDS[name]
+    value, kind = _construct(node), _TYPES[name]
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    right = {
+    valid = {
         "str": isinstance(value, str),
         "bool": isinstance(value, bool),
         "int": number and isinstance(value, int) and value >= 0,
         "float": number and 0 <= value < float("inf"),
     }
-    if not right[kind]:
-        raise InvalidArgument(f"{_place(path, node)}: {name} is {_WORDS[kind]}, not {value!r}")
+    if not valid[kind]:
+        raise InvalidArgument(f"{_location(path, node)}: {name} is {_KIND_TEXTS[kind]}, not {value!r}")
     return value
 
 
-def _plain(node: yaml.Node) -> Any:
+def _construct(node: yaml.Node) -> Any:
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_object(node, deep=True)
@@ -194,5 +216,124 @@ def _plain(node: yaml.Node) -> Any:
         loader.dispose()
 
 
-def _place(path: str, node: yaml.Node) -> str:
+def _location(path: str, node: yaml.Node) -> str:
     return f"{path}:{node.start_mark.line + 1}"
+
+
+def read_activation(node: yaml.Node, path: str) -> ActivationSettings:
+    """Read the section `activation`. Raises InvalidArgument."""
+    numbers: dict[str, Any] = {}
+    targets: tuple[ScaleTarget, ...] = ()
+    local: LocalService | None = None
+    for name, value in _entries(node, path, "activation", (*_NUMBERS, "targets", "local")):
+        if name == "targets":
+            targets = _targets(value, path)
+        elif name == "local":
+            texts = {key: _text(node_, path, key) for key, node_ in _entries(value, path, "local", _LOCAL_KEYS)}
+            if len(texts) < len(_LOCAL_KEYS):
+                raise InvalidArgument(f"{_location(path, value)}: activation.local has a folder and a service")
+            local = LocalService(**texts)
+        else:
+            numbers[name] = _number(value, path, f"activation.{name}", integer=name in _INTEGERS)
+    if not targets:
+        raise InvalidArgument(
+            f"{_location(path, node)}: activation needs targets: the workloads to scale, by apiVersion, kind and name"
+        )
+    settings = ActivationSettings(targets, **numbers, local=local)
+    if settings.idle_seconds < _MIN_IDLE_SECONDS or settings.wait_seconds <= 0:
+        raise InvalidArgument(
+            f"{_location(path, node)}: activation.idle_seconds is at least {_MIN_IDLE_SECONDS:g}, and wait_seconds over 0"
+        )
+    return settings
+
+
+def _targets(node: yaml.Node, path: str) -> tuple[ScaleTarget, ...]:
+    if not isinstance(node, yaml.SequenceNode):
+        raise InvalidArgument(f"{_location(path, node)}: activation.targets is a list, such as '- name: chat-engine'")
+    targets = tuple(_target(entry, path) for entry in node.value)
+    if len({str(target) for target in targets}) != len(targets):
+        raise InvalidArgument(f"{_location(path, node)}: activation.targets has a target twice")
+    return targets
+
+
+def _target(node: yaml.Node, path: str) -> ScaleTarget:
+    texts: dict[str, str] = {}
+    scale: TargetScale | None = None
+    for name, value in _entries(node, path, "a target", _TARGET_KEYS):
+        if name == "scale":
+            scale = _scale(value, path)
+        else:
+            texts[name] = _text(value, path, name)
+    if "name" not in texts:
+        raise InvalidArgument(f"{_location(path, node)}: a target needs a name")
+    target = ScaleTarget(
+        texts["name"],
+        namespace=texts.get("namespace", "default"),
+        kind=texts.get("kind", "Deployment"),
+        api_version=texts.get("apiVersion", "apps/v1"),
+        scale=scale,
+    )
+    # They become parts of a URL.
+    valid = (
+        _NAME.fullmatch(target.name)
+        and _NAME.fullmatch(target.namespace)
+        and _KIND.fullmatch(target.kind)
+        and _API_VERSION.fullmatch(target.api_version)
+    )
+    if not valid:
+        raise InvalidArgument(
+            f"{_location(path, node)}: a target has Kubernetes names, such as "
+            "{apiVersion: apps/v1, kind: Deployment, namespace: default, name: chat-engine}"
+        )
+    return target
+
+
+def _scale(node: yaml.Node, path: str) -> TargetScale:
+    metric, target, max_replicas = "", 0.0, 0.0
+    for name, value in _entries(node, path, "scale", _SCALE_KEYS):
+        if name == "metric":
+            metric = _text(value, path, "metric")
+        elif name == "target":
+            target = _number(value, path, "scale.target")
+        else:
+            max_replicas = _number(value, path, "scale.most", integer=True)
+    if metric not in METRICS or target <= 0 or max_replicas < 1:
+        raise InvalidArgument(
+            f"{_location(path, node)}: scale has a metric ({' or '.join(METRICS)}), a target over 0 for one replica, "
+            "and most, the maximum replicas"
+        )
+    return TargetScale(metric, target, int(max_replicas))
+
+
+def _entries(node: yaml.Node, path: str, what: str, known: tuple[str, ...]) -> Iterator[tuple[str, yaml.Node]]:
+    if not isinstance(node, yaml.MappingNode):
+        raise InvalidArgument(f"{_location(path, node)}: {what} has names and values: {', '.join(known)}")
+    seen: set[str] = set()
+    for key, value in node.value:
+        name = str(key.value) if isinstance(key, yaml.ScalarNode) else ""
+        if name not in known:
+            raise InvalidArgument(f"{_location(path, key)}: {what} has no {name!r}; there are {', '.join(known)}")
+        if name in seen:
+            raise InvalidArgument(f"{_location(path, key)}: {name} is set twice")
+        seen.add(name)
+        yield name, value
+
+
+def _text(node: yaml.Node, path: str, name: str) -> str:
+    if not isinstance(node, yaml.ScalarNode) or not node.tag.endswith(":str"):
+        raise InvalidArgument(f"{_location(path, node)}: {name} is a string")
+    return str(node.value)
+
+
+def _number(node: yaml.Node, path: str, name: str, *, integer: bool = False) -> Any:
+    kind = "a whole number from 0" if integer else "a number from 0"
+    tags = (":int",) if integer else (":int", ":float")
+    try:
+        if not isinstance(node, yaml.ScalarNode) or not node.tag.endswith(tags):
+            raise ValueError(name)
+        number: Any = yaml.safe_load(node.value)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
+            raise ValueError(name)
+    except (ValueError, yaml.YAMLError):
+        raise InvalidArgument(f"{_location(path, node)}: {name} is {kind}") from None
+    return number

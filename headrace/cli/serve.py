@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace serve`: a command line of ours or of Triton's to settings, and the bars on the terminal while models load.
+"""`headrace serve`: turn the command line into settings, and show progress bars while models load.
 
-The table in `verbs` names `serve` and its `ServeCommand`. Its options are the table in `options`.
+The table in `commands` names `serve` and its `ServeCommand`. Its options are the table in `options`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from headrace.cli.options import BY_NAME, FLAGS
 
 EXAMPLES = """Serve models over HTTP and gRPC.
 
-MODELS are folders with a folder for each model, or the one folder of a Hugging Face model. Without any, the built-in
-models `identity` and `first1000` are served.
+MODELS are model repositories (folders with one folder per model), or the folder of one Hugging Face model. Without any,
+the built-in models `identity` and `first1000` are served.
 
-Options may be written `--option value` or `--option=value`; those of Triton that mean nothing here are taken with a
-warning.
+Write options as `--option value` or `--option=value`; options of Triton that have no effect here only log a warning.
 
 Examples:
 
@@ -49,34 +48,33 @@ _WARNINGS = "headrace.warnings"
 
 
 class ServeCommand(TyperCommand):
-    """Reads the command line in every form that `serve_arguments` knows."""
+    """Parse the command line in every form that `serve_arguments` knows."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Called by Typer with what stands behind `serve`."""
-        from headrace.cli.checks import or_exit
+        """Normalise the arguments before Typer parses them."""
+        from headrace.cli.checks import exit_on_error
         from headrace.cli.serve_arguments import normalise
 
-        if ctx.resilient_parsing:  # the shell completes a line that is not whole yet
+        if ctx.resilient_parsing:  # the shell completes an unfinished line
             return super().parse_args(ctx, args)
-        with or_exit():
+        with exit_on_error():
             arguments, ctx.meta[_WARNINGS] = normalise(args)
         return super().parse_args(ctx, arguments)
 
 
 def serve(ctx: typer.Context, models: list[str] | None = None, **texts: Any) -> None:
     """Serve models. The help is `EXAMPLES`."""
-    from headrace.cli.checks import or_exit
+    from headrace.cli.checks import exit_on_error
     from headrace.cli.progress import logging_beside_bars
     from headrace.cli.serve_configuration import configure
-    from headrace.cli.serve_logs import log_settings, open_log, warn
-    from headrace.cli.serve_settings import open_settings
+    from headrace.cli.serve_settings import log_settings, open_log, open_settings, warn
     from headrace.programs.serve.server import run_server
 
-    with or_exit():
+    with exit_on_error():
         options = {name: texts.get(name.replace("-", "_")) for name in BY_NAME}
         configured = configure(options, models or (), os.environ)
         logs = log_settings(configured.given)
-        # Several processes would paint over each other's bars.
+        # Several processes would draw over each other's bars.
         bars = configured.given.whole("workers") == 1 and not logs.file
         with (
             open_log(logs.file) as stream,
@@ -89,9 +87,11 @@ def serve(ctx: typer.Context, models: list[str] | None = None, **texts: Any) -> 
 
 
 def _signature() -> inspect.Signature:
-    """What Typer reads the options from: one parameter for each row of the table."""
+    """Return the signature that Typer reads the options from: one parameter per row of the table."""
     keyword = inspect.Parameter.KEYWORD_ONLY
-    folders = typer.Argument(metavar="MODELS", help="Folders of models; none for the built-in ones.")
+    folders = typer.Argument(
+        metavar="MODELS", help="Model repositories, or one model's folder (default: built-in models)."
+    )
     first = [
         inspect.Parameter("ctx", keyword, annotation=typer.Context),
         inspect.Parameter("models", keyword, default=None, annotation=Annotated[list[str] | None, folders]),
@@ -101,7 +101,7 @@ def _signature() -> inspect.Signature:
 
 def _parameter(flag: Flag) -> inspect.Parameter:
     option = typer.Option(
-        f"--{flag.name}",  # the other names are gone when Typer sees the command line
+        f"--{flag.name}",  # `serve_arguments` has replaced the other names
         metavar=flag.shown,
         help=flag.explained,
         rich_help_panel=flag.panel,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of `headrace serve` before Typer sees it: every way to write an option becomes `--name=value`.
+"""Normalise the arguments of `headrace serve`: every way to write an option becomes `--name=value`.
 
-So `--strict_readiness false`, `--strict-readiness` and `--strict-readiness=False` all work, options that mean nothing here
-are taken out with a warning, and an unknown one is told with the nearest there is.
+`--strict_readiness false`, `--strict-readiness` and `--strict-readiness=False` all work. Options of Triton without
+effect here are removed with a warning; an unknown option is reported with the nearest known one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from headrace.cli.flags import Flag, Ignored, is_truth
-from headrace.cli.flags_ignored import IGNORED
+from headrace.cli.flags import IGNORED, Flag, Ignored, is_truth
 from headrace.cli.options import FLAGS
 from headrace.core.errors import InvalidArgument
 
@@ -19,7 +18,7 @@ _HELP = ("--help", "-h")
 
 
 def normalise(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments as Typer is to read them, and the warnings about those that do nothing."""
+    """Return the arguments for Typer, and the warnings about options without effect."""
     known: dict[str, Flag | Ignored] = {name: flag for flag in FLAGS for name in flag.names}
     known |= {ignored.name: ignored for ignored in IGNORED}
     options: list[str] = []
@@ -43,12 +42,12 @@ def normalise(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
                 options.append(f"--{flag.name}={text}")
             elif warning := flag.says(text):
                 warnings.append(warning)
-    # Folders last, behind `--`: one may begin with a dash.
+    # Folders last, after `--`: one may begin with a dash.
     return [*options, *(["--", *folders] if folders else [])], warnings
 
 
 class _Ahead:
-    """Arguments, one at a time, with a look at the next."""
+    """An argument iterator that can peek at the next argument."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._left = list(reversed(arguments))
@@ -66,10 +65,10 @@ class _Ahead:
 
 
 def _value_of(flag: Flag | Ignored, ahead: _Ahead) -> str:
-    """The value of an option that has none behind a `=`."""
+    """Return the value of an option that has none after a `=`."""
     following = ahead.next
     if flag.kind == "truth":
-        # Without a value it is true: what follows is a value only if it can be one.
+        # Without a value it is true: the next argument is a value only if it is a boolean.
         return ahead.take() or "" if following is not None and is_truth(following) else "true"
     if following is None or following.startswith("--"):
         shown = flag.shown if isinstance(flag, Flag) else "VALUE"
@@ -79,7 +78,7 @@ def _value_of(flag: Flag | Ignored, ahead: _Ahead) -> str:
 
 def _unknown(name: str, known: dict[str, Flag | Ignored]) -> str:
     wanted = name.replace("_", "-").lower()
-    begun = [each for each in known if each.startswith(wanted)] if len(wanted) > 2 else []
-    near = begun[:1] or get_close_matches(wanted, known, n=1, cutoff=0.6)
+    prefixed = [option for option in known if option.startswith(wanted)] if len(wanted) > 2 else []
+    near = prefixed[:1] or get_close_matches(wanted, known, n=1, cutoff=0.6)
     advice = f"did you mean --{near[0]}?" if near else "'headrace serve --help' lists the options"
     return f"there is no option --{name[:64]}: {advice}"

@@ -1,46 +1,321 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the values of all options and of the configuration to the settings of a server."""
+"""Turn the options and the configuration of `headrace serve` into the settings of a server."""
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
 
 from headrace.api.metrics.settings import MetricsSettings, metrics_settings
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.predict.settings import PredictSettings
-from headrace.api.v1.accounts import V1Settings
-from headrace.api.v2.restrictions import Restriction
-from headrace.api.v2.settings import TraceDefaults, V2Settings
+from headrace.api.v1.status import V1Settings
+from headrace.api.v2.settings import Restriction, TraceDefaults, V2Settings
+from headrace.cli.checks import address_of, tls_of
 from headrace.cli.flags import Given
-from headrace.cli.handing import handing_settings
 from headrace.cli.repositories import engine_settings
 from headrace.cli.serve_configuration import Configured
-from headrace.cli.serve_logs import trace_settings
-from headrace.cli.serve_ports import ports_of
+from headrace.core.errors import InvalidArgument
+from headrace.core.kv_transfer import MIN_KEY_BYTES, KvTransferSettings, Role
 from headrace.core.limits import Limits
+from headrace.core.telemetry.logs import LogFormat
 from headrace.core.telemetry.progress import Progress, Running
-from headrace.engine.traffic.settings import Split, TrafficSettings
+from headrace.engine.traffic.settings import SplitSettings, TrafficSettings
 from headrace.models.staging import Staging, staged
-from headrace.programs.configuration.merging import Configuration
-from headrace.programs.configuration.serving import access_settings, media_settings, predict_settings, traffic_settings
-from headrace.programs.configuration.single_model import single_model
-from headrace.programs.serve.ports import only_this_machine
-from headrace.programs.serve.settings import ServerSettings
+from headrace.net.sockets import Address
+from headrace.net.tls import TlsFiles
+from headrace.programs.configuration.resolution import Configuration
+from headrace.programs.configuration.sections import (
+    access_settings,
+    media_settings,
+    predict_settings,
+    single_model,
+    traffic_settings,
+)
+from headrace.programs.serve.server import only_this_machine
+from headrace.programs.serve.settings import ListenSettings, ServerSettings
 from headrace.version import __version__
+
+log = logging.getLogger("headrace.cli")
+
+_FORMATS: dict[str, LogFormat] = {
+    "auto": "auto",
+    "json": "json",
+    "text": "text",
+    # Triton's: its own format, and the same with ISO timestamps.
+    "default": "text",
+    "ISO8601": "text",
+}
+_COLLECTOR = "http://localhost:4318/v1/traces"
+_MODES = ("triton", "opentelemetry")
+_LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """Destination, level and format of the log."""
+
+    level: str
+    format: LogFormat
+    file: str = ""
+
+
+def log_settings(given: Given) -> LogSettings:
+    """Return the log settings of the options: Triton's switches disable levels, verbose enables all."""
+    level = given.text("log-level")
+    if given.whole("log-verbose") > 0:
+        level = "debug"
+    elif not given.truth("log-info"):
+        level = "warning" if given.truth("log-warning") else "error" if given.truth("log-error") else "critical"
+    form = given.text("log-format")
+    if form not in _FORMATS:
+        raise InvalidArgument(f"--log-format must be auto, json or text, not {form!r}")
+    return LogSettings(level, _FORMATS[form], given.text("log-file"))
+
+
+@contextmanager
+def open_log(path: str) -> Iterator[TextIO | None]:
+    """Yield the log file; None for standard error."""
+    if not path:
+        yield None
+        return
+    with ExitStack() as opened:
+        try:
+            stream = opened.enter_context(open(path, "a", buffering=1, encoding="utf-8"))
+        except OSError as error:
+            raise InvalidArgument(f"--log-file {path}: {error.strerror}; choose a file that can be written") from None
+        yield stream
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Log warnings about the options."""
+    for line in lines:
+        log.warning("%s", line)
+
+
+def trace_settings(given: Given) -> tuple[str, TraceDefaults | None]:
+    """Return the OpenTelemetry collector for spans ("" for none), and Triton's initial trace settings."""
+    common = _entries(given, "")
+    endpoint = given.text("trace-endpoint")
+    if not (common or _entries(given, "triton") or _entries(given, "opentelemetry")):
+        return endpoint, None
+    mode = common.get("mode", ["triton"])[-1]
+    if mode not in _MODES:
+        raise InvalidArgument(f"--trace-config mode must be triton or opentelemetry, not {mode!r}")
+    trace = TraceDefaults(
+        level=_levels(common.get("level", [])),
+        rate=_count("rate", common.get("rate", ["1000"])[-1], 1),
+        count=_count("count", common.get("count", ["-1"])[-1], -1),
+        log_frequency=_count("log-frequency", _entries(given, "triton").get("log-frequency", ["0"])[-1], 0),
+        mode=mode,
+    )
+    if mode == "opentelemetry":
+        endpoint = endpoint or _entries(given, mode).get("url", [_COLLECTOR])[-1]
+    elif trace.level != ("OFF",) and not endpoint:
+        warn(["--trace-config writes no trace files: add mode=opentelemetry and opentelemetry,url=URL for spans"])
+    return endpoint, trace
+
+
+def _entries(given: Given, mode: str) -> dict[str, list[str]]:
+    """Return the trace settings of one mode, or ("") of all modes."""
+    settings: dict[str, list[str]] = {}
+    for text in (*_old_entries(given), *given.texts("trace-config")):
+        front, equals, value = text.partition("=")
+        of_mode, comma, setting = front.rpartition(",")
+        if not equals or not setting or (comma and of_mode not in _MODES):
+            raise InvalidArgument(
+                f"--trace-config must be SETTING=VALUE, triton,SETTING=VALUE or opentelemetry,SETTING=VALUE, not {text!r}"
+            )
+        if of_mode == mode:
+            settings.setdefault(setting, []).append(value)
+    return settings
+
+
+def _old_entries(given: Given) -> Iterator[str]:
+    """Yield the older trace options in the form of `--trace-config`."""
+    yield from (f"level={level}" for level in given.texts("trace-level"))
+    for option, setting in (
+        ("trace-file", "triton,file"),
+        ("trace-rate", "rate"),
+        ("trace-count", "count"),
+        ("trace-log-frequency", "triton,log-frequency"),
+    ):
+        if given.has(option):
+            yield f"{setting}={given.text(option)}"
+
+
+def _levels(texts: list[str]) -> tuple[str, ...]:
+    named = [level.upper() for level in texts]
+    for level in named:
+        if level not in _LEVELS:
+            raise InvalidArgument(f"--trace-config level must be {', '.join(_LEVELS)}, not {level!r}")
+    return tuple(level for level in _LEVELS[1:] if level in named) or _LEVELS[:1]
+
+
+def _count(setting: str, text: str, least: int) -> int:
+    digits = text.removeprefix("-")
+    number = int(text) if digits.isascii() and digits.isdigit() and len(digits) < 10 else None
+    if number is None or number < least:
+        raise InvalidArgument(f"--trace-config {setting} must be a whole number from {least}, not {text!r}")
+    return number
+
+
+_METRICS_PORT = 8002
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Addresses of HTTP, gRPC and metrics; None for a port that stays closed."""
+
+    http: Address | None
+    grpc: Address | None
+    metrics: Address | None
+    listening: ListenSettings
+
+
+def ports_of(given: Given) -> Ports:
+    """Return the ports of the options."""
+    if not (given.truth("allow-http") or given.truth("allow-grpc")):
+        raise InvalidArgument("--allow-http=false and --allow-grpc=false leave nothing to serve: allow one of them")
+    host = given.text("host")
+    http_host, grpc_host = given.text("http-address") or host, given.text("grpc-address") or host
+    http = address_of(http_host, given.whole("http-port"), given.text("http-socket"))
+    grpc = address_of(grpc_host, given.whole("grpc-port"), given.text("grpc-socket"))
+    ports = Ports(
+        http if given.truth("allow-http") else None,
+        grpc if given.truth("allow-grpc") else None,
+        _metrics_address(given, http_host, http),
+        ListenSettings(
+            tls_of(given.text("tls-certificate"), given.text("tls-key"), given.text("tls-client-ca")),
+            _grpc_tls(given),
+            reuse_http=given.truth("reuse-http-port"),
+            reuse_grpc=given.truth("reuse-grpc-port"),
+            metrics_optional=not given.has("metrics-port"),
+        ),
+    )
+    _check_different(ports)
+    return ports
+
+
+def _metrics_address(given: Given, host: str, http: Address) -> Address | None:
+    if not given.truth("allow-metrics"):
+        return None
+    if given.has("metrics-port"):
+        number = given.whole("metrics-port")
+    elif http.port:
+        number = _METRICS_PORT
+    else:
+        # With a free port or a socket, a fixed metrics port would be a surprise; the HTTP port serves /metrics too.
+        return None
+    return address_of(given.text("metrics-address") or host, number, "")
+
+
+def _grpc_tls(given: Given) -> TlsFiles | None:
+    """Return TLS for the gRPC port only, as Triton's options define it."""
+    mutual = given.truth("grpc-use-ssl-mutual")
+    if not (mutual or given.truth("grpc-use-ssl")):
+        return None
+    certificate, key, root = (given.text(f"grpc-{what}") for what in ("server-cert", "server-key", "root-cert"))
+    if not (certificate and key):
+        raise InvalidArgument("--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key")
+    if mutual and not root:
+        raise InvalidArgument("--grpc-use-ssl-mutual needs --grpc-root-cert: the CA of client certificates")
+    return TlsFiles(certificate, key, root if mutual else None)
+
+
+def _check_different(ports: Ports) -> None:
+    chosen = (ports.http, ports.grpc, None if ports.listening.metrics_optional else ports.metrics)
+    numbers = [address.port for address in chosen if address is not None and address.port]
+    twice = {number for number in numbers if numbers.count(number) > 1}
+    if twice:
+        raise InvalidArgument(f"port {min(twice)} is used twice: give HTTP, gRPC and metrics different ports")
+
+
+KEY_VARIABLE = "HEADRACE_HANDING_KEY"
+_ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
+_MOST_KEY_BYTES = 4096
+_ADDRESS = "--handing-address must be HOST:PORT, such as 10.0.0.7:8003: an address that the decode servers can reach"
+
+
+def kv_transfer_settings(given: Given, environment: Mapping[str, str] | None = None) -> KvTransferSettings:
+    """Return the KV transfer settings of the options. Raise InvalidArgument."""
+    role = _ROLES.get(given.text("role"))
+    if role is None:
+        for name in ("handing-address", "handing-key-file"):
+            if given.has(name):
+                raise InvalidArgument(f"--{name} needs a role: add --role prefill or --role decode")
+        return KvTransferSettings()
+    if given.whole("workers") > 1:
+        raise InvalidArgument("--role needs a single process, which holds the KV cache: leave out --workers")
+    host, port = _address(given.text("handing-address"))
+    key = handing_key(given.text("handing-key-file"), environment)
+    if not key and not _is_loopback(host):
+        raise InvalidArgument(
+            f"KV-cache pages leave this machine at {host}, so the servers must share a key: give each the same "
+            f"--handing-key-file, or {KEY_VARIABLE}"
+        )
+    return KvTransferSettings(
+        role,
+        key,
+        host,
+        port,
+        keep_seconds=given.number("handing-seconds"),
+        keep_bytes=given.whole("handing-bytes"),
+    )
+
+
+def handing_key(path: str, environment: Mapping[str, str] | None = None) -> bytes:
+    """Return the key that servers and routers share; empty if there is none. Raise InvalidArgument."""
+    if path:
+        try:
+            with Path(path).open("rb") as stream:
+                key = stream.read(_MOST_KEY_BYTES).strip()
+        except OSError as error:
+            raise InvalidArgument(f"the key file {path[:200]!a} cannot be read: {error.strerror}") from None
+        source = path
+    else:
+        key = (os.environ if environment is None else environment).get(KEY_VARIABLE, "").strip().encode()
+        source = KEY_VARIABLE
+    if (path or key) and len(key) < MIN_KEY_BYTES:
+        raise InvalidArgument(
+            f"the key in {source} has {len(key)} bytes: generate a random one of at least {MIN_KEY_BYTES}"
+        )
+    return key
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    host = host.strip("[]")
+    if not host or not colon or not port.isdecimal() or int(port) > 65535:
+        raise InvalidArgument(_ADDRESS)
+    if host in ("0.0.0.0", "::"):  # noqa: S104  rejected here
+        raise InvalidArgument(f"{_ADDRESS}; clients cannot connect to {host}")
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def server_settings(configured: Configured, progress: Progress, staging: Staging | None = None) -> ServerSettings:
-    """The server that the options and the configuration ask for. `staging`: a model served straight from its path."""
+    """Return the server settings. `staging` is a model that is served directly from its path."""
     given, configuration = configured.given, configured.configuration
     running = Running(progress)
     ports, engine = ports_of(given), engine_settings(given, configured.folders, staging, running)
-    measuring = _measuring(given)
+    metrics = _metrics(given)
     endpoint, trace = trace_settings(given)
     access = access_settings(configuration)
-    no_strangers = access.keys_file is not None or only_this_machine((ports.http, ports.grpc))
+    trusted_clients_only = access.keys_file is not None or only_this_machine((ports.http, ports.grpc))
     return ServerSettings(
         http=ports.http,
         grpc=ports.grpc,
@@ -57,17 +332,17 @@ def server_settings(configured: Configured, progress: Progress, staging: Staging
         openai=OpenAiSettings() if configuration.truth("openai.enabled") else None,
         media=media_settings(configuration),
         access=access,
-        allow_admin=no_strangers,
-        allow_console=given.truth("console") if given.has("console") else no_strangers,
+        allow_admin=trusted_clients_only,
+        allow_console=given.truth("console") if given.has("console") else trusted_clients_only,
         traffic=_traffic(configuration, staging),
         traffic_again=(lambda: _traffic(configured.again(), staging)) if configuration.file else None,
         traffic_file=configuration.file,
-        measuring=measuring,
+        measuring=metrics,
         limits=_limits(given),
         engine=replace(
             engine,
-            summary_quantiles=measuring.engine_quantiles if measuring else (),
-            handing=handing_settings(given),
+            summary_quantiles=metrics.engine_quantiles if metrics else (),
+            kv_transfer=kv_transfer_settings(given),
         ),
         progress=progress,
         running=running,
@@ -76,7 +351,7 @@ def server_settings(configured: Configured, progress: Progress, staging: Staging
 
 @contextmanager
 def open_settings(configured: Configured, progress: Progress) -> Iterator[ServerSettings]:
-    """The same with the folder of a model that is served straight from its path, which is there as long as this is open."""
+    """Yield the server settings; a model served directly from its path is staged in a folder meanwhile."""
     single = single_model(configured.configuration, traffic_settings(configured.configuration).splits)
     with ExitStack() as opened:
         staging = None if single is None else opened.enter_context(staged(single))
@@ -94,10 +369,10 @@ def _traffic(configuration: Configuration, staging: Staging | None) -> TrafficSe
     settings = traffic_settings(configuration)
     if staging is None or staging.name in settings.splits or not staging.preferred:
         return settings
-    return TrafficSettings({**settings.splits, staging.name: Split({staging.preferred: 1.0})})
+    return TrafficSettings({**settings.splits, staging.name: SplitSettings({staging.preferred: 1.0})})
 
 
-def _measuring(given: Given) -> MetricsSettings | None:
+def _metrics(given: Given) -> MetricsSettings | None:
     settings = metrics_settings(
         given.texts("metrics-config"),
         interval_ms=math.ceil(given.number("metrics-interval-ms")),
@@ -114,12 +389,12 @@ def _limits(given: Given) -> Limits:
 
 
 def _v1(given: Given) -> V1Settings:
-    usual = V1Settings(version=__version__, allow_profiling=given.truth("allow-profiling"))
-    return replace(usual, server_id=given.text("id")) if given.has("id") else usual
+    settings = V1Settings(version=__version__, allow_profiling=given.truth("allow-profiling"))
+    return replace(settings, server_id=given.text("id")) if given.has("id") else settings
 
 
 def _v2(given: Given, trace: TraceDefaults | None) -> V2Settings:
-    usual = V2Settings(
+    settings = V2Settings(
         allow_client_shm=given.truth("allow-client-shm"),
         http_header_forward_pattern=given.text("http-header-forward-pattern"),
         grpc_header_forward_pattern=given.text("grpc-header-forward-pattern"),
@@ -127,4 +402,4 @@ def _v2(given: Given, trace: TraceDefaults | None) -> V2Settings:
         grpc_restrictions=tuple(map(Restriction.parse, given.texts("grpc-restricted-protocol"))),
         trace=trace,
     )
-    return replace(usual, server_id=given.text("id")) if given.has("id") else usual
+    return replace(settings, server_id=given.text("id")) if given.has("id") else settings

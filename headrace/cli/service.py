@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace service`: inference microservices on this machine, in containers, on clusters and clouds."""
+"""`headrace service`: manage inference microservices on this machine, in containers, on clusters and clouds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.checks import FAILED
-from headrace.cli.results import Json, print_json, print_json_line, print_result
+from headrace.cli.common_options import Json, print_json, print_json_line, print_result
 from headrace.cli.service_options import (
     REGISTRY,
     OptionalJob,
     RegistryFile,
     Settings,
     StateDir,
+    non_empty,
     pairs,
     refuse,
-    told_only,
     with_launcher,
 )
 from headrace.cli.service_request import request
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 service = typer.Typer(
     name="service",
-    help="Start inference microservices anywhere, and look at, ask and stop them.",
+    help="Start inference microservices on any platform; inspect, query and stop them.",
     no_args_is_help=True,
 )
 service.command()(start)
@@ -38,10 +38,9 @@ service.command()(request)
 
 @service.command("list")
 def list_services(registry: RegistryFile = REGISTRY, state_dir: StateDir = None, as_json: Json = False) -> None:
-    """List the services that are recorded, as they really are.
+    """List the recorded services with their current state.
 
-    Their state is running, starting, ended, stale (its platform does not know it any more) or unknown (its platform could
-    not be asked).
+    The state is running, starting, ended, stale (unknown to its platform) or unknown (the platform did not answer).
 
     Examples:
 
@@ -54,15 +53,15 @@ def list_services(registry: RegistryFile = REGISTRY, state_dir: StateDir = None,
     async def work(launcher: Launcher) -> tuple[list[Service], str | None]:
         return await launcher.list(), launcher.registry.latest
 
-    found, latest = with_launcher(registry, state_dir, work)
-    show_services(found, latest, as_json)
+    services, latest = with_launcher(registry, state_dir, work)
+    show_services(services, latest, as_json)
 
 
 @service.command()
 def status(
     job: OptionalJob = "", registry: RegistryFile = REGISTRY, state_dir: StateDir = None, as_json: Json = False
 ) -> None:
-    """Show one service: what is recorded, what its platform says, and what it says itself.
+    """Show one service: its record, its state on the platform, and its own status.
 
     Example:
 
@@ -71,20 +70,18 @@ def status(
     from headrace.cli.service_view import show_service
 
     async def work(launcher: Launcher) -> tuple[Service, Any]:
-        job_id = _resolved(launcher, job)
-        return await launcher.status(job_id), await launcher.told(job_id)
+        job_id = _resolve_job(launcher, job)
+        return await launcher.status(job_id), await launcher.fetch_status(job_id)
 
-    found, told = with_launcher(registry, state_dir, work)
-    show_service(found, told, as_json)
+    recorded, own_status = with_launcher(registry, state_dir, work)
+    show_service(recorded, own_status, as_json)
 
 
 @service.command()
 def logs(
     job: OptionalJob = "",
-    tail: Annotated[int, typer.Option("--tail", min=0, max=100_000, help="So many of the last lines.")] = 1000,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with new lines until the service ends.")
-    ] = False,
+    tail: Annotated[int, typer.Option("--tail", min=0, max=100_000, help="Number of lines.")] = 1000,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the service ends.")] = False,
     registry: RegistryFile = REGISTRY,
     state_dir: StateDir = None,
     as_json: Json = False,
@@ -99,7 +96,7 @@ def logs(
     """
 
     async def work(launcher: Launcher) -> None:
-        job_id = _resolved(launcher, job)
+        job_id = _resolve_job(launcher, job)
         if not follow:
             text = await launcher.logs(job_id, tail)
             if as_json or text:
@@ -116,21 +113,19 @@ def logs(
 
 @service.command()
 def stop(
-    job: Annotated[
-        str, typer.Argument(metavar="[JOB]", help="Its job id; the latest unless told, which is confirmed.")
-    ] = "",
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Job id (default: the latest, after confirmation).")] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Stop the latest without asking.")] = False,
     grace_seconds: Annotated[
-        float, typer.Option("--grace-seconds", min=0, metavar="SECONDS", help="For the requests that it is answering.")
+        float, typer.Option("--grace-seconds", min=0, metavar="SECONDS", help="Time for open requests.")
     ] = 30.0,
     forget: Annotated[
-        bool, typer.Option("--forget", help="Remove the record even if the platform cannot be reached any more.")
+        bool, typer.Option("--forget", help="Remove the record even if the platform cannot be reached.")
     ] = False,
     registry: RegistryFile = REGISTRY,
     state_dir: StateDir = None,
     as_json: Json = False,
 ) -> None:
-    """Stop a service, and remove what it left on its platform and its record.
+    """Stop a service; remove its resources on the platform and its record.
 
     Examples:
 
@@ -149,7 +144,7 @@ def stop(
 
 @service.command()
 def prune(registry: RegistryFile = REGISTRY, state_dir: StateDir = None, as_json: Json = False) -> None:
-    """Remove the services that have ended, and those that are recorded and not there any more.
+    """Remove services that have ended, and records of services that no longer exist.
 
     Example:
 
@@ -161,10 +156,10 @@ def prune(registry: RegistryFile = REGISTRY, state_dir: StateDir = None, as_json
 
     removed = with_launcher(registry, state_dir, work)
     if as_json:
-        print_json([each.as_json() for each in removed])
+        print_json([removed_service.as_json() for removed_service in removed])
         return
-    for each in removed:
-        typer.echo(f"{each.entry.job_id}: removed ({each.state})")
+    for removed_service in removed:
+        typer.echo(f"{removed_service.entry.job_id}: removed ({removed_service.state})")
     if not removed:
         typer.echo("nothing to remove")
 
@@ -183,7 +178,7 @@ def preflight(
     state_dir: StateDir = None,
     as_json: Json = False,
 ) -> None:
-    """Look whether all is there that a platform needs. Variables are SET or UNSET; what they hold is not shown.
+    """Check what a platform needs. Variables are shown as SET or UNSET, never with their values.
 
     Examples:
 
@@ -193,47 +188,47 @@ def preflight(
     """
     from headrace.cli.service_view import show_preflight
 
-    settings = pairs(setting, "--setting") | told_only(
+    settings = pairs(setting, "--setting") | non_empty(
         {"partition": partition, "namespace": namespace, "instance_id": instance_id}
     )
 
     async def work(launcher: Launcher) -> Preflight:
         return await launcher.preflight(platform, settings)
 
-    found = with_launcher(registry, state_dir, work)
-    show_preflight(found, as_json)
-    if not found.passed:
+    result = with_launcher(registry, state_dir, work)
+    show_preflight(result, as_json)
+    if not result.passed:
         raise typer.Exit(FAILED)
 
 
-def _resolved(launcher: Launcher, job: str) -> str:
-    """The job that is meant: the one that is named, or the only one."""
+def _resolve_job(launcher: Launcher, job: str) -> str:
+    """Return the given job, or the only one."""
     from headrace.core.errors import InvalidArgument, NotFound
 
     if job:
         return job
     entries = launcher.registry.entries()
     if not entries:
-        raise NotFound("no service is recorded: start one first, or name another --registry")
+        raise NotFound("no service is recorded: start one first, or set --registry")
     if len(entries) > 1:
-        raise InvalidArgument(f"{len(entries)} services are recorded: say which. {', '.join(entries)}")
+        raise InvalidArgument(f"{len(entries)} services are recorded: give one of {', '.join(entries)}")
     return next(iter(entries))
 
 
 def _to_stop(registry: Path, state_dir: Path | None, job: str, yes: bool) -> str:
     from headrace.cli.service_view import is_interactive
     from headrace.core.errors import NotFound
-    from headrace.platforms.targets import Refusal, Target, stop_target
+    from headrace.platforms.services import NoTarget, Target, stop_target
 
     async def work(launcher: Launcher) -> Target:
-        found = stop_target(*launcher.registry.read(), job)
-        if isinstance(found, Refusal):
-            raise NotFound(found.text)
-        return found
+        target = stop_target(*launcher.registry.read(), job)
+        if isinstance(target, NoTarget):
+            raise NotFound(target.text)
+        return target
 
     target = with_launcher(registry, state_dir, work)
     if target.confirm and not yes:
         if not is_interactive():
-            raise refuse(f"{target.confirm} This is no terminal to ask on: name the job, or give --yes")
+            raise refuse(f"{target.confirm} There is no terminal to ask on: give the job, or --yes")
         typer.confirm(target.confirm, abort=True)
     return target.entry.job_id

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the verbs of `headrace service` share: options, how a launcher is opened, and which error is which exit code."""
+"""Shared by the commands of `headrace service`: options, how to open a launcher, and exit codes of errors."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from headrace.cli.checks import BAD_USE, FAILED, complain
+from headrace.cli.checks import BAD_USE, FAILED, print_error
 
 if TYPE_CHECKING:
     from headrace.core.errors import HeadraceError
     from headrace.platforms.launcher import Launcher
 
 NOT_READY, BROKEN = 3, 4
-"""Exit codes beside those of every verb: not ready yet; the service has failed for good."""
-REGISTRY = Path("/tmp/tao-inf-ms-state.json")  # noqa: S108  # TAO's; whoever reads it checks its owner
+"""Exit codes of `headrace service`: not ready yet; the service has failed permanently."""
+REGISTRY = Path("/tmp/tao-inf-ms-state.json")  # noqa: S108  # TAO's; readers check the owner
 T = TypeVar("T")
 
 RegistryFile = Annotated[
     Path,
-    typer.Option("--registry", metavar="FILE", help="Where services are recorded; by default where TAO's tools do."),
+    typer.Option("--registry", metavar="FILE", help="File that records services (default: the one of TAO's tools)."),
 ]
 StateDir = Annotated[
     Path | None,
     typer.Option(
         "--state-dir",
         metavar="FOLDER",
-        help="Files of services of this machine. Default: ~/.local/state/headrace/services, or beside your --registry.",
+        help="State directory of local services (default: ~/.local/state/headrace/services, or beside --registry).",
     ),
 ]
 Architectures = Annotated[
     Path | None,
-    typer.Option("--architectures", metavar="FOLDER", help="More architectures: a YAML or JSON file for each."),
+    typer.Option(
+        "--architectures", metavar="FOLDER", help="Folder with more architectures, one YAML or JSON file each."
+    ),
 ]
-OptionalJob = Annotated[
-    str, typer.Argument(metavar="[JOB]", help="Its job id; may be left out where there is only one.")
-]
+OptionalJob = Annotated[str, typer.Argument(metavar="[JOB]", help="Job id; optional if there is only one service.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -59,7 +59,7 @@ def with_launcher(
     platform: str = "",
     **more: Any,
 ) -> T:
-    """Do something with a launcher; progress is shown on a terminal, and an error becomes a sentence and an exit code."""
+    """Run a function with a launcher; show progress on a terminal, and report errors with their exit code."""
     import asyncio
 
     from headrace.cli.progress import logging_beside_bars
@@ -69,23 +69,23 @@ def with_launcher(
         async with Launcher(registry, state_dir=state_dir, progress=progress, **more) as launcher:
             return await work(launcher)
 
-    with or_sentence(platform), logging_beside_bars("warning", "auto", bars=True) as progress:
+    with report_service_errors(platform), logging_beside_bars("warning", "auto", bars=True) as progress:
         return asyncio.run(run(progress))
 
 
 @contextmanager
-def or_sentence(platform: str = "") -> Iterator[None]:
-    """Turn an error into its text, with the last lines of a log where there are some, and its exit code."""
+def report_service_errors(platform: str = "") -> Iterator[None]:
+    """Report an error, with the last log lines if there are any, and exit with its code."""
     from headrace.core.errors import FailedPrecondition, HeadraceError
     from headrace.core.telemetry.logs import one_line
-    from headrace.platforms.starting import StartFailed
+    from headrace.platforms.launcher import StartFailed
 
     try:
         yield
     except HeadraceError as error:
-        complain(one_line(error.message))
+        print_error(one_line(error.message))
         if isinstance(error, StartFailed) and error.last_lines:
-            typer.echo("the last lines of its log:", err=True)
+            typer.echo("last log lines:", err=True)
             for line in error.last_lines.splitlines():
                 typer.echo(f"  {one_line(line)}", err=True)
         elif platform and isinstance(error, FailedPrecondition):
@@ -94,10 +94,10 @@ def or_sentence(platform: str = "") -> Iterator[None]:
 
 
 def exit_code(error: HeadraceError) -> int:
-    """Which of the four."""
+    """Return the exit code of an error."""
     from headrace.core.errors import DeadlineExceeded, InvalidArgument
-    from headrace.platforms.asking import NotReadyYet, ServiceBroken
-    from headrace.platforms.starting import StartFailed
+    from headrace.platforms.launcher import StartFailed
+    from headrace.platforms.service_client import NotReadyYet, ServiceBroken
 
     if isinstance(error, InvalidArgument):
         return BAD_USE
@@ -107,24 +107,24 @@ def exit_code(error: HeadraceError) -> int:
 
 
 def refuse(text: str) -> typer.Exit:
-    """Say what to do instead; raise what this returns."""
+    """Print an error in the options and return the exception to raise."""
     from headrace.core.telemetry.logs import one_line
 
-    complain(one_line(text))
+    print_error(one_line(text))
     return typer.Exit(BAD_USE)
 
 
 def pairs(given: list[str] | None, flag: str) -> dict[str, str]:
-    """NAME=VALUE, several times."""
-    made: dict[str, str] = {}
+    """Parse repeated NAME=VALUE options."""
+    result: dict[str, str] = {}
     for text in given or []:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise refuse(f"{flag} {text[:64]!a}: write {flag} NAME=VALUE")
-        made[name.replace("-", "_")] = value
-    return made
+        result[name.replace("-", "_")] = value
+    return result
 
 
-def told_only(named: Mapping[str, str]) -> dict[str, str]:
-    """The options that were given."""
+def non_empty(named: Mapping[str, str]) -> dict[str, str]:
+    """Return the options that are not empty."""
     return {name: value for name, value in named.items() if value}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launcher starts as a process: `headrace microservice` with the words that `launch.planning` writes.
+"""The process that the launcher starts: `headrace microservice` with the arguments that `launch.planning` writes.
 
-A fifth of a second of each start would go to Typer and what it brings along, for words that no person types; so they are
-read here by argparse. Words that are not known here, an option of somebody's own architecture, are left to the verb.
+These arguments are parsed with argparse, because importing Typer takes a fifth of a second. Arguments that are unknown
+here, such as options of a custom architecture, are left to the full command.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ _FLAGS = ("disable_guardrails", "offload_guardrail_models", "offload_diffusion_m
 
 def main() -> None:
     """Serve until a signal."""
-    found = read_words(sys.argv[1:])
-    if found is None:
+    fields = parse_args(sys.argv[1:])
+    if fields is None:
         from headrace.cli.gateway import service
 
         service()
         return
-    from headrace.core.errors import HeadraceError
-    from headrace.core.exit_codes import BAD_CONFIGURATION
+    from headrace.core.errors import BAD_CONFIGURATION, HeadraceError
     from headrace.core.telemetry.logs import configure_logging
-    from headrace.jobs.microservice.launching import Given, launch_settings
+    from headrace.jobs.microservice.command_line import CommandLine, parse_settings
     from headrace.programs.microservice import end_process, run_microservice
 
-    options = {name: bool(found.pop(name)) for name in _FLAGS}
+    options = {name: bool(fields.pop(name)) for name in _FLAGS}
     configure_logging("info", "auto")
     try:
-        settings = launch_settings(Given(**found, pipeline_options=options), os.environ)
+        settings = parse_settings(CommandLine(**fields, pipeline_options=options), os.environ)
     except (HeadraceError, ValueError) as error:
         print(f"headrace: {error}", file=sys.stderr, flush=True)
         sys.exit(BAD_CONFIGURATION)
@@ -55,8 +54,8 @@ def main() -> None:
     sys.exit(code)
 
 
-def read_words(words: Sequence[str]) -> dict[str, Any] | None:
-    """The fields of a `Given`, and the pipeline's flags; None where a word is not known here."""
+def parse_args(args: Sequence[str]) -> dict[str, Any] | None:
+    """Return the fields of a `CommandLine` and the pipeline flags; None if an argument is unknown here."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("action", nargs="?", choices=("start",))
     for flag, field in _TEXTS.items():
@@ -70,11 +69,11 @@ def read_words(words: Sequence[str]) -> dict[str, Any] | None:
     for name in _FLAGS:
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
     try:
-        found, others = parser.parse_known_args(list(words))
+        parsed, others = parser.parse_known_args(list(args))
     except (argparse.ArgumentError, SystemExit):
         return None
     if others:
         return None
-    fields = vars(found)
+    fields = vars(parsed)
     del fields["action"]
     return fields

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace service start`: options to a `StartRequest`."""
+"""`headrace service start`: build a `StartRequest` from the options and start the service."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.results import Json, print_json
+from headrace.cli.common_options import Json, print_json
 from headrace.cli.service_options import (
     REGISTRY,
     Architectures,
     RegistryFile,
     Settings,
     StateDir,
+    non_empty,
     pairs,
     refuse,
-    told_only,
     with_launcher,
 )
 
@@ -36,51 +36,59 @@ def start(
         str, typer.Option("--arch", metavar="NAME", help="cosmos-rl, cosmos-predict2.5, tao-dataservices, or your own.")
     ],
     model_path: Annotated[
-        str, typer.Option("--model-path", metavar="PATH", help="hf_model://ORG/NAME, or a path as the service sees it.")
+        str,
+        typer.Option("--model-path", metavar="PATH", help="hf_model://ORG/NAME, or a path that the service can read."),
     ],
     platform: Annotated[
         str,
         typer.Option("--platform", metavar="NAME", help="process, local-docker, slurm, kubernetes, lepton or brev."),
     ] = "process",
     num_gpus: Annotated[
-        int, typer.Option("--num-gpus", metavar="N", help="Ignored by process on a machine without GPUs.")
+        int,
+        typer.Option("--num-gpus", metavar="N", help="Number of GPUs; process ignores it on a machine without GPUs."),
     ] = 1,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not wait until the model is ready.")] = False,
     no_preflight: Annotated[
-        bool, typer.Option("--no-preflight", help="Do not look first whether all is there that the platform needs.")
+        bool, typer.Option("--no-preflight", help="Skip the check of what the platform needs.")
     ] = False,
-    timeout: Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help="How long to wait.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Maximum time to wait.")
+    ] = 600.0,
     model_key: Annotated[
         str,
-        typer.Option("--model-key", metavar="KEY", help="What cosmos-predict2.5 calls a model of the Hub: base-2b."),
+        typer.Option("--model-key", metavar="KEY", help="Name of a Hub model in cosmos-predict2.5, such as base-2b."),
     ] = "",
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", metavar="NAME=VALUE", help="Of the service: idle_timeout_minutes=30. Repeatable."),
+        typer.Option("--option", metavar="NAME=VALUE", help="Service option: idle_timeout_minutes=30. Repeatable."),
     ] = None,
-    job_id: Annotated[str, typer.Option("--job-id", metavar="UUID", help="A new one unless told.")] = "",
+    job_id: Annotated[str, typer.Option("--job-id", metavar="UUID", help="Job id (default: a new one).")] = "",
     image: Annotated[
         str,
         typer.Option(
             metavar="IMAGE",
-            help="headrace for ours; a key of versions.yaml; an image. Default: TAO's.",
+            help="headrace, a key of versions.yaml, or an image (default: TAO's).",
             rich_help_panel=_IMAGE,
         ),
     ] = "",
     mount: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="HOST[:INSIDE]", help="A folder that the container sees. Repeatable.", rich_help_panel=_IMAGE
+            metavar="HOST[:INSIDE]", help="Folder to mount into the container. Repeatable.", rich_help_panel=_IMAGE
         ),
     ] = None,
     config_dir: Annotated[
         list[Path] | None,
         typer.Option(
-            "--config-dir", metavar="FOLDER", help="With ARCH.config.json. Repeatable.", rich_help_panel=_IMAGE
+            "--config-dir",
+            metavar="FOLDER",
+            help="Folder with ARCH.config.json. Repeatable.",
+            rich_help_panel=_IMAGE,
         ),
     ] = None,
     versions: Annotated[
-        Path | None, typer.Option("--versions", metavar="FILE", help="versions.yaml.", rich_help_panel=_IMAGE)
+        Path | None,
+        typer.Option("--versions", metavar="FILE", help="Path of versions.yaml.", rich_help_panel=_IMAGE),
     ] = None,
     partition: Annotated[str, typer.Option(metavar="NAME", help="slurm", rich_help_panel=_PLATFORM)] = "",
     account: Annotated[str, typer.Option(metavar="NAME", help="slurm", rich_help_panel=_PLATFORM)] = "",
@@ -109,9 +117,9 @@ def start(
     state_dir: StateDir = None,
     as_json: Json = False,
 ) -> None:
-    """Start a service, and wait until its model is ready.
+    """Start a service and wait until its model is ready.
 
-    Secrets such as HF_TOKEN are taken from the environment, and from nowhere else. A start that fails is undone.
+    Secrets such as HF_TOKEN are read from the environment only. A failed start is rolled back.
 
     Examples:
 
@@ -121,9 +129,9 @@ def start(
 
         headrace service start --arch tao-dataservices --model-path /models/m --platform slurm --partition gpu --no-wait
     """
-    from headrace.platforms.launcher import Patience, StartRequest
+    from headrace.platforms.launcher import StartRequest, WaitPolicy
 
-    settings = pairs(setting, "--setting") | told_only(
+    settings = pairs(setting, "--setting") | non_empty(
         {
             "partition": partition,
             "account": account,
@@ -136,12 +144,12 @@ def start(
             "dedicated_node_group": dedicated_node_group,
         }
     )
-    began = time.monotonic()
+    started_at = time.monotonic()
 
     async def work(launcher: Launcher) -> Entry:
-        from headrace.platforms.planning import mount_of
+        from headrace.platforms.launch_plan import parse_mount
 
-        made = StartRequest(
+        start_request = StartRequest(
             arch,
             model_path,
             platform,
@@ -151,9 +159,11 @@ def start(
             model_key,
             _options(launcher.architectures(), arch, pairs(option, "--option")),
             settings,
-            tuple(mount_of(each) for each in mount or []),
+            tuple(parse_mount(text) for text in mount or []),
         )
-        return await launcher.start(made, wait=not no_wait, patience=Patience(timeout), preflight=not no_preflight)
+        return await launcher.start(
+            start_request, wait=not no_wait, wait_policy=WaitPolicy(timeout), preflight=not no_preflight
+        )
 
     entry = with_launcher(
         registry,
@@ -164,22 +174,22 @@ def start(
         config_folders=tuple(config_dir or ()),
         versions_file=versions,
     )
-    _show(entry, not no_wait, time.monotonic() - began, as_json)
+    _show(entry, not no_wait, time.monotonic() - started_at, as_json)
 
 
 def _options(known: Mapping[str, Architecture], arch: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Texts as the types that the architecture's options have; what is not known there is refused later, by name."""
+    """Convert options to the types of the architecture; unknown options are rejected later."""
     options = known[arch].options if arch in known else {}
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, text in given.items():
         kind = options[name].type if name in options else "str"
         try:
-            made[name] = _READERS[kind](text)
+            result[name] = _READERS[kind](text)
         except ValueError:
             raise refuse(
-                f"--option {name}: {text[:64]!a} is no {kind if kind != 'flag' else 'true or false'}"
+                f"--option {name}: {text[:64]!a} is not {'true or false' if kind == 'flag' else f'a valid {kind}'}"
             ) from None
-    return made
+    return result
 
 
 def _flag(text: str) -> bool:
@@ -195,9 +205,9 @@ def _show(entry: Entry, ready: bool, seconds: float, as_json: bool) -> None:
     if as_json:
         print_json({**entry.as_json(), "ready": ready})
         return
-    typer.echo(f"the service is {'ready' if ready else 'started'} after {seconds:.1f} s")
+    typer.echo(f"service {'ready' if ready else 'started'} after {seconds:.1f} s")
     typer.echo(f"  Job ID : {entry.job_id}")
     typer.echo(f"  Arch   : {entry.network_arch}")
     typer.echo(f"  URL    : {entry.host_url}/v1/chat/completions" if entry.host_url else "  URL    : not known yet")
     if not ready:
-        typer.echo(f"headrace service status {entry.job_id} tells how far it is")
+        typer.echo(f"check progress: headrace service status {entry.job_id}")

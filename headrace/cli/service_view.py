@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `headrace service` shows services and checks to people, and what it asks them on a terminal."""
+"""Output and prompts of `headrace service`: tables of services and checks, and questions on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headrace.cli.results import print_json
+from headrace.cli.common_options import print_json
 from headrace.cli.tables import heading, line, open_console, table
 
 if TYPE_CHECKING:
@@ -23,86 +23,86 @@ _STYLES = {"running": "green", "starting": "yellow", "ended": "red", "stale": "d
 
 
 def is_interactive() -> bool:
-    """Whether somebody can be asked."""
+    """Return whether the user can be prompted."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def show_services(found: Sequence[Service], latest: str | None, as_json: bool) -> None:
-    """A table, the latest marked."""
+def show_services(services: Sequence[Service], latest: str | None, as_json: bool) -> None:
+    """Print the services as a table; the latest is marked."""
     if as_json:
-        rows = [{**each.as_json(), "latest": each.entry.job_id == latest} for each in found]
+        rows = [{**service.as_json(), "latest": service.entry.job_id == latest} for service in services]
         print_json(rows)
         return
     cells = [
         (
-            f"{each.entry.job_id}{' *' if each.entry.job_id == latest else ''}",
-            each.entry.network_arch,
-            each.entry.platform,
-            _state(each.state),
-            each.entry.host_url or "-",
-            each.entry.started_at[:19].replace("T", " "),
-            each.reason,
+            f"{service.entry.job_id}{' *' if service.entry.job_id == latest else ''}",
+            service.entry.network_arch,
+            service.entry.platform,
+            _state(service.state),
+            service.entry.host_url or "-",
+            service.entry.started_at[:19].replace("T", " "),
+            service.reason,
         )
-        for each in found
+        for service in services
     ]
     open_console().print(table(("JOB", "ARCH", "PLATFORM", "STATE", "URL", "STARTED (UTC)", "REASON"), cells))
 
 
-def show_service(found: Service, told: Mapping[str, Any] | None, as_json: bool) -> None:
-    """All that is known of one."""
+def show_service(service: Service, status: Mapping[str, Any] | None, as_json: bool) -> None:
+    """Print everything known about one service."""
     if as_json:
-        print_json({**found.as_json(), "service": told})
+        print_json({**service.as_json(), "service": status})
         return
     console = open_console()
     plain = [
-        (key, value) for key, value in found.as_json().items() if isinstance(value, str | int) and key != "launcher"
+        (key, value) for key, value in service.as_json().items() if isinstance(value, str | int) and key != "launcher"
     ]
     console.print(
         table(("FIELD", "VALUE"), [(key, _state(value) if key == "state" else value) for key, value in plain])
     )
-    if told is None:
-        console.print(line("the service itself does not answer"))
+    if status is None:
+        console.print(line("the service does not answer"))
         return
-    console.print(heading("what it says"))
-    progress = told.get("progress")
-    words = progress.get("message") if isinstance(progress, Mapping) else ""
+    console.print(heading("reported by the service"))
+    progress = status.get("progress")
+    message = progress.get("message") if isinstance(progress, Mapping) else ""
     rows = [
-        ("model", told.get("model_state", "")),
-        ("kind", told.get("model_type", "")),
-        ("progress", words),
-        ("problem", told.get("initialization_error") or told.get("model_load_error")),
-        ("last request", told.get("last_request_time")),
+        ("model", status.get("model_state", "")),
+        ("kind", status.get("model_type", "")),
+        ("progress", message),
+        ("problem", status.get("initialization_error") or status.get("model_load_error")),
+        ("last request", status.get("last_request_time")),
     ]
     console.print(table(("FIELD", "VALUE"), [(name, value) for name, value in rows if value]))
 
 
-def show_preflight(found: Preflight, as_json: bool) -> None:
-    """Checks, then variables."""
+def show_preflight(preflight: Preflight, as_json: bool) -> None:
+    """Print the checks of a platform, then its variables."""
     if as_json:
-        checks = [{"name": each.name, "passed": each.passed, "message": each.message} for each in found.checks]
-        told = {
-            "platform": found.platform,
-            "passed": found.passed,
+        checks = [{"name": check.name, "passed": check.passed, "message": check.message} for check in preflight.checks]
+        document = {
+            "platform": preflight.platform,
+            "passed": preflight.passed,
             "checks": checks,
-            "variables": dict(found.variables),
+            "variables": dict(preflight.variables),
         }
-        print_json(told)
+        print_json(document)
         return
     console = open_console()
-    cells = [(each.name, _passed(each.passed), each.message) for each in found.checks]
-    console.print(table(("CHECK", "", "FOUND, OR WHAT TO DO"), cells))
+    cells = [(check.name, _passed(check.passed), check.message) for check in preflight.checks]
+    console.print(table(("CHECK", "", "RESULT, OR WHAT TO DO"), cells))
     console.print(heading("variables"))
-    console.print(table(("NAME", ""), found.variables))
+    console.print(table(("NAME", ""), preflight.variables))
 
 
 def choose(question: str, candidates: Sequence[Entry], shown: Sequence[str]) -> Entry:
-    """Ask which one, by its number."""
+    """Prompt for one of the candidates, by number."""
     from headrace.core.telemetry.logs import one_line
 
     typer.echo(question, err=True)
     for number, entry in enumerate(candidates, 1):
-        told = "  ".join(str(getattr(entry, name)) for name in shown)
-        typer.echo(f"  {number}) {one_line(told)}", err=True)
+        description = "  ".join(str(getattr(entry, name)) for name in shown)
+        typer.echo(f"  {number}) {one_line(description)}", err=True)
     while True:
         text = typer.prompt("number", err=True).strip()
         if text.isascii() and text.isdigit() and 1 <= int(text) <= len(candidates):
@@ -111,21 +111,21 @@ def choose(question: str, candidates: Sequence[Entry], shown: Sequence[str]) -> 
 
 
 def ask_fields(fields: Sequence[Field]) -> dict[str, Any]:
-    """The sampling parameters, each with its type and default; nothing typed takes the default."""
+    """Prompt for the sampling parameters; an empty answer takes the default."""
     from headrace.core.errors import InvalidArgument
-    from headrace.platforms.chat_bodies import kind_of, read_value
+    from headrace.platforms.chat_requests import field_type, parse_value
 
-    typer.echo("sampling parameters; Enter takes the default:", err=True)
+    typer.echo("sampling parameters; press Enter for the default:", err=True)
     answers: dict[str, Any] = {}
     for field in fields:
         meaning = f", {field.meaning}" if field.meaning else ""
         while True:
-            label = f"  {field.name} ({kind_of(field)}{meaning}) [{default_of(field)}]"
+            label = f"  {field.name} ({field_type(field)}{meaning}) [{default_of(field)}]"
             text = typer.prompt(label, default="", show_default=False, err=True)
             if not text.strip():
                 break
             try:
-                answers[field.name] = read_value(field, text)
+                answers[field.name] = parse_value(field, text)
                 break
             except InvalidArgument as error:
                 typer.secho(f"  {error.message}", fg="red", err=True)
@@ -133,8 +133,8 @@ def ask_fields(fields: Sequence[Field]) -> dict[str, Any]:
 
 
 def default_of(field: Field) -> str:
-    """In words."""
-    return "as the model has it" if field.default is None else str(field.default)
+    """Return the default of a field as text."""
+    return "the model's default" if field.default is None else str(field.default)
 
 
 def _state(state: object) -> Text:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and lines for people. On a terminal with colours and its width; elsewhere plain, and as wide as they need."""
+"""Output tables and lines: coloured and wrapped on a terminal, plain and as wide as needed elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE_STYLES = {"READY": "green", "LOADING": "yellow", "UNLOADING": "yellow", "U
 
 
 def open_console() -> Console:
-    """Standard output."""
+    """Return a console for standard output."""
     console = Console(highlight=False)
     if console.is_terminal:
         return console
@@ -29,13 +29,13 @@ def open_console() -> Console:
 
 
 class _Trimmed(io.TextIOBase):
-    """Standard output without the spaces that fill a table's last column."""
+    """Standard output without the spaces that pad a table's last column."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write("\n".join(each.rstrip(" ") for each in text.split("\n")))
+        self._stream.write("\n".join(line.rstrip(" ") for line in text.split("\n")))
         return len(text)
 
     def flush(self) -> None:
@@ -43,31 +43,31 @@ class _Trimmed(io.TextIOBase):
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> Table:
-    """Columns without a frame. Cells are texts from anywhere: nothing in them is markup or an escape sequence."""
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    """Return a table without a frame. Cells are untrusted text: markup and escape sequences in them have no effect."""
+    result = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in columns:
-        # What cannot be shortened to be understood is folded.
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        # Fold long cells: a shortened value would be unreadable.
+        result.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(one_line(str(cell))) for cell in row))
-    return made
+        result.add_row(*(cell if isinstance(cell, Text) else Text(one_line(str(cell))) for cell in row))
+    return result
 
 
 def state_cell(state: str) -> Text:
-    """A state in its colour."""
+    """Return a state in its colour."""
     return Text(one_line(state), STATE_STYLES.get(state, "dim"))
 
 
 def heading(text: str) -> Text:
-    """The line above a table."""
+    """Return the line above a table."""
     return Text(one_line(text), "bold underline")
 
 
 def line(text: str, style: str = "") -> Text:
-    """A line of prose; it may quote what others wrote."""
+    """Return a line of text; escape sequences in it have no effect."""
     return Text(one_line(text), style)
 
 
 def average_ms(nanoseconds: int, count: int) -> str:
-    """The mean of durations, in milliseconds."""
+    """Return the mean of durations, in milliseconds."""
     return f"{nanoseconds / count / 1e6:.2f}" if count else "-"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace users`: who may use a gateway. Works on its data directory, whether the gateway runs or not."""
+"""`headrace users`: manage the users of a gateway in its data directory, while the gateway runs or not."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from headrace.cli.checks import FAILED, told
+from headrace.cli.checks import FAILED, report_errors
+from headrace.cli.common_options import Json, print_json, print_result
 from headrace.cli.gateway import DATA_DIR, DatabaseUrl, DataDir
-from headrace.cli.results import Json, print_json, print_result
 
 if TYPE_CHECKING:
     from headrace.api.access.users import User, Users
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 users = typer.Typer(name="users", help="Add, list and remove the users of a gateway.", no_args_is_help=True)
 
 _T = TypeVar("_T")
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Who it is; this name is in the audit log.")]
-Org = Annotated[str, typer.Option("--org", metavar="ORG", help="The organisation; '*' for all.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="User name; it appears in the audit log.")]
+Org = Annotated[str, typer.Option("--org", metavar="ORG", help="Organisation; '*' for all.")]
 RoleName = Annotated[str, typer.Option("--role", metavar="ROLE", help="viewer, operator or admin.")]
 
 
@@ -30,14 +30,14 @@ def add(
     name: Name,
     org: Org,
     role: RoleName = "operator",
-    email: Annotated[str, typer.Option("--email", metavar="ADDRESS", help="Told at login.")] = "",
+    email: Annotated[str, typer.Option("--email", metavar="ADDRESS", help="Email address, returned at login.")] = "",
     data_dir: DataDir = DATA_DIR,
     database_url: DatabaseUrl = "",
     as_json: Json = False,
 ) -> None:
-    """Add a user and print their key. It is shown this once: only its hash is kept.
+    """Add a user and print their key. It cannot be shown again: only its hash is stored.
 
-    A gateway that runs on the same data directory knows the key at once.
+    A running gateway with the same data directory accepts the key at once.
 
     Examples:
 
@@ -46,19 +46,19 @@ def add(
         KEY=$(headrace users add ci --org acme --role viewer)
     """
     user, key = _with_users(
-        data_dir, database_url, "users.add", name, lambda every: every.add(name, org, role, email=email)
+        data_dir, database_url, "users.add", name, lambda users_: users_.add(name, org, role, email=email)
     )
     _show_key(user, key, as_json, f"{name}: {role} of {org}")
 
 
 @users.command("list")
 def list_users(
-    org: Annotated[str, typer.Option("--org", metavar="ORG", help="Only those of this organisation.")] = "",
+    org: Annotated[str, typer.Option("--org", metavar="ORG", help="List only this organisation.")] = "",
     data_dir: DataDir = DATA_DIR,
     database_url: DatabaseUrl = "",
     as_json: Json = False,
 ) -> None:
-    """List the users: names, roles and keys' ages.
+    """List the users: names, roles, creation times and numbers of keys.
 
     Example:
 
@@ -66,8 +66,8 @@ def list_users(
     """
     from headrace.cli.tables import open_console, table
 
-    found = _with_users(data_dir, database_url, "", "", lambda every: every.list(org))
-    rows = [_row(user) for user in found]
+    listed = _with_users(data_dir, database_url, "", "", lambda users_: users_.list(org))
+    rows = [_row(user) for user in listed]
     if as_json:
         print_json(rows)
         return
@@ -87,13 +87,13 @@ def grant(
     database_url: DatabaseUrl = "",
     as_json: Json = False,
 ) -> None:
-    """Give a user a role in an organisation, in place of the one they had there.
+    """Set a user's role in an organisation.
 
     Example:
 
         headrace users grant alice --org other --role viewer
     """
-    user = _with_users(data_dir, database_url, "users.grant", name, lambda every: every.grant(name, org, role))
+    user = _with_users(data_dir, database_url, "users.grant", name, lambda users_: users_.grant(name, org, role))
     print_result(_row(user), f"{name}: {role} of {org}", as_json)
 
 
@@ -101,43 +101,43 @@ def grant(
 def withdraw(
     name: Name, org: Org, data_dir: DataDir = DATA_DIR, database_url: DatabaseUrl = "", as_json: Json = False
 ) -> None:
-    """Take a user's role in an organisation away. Their tokens for it are refused within a second or so.
+    """Remove a user's role in an organisation. Their tokens for it are rejected within about a second.
 
     Example:
 
         headrace users withdraw alice --org other
     """
-    user = _with_users(data_dir, database_url, "users.withdraw", name, lambda every: every.withdraw(name, org))
-    print_result(_row(user), f"{name}: no role in {org} any more", as_json)
+    user = _with_users(data_dir, database_url, "users.withdraw", name, lambda users_: users_.withdraw(name, org))
+    print_result(_row(user), f"{name}: role in {org} removed", as_json)
 
 
 @users.command("revoke-tokens")
 def revoke_tokens(
     name: Name, data_dir: DataDir = DATA_DIR, database_url: DatabaseUrl = "", as_json: Json = False
 ) -> None:
-    """Refuse every token that a user has now, within a second or so. Their key stays good: they log in again.
+    """Reject all current tokens of a user within about a second. Their key stays valid: they can log in again.
 
     Example:
 
         headrace users revoke-tokens alice
     """
-    user = _with_users(data_dir, database_url, "users.revoke-tokens", name, lambda every: every.revoke_tokens(name))
-    print_result(_row(user), f"{name}: all tokens are revoked", as_json)
+    user = _with_users(data_dir, database_url, "users.revoke-tokens", name, lambda users_: users_.revoke_tokens(name))
+    print_result(_row(user), f"{name}: all tokens revoked", as_json)
 
 
 @users.command("rotate-signing-key")
 def rotate_signing_key(
     drop_old: Annotated[
-        bool, typer.Option("--drop-old", help="Refuse all tokens there are: for when the old key may have leaked.")
+        bool, typer.Option("--drop-old", help="Reject all existing tokens, for example after the old key leaked.")
     ] = False,
     data_dir: DataDir = DATA_DIR,
     database_url: DatabaseUrl = "",
     as_json: Json = False,
 ) -> None:
-    """Sign new tokens with a new key. Tokens of the old one stay good to their end, 24 hours at most.
+    """Sign new tokens with a new key. Tokens signed with the old key stay valid until they expire, at most 24 hours.
 
-    Gateways that run on the same data directory take it up at once. One that was started with --token-key signs with that
-    file: put another key into it.
+    Running gateways with the same data directory use it at once. A gateway started with --token-key signs with that
+    file: replace the key in it.
 
     Examples:
 
@@ -145,76 +145,76 @@ def rotate_signing_key(
 
         headrace users rotate-signing-key --drop-old
     """
-    from headrace.api.access.audit import AUDIT_FILE, Audit
+    from headrace.api.access.audit import AUDIT_FILE, AuditLog
     from headrace.api.access.tokens import SIGNING_KEYS_FILE, SigningKeys
     from headrace.core.errors import NotFound
 
-    del database_url  # as all verbs take it; but signing keys are in the data directory alone
+    del database_url  # accepted as by the other commands; signing keys are only in the data directory
     folder = data_dir.expanduser()
-    with told(FAILED):
+    with report_errors(FAILED):
         if not (folder / SIGNING_KEYS_FILE).exists():
-            raise NotFound(f"{folder} has no signing keys: name the --data-dir of a gateway")
+            raise NotFound(f"{folder} has no signing keys: set --data-dir to that of a gateway")
         key_id = SigningKeys(folder / SIGNING_KEYS_FILE).rotate(keep_old=not drop_old)
-        audit = Audit(folder / AUDIT_FILE)
+        audit = AuditLog(folder / AUDIT_FILE)
         try:
             audit.record("users.rotate-signing-key", "allowed", None, "", key_id, "command line")
         finally:
             audit.close()
-    old = "dropped: everybody logs in again" if drop_old else "good for the tokens that it has signed"
-    print_result({"kid": key_id, "dropped_old": drop_old}, f"{key_id} signs; the old key is {old}", as_json)
+    old = "removed: all users must log in again" if drop_old else "valid for the tokens that it has signed"
+    print_result({"kid": key_id, "dropped_old": drop_old}, f"new signing key {key_id}; the old key is {old}", as_json)
 
 
 @users.command()
 def rotate(
     name: Name,
     grace: Annotated[
-        float, typer.Option("--grace-seconds", min=0, metavar="SECONDS", help="How long the old key stays good.")
+        float, typer.Option("--grace-seconds", min=0, metavar="SECONDS", help="How long the old key stays valid.")
     ] = 0.0,
     data_dir: DataDir = DATA_DIR,
     database_url: DatabaseUrl = "",
     as_json: Json = False,
 ) -> None:
-    """Print a new key for a user; the old one, and tokens made with it, end at once or after the grace.
+    """Print a new key for a user; the old key and its tokens expire at once, or after the grace period.
 
     Example:
 
         headrace users rotate alice --grace-seconds 3600
     """
-    user, key = _with_users(data_dir, database_url, "users.rotate", name, lambda every: every.rotate(name, grace))
-    _show_key(user, key, as_json, f"{name}: a new key")
+    user, key = _with_users(data_dir, database_url, "users.rotate", name, lambda users_: users_.rotate(name, grace))
+    _show_key(user, key, as_json, f"{name}: new key")
 
 
 @users.command()
 def remove(name: Name, data_dir: DataDir = DATA_DIR, database_url: DatabaseUrl = "", as_json: Json = False) -> None:
-    """Remove a user. Gateways refuse their keys and tokens within a second or so.
+    """Remove a user. Gateways reject their keys and tokens within about a second.
 
     Example:
 
         headrace users remove alice
     """
-    user = _with_users(data_dir, database_url, "users.remove", name, lambda every: every.remove(name))
+    user = _with_users(data_dir, database_url, "users.remove", name, lambda users_: users_.remove(name))
     print_result(_row(user), f"{name}: removed", as_json)
 
 
 def _with_users(
     data_dir: Path, database_url: str, operation: str, target: str, work: Callable[[Users], Awaitable[_T]]
 ) -> _T:
-    """Do something with the users; a change is written into the audit log."""
+    """Run a function with the users; record a change in the audit log."""
     import asyncio
 
     from headrace.jobs.settings import JobSettings
-    from headrace.programs.gateway.opening import opened
+    from headrace.programs.gateway import open_gateway
 
     settings = JobSettings(data_dir.expanduser(), database_url=database_url)
 
     async def run() -> _T:
-        async with opened(settings) as found:
-            made = await work(found.access.users)
+        async with open_gateway(settings) as opened:
+            result = await work(opened.access.users)
             if operation:
-                found.access.audit.record(operation, "allowed", None, "", target, "command line")
-            return made
+                opened.access.audit.record(operation, "allowed", None, "", target, "command line")
+            return result
 
-    with told(FAILED):
+    with report_errors(FAILED):
         return asyncio.run(run())
 
 
@@ -224,9 +224,9 @@ def _row(user: User) -> dict[str, Any]:
             "keys": len(user.keys)}  # fmt: skip
 
 
-def _show_key(user: User, key: str, as_json: bool, said: str) -> None:
+def _show_key(user: User, key: str, as_json: bool, text: str) -> None:
     if as_json:
         print_json({**_row(user), "key": key})
         return
     typer.echo(key)
-    typer.echo(f"{said}; the key is not shown again", err=True)
+    typer.echo(f"{text}; the key is not shown again", err=True)

@@ -7,18 +7,17 @@
         result = client.infer("resnet50", {"images": images})
         print(result["scores"].shape)
 
-Everything that asks is written once, as coroutines over a `lines.Lines` or a gRPC channel: `client` drives them with
-blocking sockets, `aio` with asyncio. `session` is what both share: deadlines and repeated tries. `http` and `grpc` speak
-one protocol each. Knows `core` and nothing else of the server, so that it speaks to any server of the v2 protocol.
+Requests are written once, as coroutines over a `sockets.Network` or a gRPC channel: `client` runs them on blocking
+sockets, `aio` on asyncio. `session` has what both share: deadlines and retries. Imports `core` and nothing else of the
+server, so that it works with any server of the v2 protocol.
 """
 
 from __future__ import annotations
 
 from headrace.client.aio import AsyncClient
 from headrace.client.client import Client, Results
-from headrace.client.requests import Input, Output, SequenceStep
-from headrace.client.results import ClassScore, Result
-from headrace.client.retrying import NO_RETRY, Retry
+from headrace.client.inference import ClassScore, Input, Output, Result, SequenceStep
+from headrace.client.retries import NO_RETRY, Retry
 
 __all__ = [
     "NO_RETRY",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client for asyncio. One belongs to the loop that first uses it; any number of tasks may share it there."""
+"""The asyncio client. It belongs to the event loop that first uses it; any number of tasks may share it."""
 
 # ruff: noqa: ASYNC109 - a timeout here covers all tries, and is the same argument as in `Client`
 
@@ -9,20 +9,19 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from headrace.client.addresses import Address
-from headrace.client.looping import LoopLines
-from headrace.client.requests import Output, Parameters, SequenceStep, inference_of
-from headrace.client.results import Result
-from headrace.client.retrying import DEFAULT_RETRY, Retry
+from headrace.client.asyncio_sockets import AsyncNetwork
+from headrace.client.inference import Output, Parameters, Result, SequenceStep, build_inference
+from headrace.client.retries import DEFAULT_RETRY, Retry
 from headrace.client.session import Session
-from headrace.client.transport import Options, Transport, options_of
+from headrace.client.sockets import Address
+from headrace.client.transport import Options, Transport, check_options
 
 
 class AsyncClient:
-    """`Client` with coroutines: the same arguments, results and errors, which are told there.
+    """`Client` with coroutines: the same arguments, results and errors.
 
-    A task that is cancelled takes its request with it: the connection is closed, or the call cancelled, and the server
-    stops working on it.
+    Cancelling a task cancels its request: the connection is closed, or the call cancelled, and the server stops working
+    on it.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class AsyncClient:
         compression: str | None = None,
     ) -> None:
         """See `Client`. Connects to nothing yet."""
-        options = options_of(
+        options = check_options(
             timeout=timeout,
             retry=retry,
             verify=verify,
@@ -48,8 +47,8 @@ class AsyncClient:
             compression=compression,
         )
         self._address = Address.parse(url)
-        lines = LoopLines()
-        self._session = Session(self._address, _transport(self._address, lines, options), lines, options)
+        network = AsyncNetwork()
+        self._session = Session(self._address, _transport(self._address, network, options), network, options)
 
     async def infer(
         self,
@@ -64,8 +63,8 @@ class AsyncClient:
         sequence: SequenceStep | None = None,
         priority: int | None = None,
     ) -> Result:
-        """Compute one request; see `Client.infer`."""
-        inference = inference_of(
+        """Run one request; see `Client.infer`."""
+        inference = build_inference(
             model,
             inputs,
             outputs=outputs,
@@ -90,11 +89,11 @@ class AsyncClient:
         sequence: SequenceStep | None = None,
         priority: int | None = None,
     ) -> AsyncGenerator[Result, None]:
-        """Compute a request with any number of results: `async for result in client.infer_stream(...)`.
+        """Run a request with any number of results: `async for result in client.infer_stream(...)`.
 
-        See `Client.infer_stream`. Begins with the first result that is asked for.
+        See `Client.infer_stream`. The request is sent when the first result is awaited.
         """
-        inference = inference_of(
+        inference = build_inference(
             model,
             inputs,
             outputs=outputs,
@@ -155,29 +154,29 @@ class AsyncClient:
         await self._session.unload(model, dependents, timeout)
 
     async def close(self) -> None:
-        """End all connections. The client is of no use afterwards."""
+        """Close all connections. The client cannot be used afterwards."""
         await self._session.close()
 
     async def __aenter__(self) -> Self:
-        """The client itself."""
+        """Return the client."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the client."""
         await self.close()
 
     def __repr__(self) -> str:
-        """Where it points."""
+        """Show the address."""
         return f"AsyncClient('{self._address}')"
 
 
-def _transport(address: Address, lines: LoopLines, options: Options) -> Transport:
+def _transport(address: Address, network: AsyncNetwork, options: Options) -> Transport:
     if address.is_grpc:
         from headrace.client.grpc import GrpcTransport
 
-        return GrpcTransport(address, options, with_loop=True)
+        return GrpcTransport(address, options, is_async=True)
     from headrace.client.http import HttpTransport
 
-    return HttpTransport(address, lines, options)
+    return HttpTransport(address, network, options)

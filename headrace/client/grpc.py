@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""v2 over gRPC, by grpcio, which is imported when it is needed: blocking or with asyncio.
+"""The v2 protocol over gRPC, on grpcio, blocking or with asyncio.
 
-Made by the clients, called by `session`. A channel of grpcio may be used from any thread; one of its asyncio belongs to
-the loop it was made in, so that it is made with the first call.
+grpcio is imported when a client needs it. A blocking channel may be used from any thread; an asyncio channel belongs to its
+event loop, so it is made with the first call.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.client.addresses import Address
-from headrace.client.failures import broken, grpc_error
-from headrace.client.grpc_messages import encode_inference, message, parse, plain, result_of
-from headrace.client.requests import Inference
-from headrace.client.results import Result
-from headrace.client.retrying import Failed, Fate
+from headrace.client.errors import connection_error, grpc_error
+from headrace.client.grpc_codec import encode_inference, message, parse, plain, result_of
+from headrace.client.inference import Inference, Result
+from headrace.client.retries import AttemptFailed, Failure
+from headrace.client.sockets import Address
 from headrace.client.transport import Call, Options
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unimplemented
-from headrace.core.ids import REQUEST_ID_FIELD
+from headrace.core.names import REQUEST_ID_FIELD
 
 _SERVICE = "/inference.GRPCInferenceService/"
 _REAL_STATUS = ("triton_grpc_error", "true")
-"""Asks for errors of a stream as a status; otherwise they are texts without one."""
+"""Metadata that asks for stream errors as a gRPC status; otherwise they are texts without one."""
 _NO_CONNECTION = re.compile("failed to connect|DNS resolution failed|Name resolution failure", re.IGNORECASE)
 _BROKEN = re.compile(
     "socket closed|connection reset|broken pipe|recvmsg|sendmsg|stream removed|goaway|endpoint clos|transport clos",
@@ -37,24 +36,24 @@ _METADATA_VALUE = re.compile(r"[\x20-\x7e]*")
 _CHANNEL = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # How soon to try again is ours to say; grpcio's second and more would make our tries fail without one of its own.
+    # Retries are ours; with grpcio's own back-off our attempts would fail without a connection attempt.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Not one connection for all clients of the process that are configured alike.
+    # A connection of its own, not one shared by all clients of the process with the same options.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 class GrpcTransport:
-    """See `transport.Transport`."""
+    """A `Transport` on gRPC."""
 
-    def __init__(self, address: Address, options: Options, *, with_loop: bool) -> None:
+    def __init__(self, address: Address, options: Options, *, is_async: bool) -> None:
         _check_metadata(options)
         self._grpc = _grpcio()
         self._address = address
         self._options = options
-        self._with_loop = with_loop
+        self._with_loop = is_async
         self._credentials = _credentials(self._grpc, options) if address.secure else None
         self._made: Any = None
         self._loop: Any = None
@@ -62,12 +61,12 @@ class GrpcTransport:
         self._closed = False
 
     async def infer(self, inference: Inference, call: Call) -> Result:
-        """See `Transport.infer`."""
+        """Run a request."""
         response = await self._sent("ModelInfer", encode_inference(inference), call)
         return result_of(response, inference.id or call.id)
 
     async def stream(self, inference: Inference, call: Call) -> GrpcStream:
-        """See `Transport.stream`."""
+        """Run a request with any number of results."""
         request = encode_inference(inference)
         method = self._channel().stream_stream(_SERVICE + "ModelStreamInfer")
         settings = self._settings(call)
@@ -80,45 +79,45 @@ class GrpcTransport:
             await begun.write(request)
             await begun.done_writing()
         except self._grpc.RpcError as error:
-            raise self.told(error, call) from None
+            raise self.error_for(error, call) from None
         except self._grpc.aio.UsageError:
-            pass  # ended before it was read; reading tells why
+            pass  # The call ended before it was read; reading raises the reason.
         except BaseException:
             stream.close()
             raise
         return stream
 
     async def live(self, call: Call) -> bool:
-        """See `Transport.live`."""
-        return bool((await self._asked("ServerLive", call)).live)
+        """Return whether the server answers."""
+        return bool((await self._request("ServerLive", call)).live)
 
     async def ready(self, call: Call, model: str, version: str) -> bool:
-        """See `Transport.ready`."""
+        """Return whether the server, or a model, is ready."""
         if not model:
-            return bool((await self._asked("ServerReady", call)).ready)
-        return bool((await self._asked("ModelReady", call, name=model, version=version)).ready)
+            return bool((await self._request("ServerReady", call)).ready)
+        return bool((await self._request("ModelReady", call, name=model, version=version)).ready)
 
     async def metadata(self, call: Call, model: str, version: str) -> dict[str, Any]:
-        """See `Transport.metadata`."""
+        """Return the metadata of a model, or of the server."""
         if not model:
-            return plain(await self._asked("ServerMetadata", call))
-        return plain(await self._asked("ModelMetadata", call, name=model, version=version))
+            return plain(await self._request("ServerMetadata", call))
+        return plain(await self._request("ModelMetadata", call, name=model, version=version))
 
     async def config(self, call: Call, model: str, version: str) -> dict[str, Any]:
-        """See `Transport.config`."""
-        return plain((await self._asked("ModelConfig", call, name=model, version=version)).config)
+        """Return a model's configuration."""
+        return plain((await self._request("ModelConfig", call, name=model, version=version)).config)
 
     async def statistics(self, call: Call, model: str, version: str) -> list[dict[str, Any]]:
-        """See `Transport.statistics`."""
-        found = await self._asked("ModelStatistics", call, name=model, version=version)
+        """Return the statistics of each version."""
+        found = await self._request("ModelStatistics", call, name=model, version=version)
         return [plain(each) for each in found.model_stats]
 
     async def index(self, call: Call, ready: bool) -> list[dict[str, str]]:
-        """See `Transport.index`."""
-        return [plain(each) for each in (await self._asked("RepositoryIndex", call, ready=ready)).models]
+        """Return the models of the repository."""
+        return [plain(each) for each in (await self._request("RepositoryIndex", call, ready=ready)).models]
 
     async def load(self, call: Call, model: str, config: str | None, files: Mapping[str, bytes]) -> None:
-        """See `Transport.load`."""
+        """Load a model."""
         request = message("RepositoryModelLoadRequest")(model_name=model)
         if config is not None:
             request.parameters["config"].string_param = config
@@ -127,13 +126,13 @@ class GrpcTransport:
         await self._sent("RepositoryModelLoad", request.SerializeToString(), call)
 
     async def unload(self, call: Call, model: str, dependents: bool) -> None:
-        """See `Transport.unload`."""
+        """Unload a model."""
         request = message("RepositoryModelUnloadRequest")(model_name=model)
         request.parameters["unload_dependents"].bool_param = dependents
         await self._sent("RepositoryModelUnload", request.SerializeToString(), call)
 
     async def close(self) -> None:
-        """See `Transport.close`."""
+        """Close the channel."""
         with self._lock:
             self._closed = True
             channel, self._made = self._made, None
@@ -142,7 +141,7 @@ class GrpcTransport:
             if self._with_loop:
                 await closing
 
-    async def _asked(self, method: str, call: Call, **members: Any) -> Any:
+    async def _request(self, method: str, call: Call, **members: Any) -> Any:
         return await self._sent(method, message(f"{method}Request")(**members).SerializeToString(), call)
 
     async def _sent(self, method: str, request: bytes, call: Call) -> Any:
@@ -151,7 +150,7 @@ class GrpcTransport:
             if self._with_loop:
                 answer = await answer
         except self._grpc.RpcError as error:
-            raise self.told(error, call) from None
+            raise self.error_for(error, call) from None
         return parse(f"{method}Response", answer)
 
     def _channel(self) -> Any:
@@ -178,8 +177,8 @@ class GrpcTransport:
             "compression": kinds.get(self._options.compression),
         }
 
-    def told(self, error: Any, call: Call) -> HeadraceError | Failed:
-        """What a call that failed means to its request."""
+    def error_for(self, error: Any, call: Call) -> HeadraceError | AttemptFailed:
+        """Return what a failed call means for its request."""
         code, text = error.code().name, error.details() or ""
         if code == "DEADLINE_EXCEEDED":
             try:
@@ -189,30 +188,30 @@ class GrpcTransport:
         trailers = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
         found_by = trailers.get(REQUEST_ID_FIELD) or call.id
         if code == "UNAVAILABLE" and _NO_CONNECTION.search(text):
-            return Failed(broken(self._address, OSError(text), connecting=True), Fate.UNSENT)
+            return AttemptFailed(connection_error(self._address, OSError(text), connecting=True), Failure.UNSENT)
         if code in ("UNAVAILABLE", "INTERNAL") and _BROKEN.search(text):
-            return Failed(broken(self._address, OSError(text)), Fate.LOST)
+            return AttemptFailed(connection_error(self._address, OSError(text)), Failure.LOST)
         after = trailers.get("retry-after", "")
         patience = float(after) if after.isdigit() and len(after) < 8 else None
         told = grpc_error(code, text or f"the server ends the call with {code}", found_by, patience)
         if code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED") and patience is not None:
-            return Failed(told, Fate.REFUSED_FOR_NOW)
+            return AttemptFailed(told, Failure.REFUSED_FOR_NOW)
         return told
 
     async def read(self, begun: Any, call: Call) -> bytes | None:
-        """The next message of a stream; None at its end."""
+        """Return the next message of a stream; None at its end."""
         try:
             if not self._with_loop:
                 piece: bytes | None = next(begun, None)
                 return piece
             data = await begun.read()
         except self._grpc.RpcError as error:
-            raise self.told(error, call) from None
+            raise self.error_for(error, call) from None
         return None if data is self._grpc.aio.EOF else data
 
 
 class GrpcStream:
-    """See `transport.Stream`."""
+    """The results of a streaming call."""
 
     def __init__(self, transport: GrpcTransport, begun: Any, inference: Inference, call: Call) -> None:
         self._transport = transport
@@ -221,7 +220,7 @@ class GrpcStream:
         self._call = call
 
     async def next(self) -> Result | None:
-        """See `Stream.next`."""
+        """Return the next result; None at the end."""
         data = await self._transport.read(self._begun, self._call)
         if data is None:
             return None
@@ -231,7 +230,7 @@ class GrpcStream:
         return result_of(response.infer_response, self._inference.id or self._call.id)
 
     def close(self) -> None:
-        """See `Stream.close`."""
+        """Cancel the call."""
         self._begun.cancel()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP/1.1 as a client speaks it: a request on a line, the answer from it. Called by `http`; knows no tensors.
+"""HTTP/1.1 as a client speaks it, and Server-Sent Events. Knows no tensors.
 
-Follows no redirect and trusts no length it has not seen: an answer has a bounded head and a bounded body.
+Follows no redirect, and bounds the head and the body of an answer.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from headrace.client.lines import Line
-from headrace.client.retrying import Deadline
+from headrace.client.retries import Deadline
+from headrace.client.sockets import Connection
 from headrace.core.errors import InvalidArgument, TooLarge
 from headrace.core.tensors import Buffer
 
 MOST_BODY_BYTES = 8 * 1024**3
-"""An answer that says it is larger is not believed."""
+"""Larger answers are refused."""
 _MOST_HEAD_BYTES = 64 * 1024
 _MOST_LINE_BYTES = 4096
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: .*)?")
@@ -30,11 +30,11 @@ _RESERVED = frozenset(
 
 
 class NotHttp(Exception):
-    """Raised when what answers does not speak HTTP/1.1; the text says what was seen."""
+    """Raised when a server does not answer in HTTP/1.1; the text says what was received."""
 
 
-class Cut(Exception):
-    """Raised when the connection ends in the middle of an answer, or before it."""
+class ConnectionCut(Exception):
+    """Raised when the connection ends before the end of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Head:
 
     status: int
     fields: Mapping[str, str]
-    keeps: bool
-    """Whether the server keeps the connection."""
+    keeps_alive: bool
+    """Whether the server keeps_alive the connection open."""
 
 
 def request_head(method: str, target: str, fields: Iterable[tuple[str, str]], length: int) -> bytes:
-    """The bytes before a request's body. `length` is the body's, -1 for none."""
+    """Encode the head of a request. `length` is that of the body, -1 for none."""
     lines = [f"{method} {target} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in fields]
     if length >= 0:
@@ -57,7 +57,7 @@ def request_head(method: str, target: str, fields: Iterable[tuple[str, str]], le
 
 
 def check_fields(fields: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """A caller's header fields, if they may be sent as they are."""
+    """Check a caller's header fields."""
     for name, value in fields.items():
         if str(name).lower() in _RESERVED:
             raise InvalidArgument(f"header {name!a} is written by the client itself")
@@ -71,10 +71,10 @@ def check_fields(fields: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 class Answer:
-    """One answer, read as far as it is wanted: `head`, then `body` or piece by piece with `piece`."""
+    """One answer: read `head`, then `body`, or `piece` by piece."""
 
-    def __init__(self, line: Line, deadline: Deadline, *, most_bytes: int = MOST_BODY_BYTES) -> None:
-        self._line = line
+    def __init__(self, connection: Connection, deadline: Deadline, *, most_bytes: int = MOST_BODY_BYTES) -> None:
+        self._connection = connection
         self._deadline = deadline
         self._most = most_bytes
         self._buffer = bytearray()
@@ -82,11 +82,11 @@ class Answer:
         """Bytes of the body, or of its chunk, that are still to come; None: until the connection ends."""
         self._chunked = False
         self.complete = False
-        """Whether all of it has been read."""
+        """Whether everything has been read."""
 
     @property
-    def leaves_clean(self) -> bool:
-        """Whether the line can be used again: the answer has been read, and nothing came after it."""
+    def is_reusable(self) -> bool:
+        """Whether the connection can be reused: the answer is complete, and nothing follows it."""
         return self.complete and not self._buffer
 
     async def head(self) -> Head:
@@ -96,7 +96,7 @@ class Answer:
             if status >= 200:
                 break
         connection = fields.get("connection", "").lower()
-        keeps = "close" not in connection if version == 1 else "keep-alive" in connection
+        keeps_alive = "close" not in connection if version == 1 else "keep-alive" in connection
         self._chunked = "chunked" in fields.get("transfer-encoding", "").lower()
         if status in (204, 304):
             self._left, self.complete = 0, True
@@ -107,11 +107,11 @@ class Answer:
             self._check(self._left)
             self.complete = not self._left
         else:
-            self._left, keeps = None, False
-        return Head(status, fields, keeps)
+            self._left, keeps_alive = None, False
+        return Head(status, fields, keeps_alive)
 
     async def body(self) -> Buffer:
-        """Read all of the body. One of known length goes where it stays without another copy."""
+        """Read the whole body. A body of known length is received into its final buffer."""
         if self.complete:
             return b""
         if self._chunked or self._left is None:
@@ -129,20 +129,20 @@ class Answer:
         self._buffer.clear()
         if have < self._left:
             view = memoryview(whole)[have:]
-            if await self._line.fill(view, self._deadline) < len(view):
-                raise Cut
+            if await self._connection.fill(view, self._deadline) < len(view):
+                raise ConnectionCut
         self.complete = True
         return whole
 
     async def piece(self) -> bytes:
-        """The next piece of the body as it came; nothing at its end."""
+        """Return the next piece of the body; nothing at its end."""
         if self.complete:
             return b""
         if self._chunked and not self._left:
             self._left = await self._chunk_size()
             if not self._left:
                 while await self._text_line():
-                    pass  # trailers
+                    pass  # Trailers.
                 self.complete = True
                 return b""
         if not self._buffer:
@@ -179,9 +179,9 @@ class Answer:
         return text
 
     async def _more(self, *, may_end: bool = False) -> None:
-        data = await self._line.receive(self._deadline)
+        data = await self._connection.receive(self._deadline)
         if not data and not may_end:
-            raise Cut
+            raise ConnectionCut
         self._buffer += data
 
     async def _read_head(self) -> tuple[int, int, dict[str, str]]:
@@ -216,13 +216,13 @@ def _length(text: str) -> int:
 
 
 def compressed(coding: str, buffers: Sequence[Buffer]) -> list[Buffer]:
-    """A request's body in a content coding: gzip or deflate."""
+    """Compress a request's body: gzip or deflate."""
     packer = zlib.compressobj(1, zlib.DEFLATED, 31 if coding == "gzip" else 15)
     return [*(packer.compress(buffer) for buffer in buffers), packer.flush()]
 
 
 def inflated(coding: str, body: Buffer) -> Buffer:
-    """An answer's body without its content coding."""
+    """Decompress an answer's body."""
     if coding in ("", "identity"):
         return body
     if coding not in ("gzip", "deflate"):
@@ -235,3 +235,36 @@ def inflated(coding: str, body: Buffer) -> Buffer:
     if not unpacker.eof:
         raise NotHttp("answers with compressed data that is cut, or too large")
     return whole
+
+
+_MOST_EVENT_BYTES = 1024**3
+
+
+class EventReader:
+    """A parser of Server-Sent Events; takes pieces of any size."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._searched = 0
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> None:
+        """Add received bytes."""
+        self._buffer += piece
+        if len(self._buffer) > _MOST_EVENT_BYTES:
+            raise TooLarge(f"an event of the stream has more than {_MOST_EVENT_BYTES} bytes")
+
+    def take(self) -> bytes | None:
+        """Return the data of the next complete event; None if it is not complete."""
+        while (end := self._buffer.find(b"\n", self._searched)) >= 0:
+            line = bytes(self._buffer[:end]).removesuffix(b"\r")
+            del self._buffer[: end + 1]
+            self._searched = 0
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                data, self._data = b"\n".join(self._data), []
+                return data
+        # Do not search the same bytes again with the next piece.
+        self._searched = len(self._buffer)
+        return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both clients do, written once: a caller's wish, its deadline, and its tries. Knows no protocol and no socket."""
+"""What both clients share: requests with their deadlines and retries. Knows no protocol and no socket."""
 
 from __future__ import annotations
 
@@ -9,38 +9,36 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from headrace.client.addresses import Address
-from headrace.client.failures import marked, was_answered
-from headrace.client.lines import Lines
-from headrace.client.requests import Inference, model_named
-from headrace.client.results import Result
-from headrace.client.retrying import Deadline, Failed, Retry
-from headrace.client.transport import Call, Options, Stream, Transport, call_id
+from headrace.client.errors import is_from_server, with_request_id
+from headrace.client.inference import Inference, Result, check_model_name
+from headrace.client.retries import AttemptFailed, Deadline, Retry
+from headrace.client.sockets import Address, Network
+from headrace.client.transport import Call, Options, Stream, Transport, request_id_for
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidArgument, Unavailable
 
 T = TypeVar("T")
 
 LOAD_SECONDS = 3600.0
-"""Large models take their time to load."""
+"""Large models take long to load."""
 
 
 class Session:
-    """One server, asked in one protocol. `seconds` of None are the client's own timeout."""
+    """One server over one transport. `seconds` of None is the client's timeout."""
 
-    def __init__(self, address: Address, transport: Transport, lines: Lines, options: Options) -> None:
+    def __init__(self, address: Address, transport: Transport, network: Network, options: Options) -> None:
         self._address = address
         self._transport = transport
-        self._lines = lines
+        self._network = network
         self._options = options
         self._chance = random.Random()  # noqa: S311 - spreads clients over time, hides nothing
 
     async def infer(self, inference: Inference, seconds: float | None) -> Result:
-        """Compute one request."""
+        """Run one request."""
         call = self._call(seconds, f"model '{inference.model}'", inference.id)
-        return await self._tried(call, lambda: self._transport.infer(inference, call), repeatable=False)
+        return await self._with_retries(call, lambda: self._transport.infer(inference, call), repeatable=False)
 
     async def stream(self, inference: Inference, seconds: float | None) -> Results:
-        """Compute a request with any number of results; the first one has come when this returns."""
+        """Run a request with any number of results; returns when the first has come."""
         call = self._call(math.inf if seconds is None else seconds, f"model '{inference.model}'", inference.id)
 
         async def begin() -> Results:
@@ -51,32 +49,32 @@ class Session:
                 stream.close()
                 raise
 
-        return await self._tried(call, begin, repeatable=False)
+        return await self._with_retries(call, begin, repeatable=False)
 
     async def live(self, seconds: float | None) -> bool:
-        """Whether the server answers at all."""
-        return await self._whether(seconds, self._transport.live)
+        """Return whether the server answers."""
+        return await self._check(seconds, self._transport.live)
 
     async def ready(self, model: str, version: int | str, seconds: float | None) -> bool:
-        """Whether the server, or a model, would serve requests now."""
-        return await self._whether(seconds, lambda call: self._transport.ready(call, model, str(version)))
+        """Return whether the server, or a model, is ready."""
+        return await self._check(seconds, lambda call: self._transport.ready(call, model, str(version)))
 
     async def metadata(self, model: str, version: int | str, seconds: float | None) -> dict[str, Any]:
-        """What a model takes and gives."""
-        return await self._asked(seconds, lambda call: self._transport.metadata(call, model, str(version)))
+        """Return the metadata of a model, or of the server."""
+        return await self._request(seconds, lambda call: self._transport.metadata(call, model, str(version)))
 
     async def config(self, model: str, version: int | str, seconds: float | None) -> dict[str, Any]:
-        """How a model is configured."""
-        name = model_named(model)
-        return await self._asked(seconds, lambda call: self._transport.config(call, name, str(version)))
+        """Return a model's configuration."""
+        name = check_model_name(model)
+        return await self._request(seconds, lambda call: self._transport.config(call, name, str(version)))
 
     async def statistics(self, model: str, version: int | str, seconds: float | None) -> list[dict[str, Any]]:
-        """What the versions have done."""
-        return await self._asked(seconds, lambda call: self._transport.statistics(call, model, str(version)))
+        """Return the statistics of each version."""
+        return await self._request(seconds, lambda call: self._transport.statistics(call, model, str(version)))
 
     async def models(self, ready: bool, seconds: float | None) -> list[dict[str, str]]:
-        """The repository's index."""
-        return await self._asked(seconds, lambda call: self._transport.index(call, ready))
+        """Return the repository's index."""
+        return await self._request(seconds, lambda call: self._transport.index(call, ready))
 
     async def load(
         self,
@@ -86,64 +84,64 @@ class Session:
         seconds: float | None,
     ) -> None:
         """Load a model."""
-        name = model_named(model)
+        name = check_model_name(model)
         if files and config is None:
             raise InvalidArgument("files need a config with them: load(model, config={...}, files={...})")
         text = config if config is None or isinstance(config, str) else json.dumps(dict(config))
         patience = LOAD_SECONDS if seconds is None else seconds
-        await self._asked(patience, lambda call: self._transport.load(call, name, text, files or {}))
+        await self._request(patience, lambda call: self._transport.load(call, name, text, files or {}))
 
     async def unload(self, model: str, dependents: bool, seconds: float | None) -> None:
         """Unload a model."""
-        name = model_named(model)
+        name = check_model_name(model)
         patience = LOAD_SECONDS if seconds is None else seconds
-        await self._asked(patience, lambda call: self._transport.unload(call, name, dependents))
+        await self._request(patience, lambda call: self._transport.unload(call, name, dependents))
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         await self._transport.close()
 
-    async def _asked(self, seconds: float | None, ask: Callable[[Call], Awaitable[T]]) -> T:
+    async def _request(self, seconds: float | None, ask: Callable[[Call], Awaitable[T]]) -> T:
         call = self._call(seconds, str(self._address))
-        return await self._tried(call, lambda: ask(call), repeatable=True)
+        return await self._with_retries(call, lambda: ask(call), repeatable=True)
 
-    async def _whether(self, seconds: float | None, ask: Callable[[Call], Awaitable[bool]]) -> bool:
+    async def _check(self, seconds: float | None, ask: Callable[[Call], Awaitable[bool]]) -> bool:
         call = self._call(seconds, str(self._address))
         try:
-            return await self._tried(call, lambda: ask(call), repeatable=True, retry=Retry(attempts=1))
+            return await self._with_retries(call, lambda: ask(call), repeatable=True, retry=Retry(attempts=1))
         except (Unavailable, DeadlineExceeded) as error:
-            if was_answered(error):
+            if is_from_server(error):
                 raise
             return False
 
     def _call(self, seconds: float | None, what: str, request_id: str = "") -> Call:
         given = self._options.timeout if seconds is None else seconds
-        return Call(Deadline(given, what), call_id(request_id), self._options.fields)
+        return Call(Deadline(given, what), request_id_for(request_id), self._options.fields)
 
-    async def _tried(
+    async def _with_retries(
         self, call: Call, work: Callable[[], Awaitable[T]], *, repeatable: bool, retry: Retry | None = None
     ) -> T:
-        """Do something until it succeeds, cannot, or the time is over."""
+        """Try until the work succeeds, fails for good, or the deadline passes."""
         rule = retry or self._options.retry
         tried = 0
         while True:
             tried += 1
             try:
                 return await work()
-            except Failed as failed:
+            except AttemptFailed as failed:
                 error = failed.error
                 wait = rule.wait_seconds(tried, error.retry_after_seconds, self._chance.random())
-                again = tried < rule.attempts and rule.again(failed.fate, repeatable=repeatable)
+                again = tried < rule.attempts and rule.should_retry(failed.failure, repeatable=repeatable)
                 if not again or not call.deadline.covers(wait):
-                    raise marked(error, call.id) from None
+                    raise with_request_id(error, call.id) from None
             except HeadraceError as error:
-                marked(error, call.id)
+                with_request_id(error, call.id)
                 raise
-            await self._lines.sleep(wait)
+            await self._network.sleep(wait)
 
 
 class Results:
-    """The results of one request, one by one; no result is asked for twice."""
+    """The results of one request. A stream is never sent again once its first result has come."""
 
     def __init__(self, stream: Stream, call: Call, first: Result | None) -> None:
         self._stream = stream
@@ -152,19 +150,19 @@ class Results:
         self._over = first is None
 
     async def next(self) -> Result | None:
-        """The next one; None at the end."""
+        """Return the next result; None at the end."""
         if self._over:
             return None
         result, self._first = self._first, None
         if result is None:
             try:
                 result = await self._stream.next()
-            except Failed as failed:
+            except AttemptFailed as failed:
                 self.close()
-                raise marked(failed.error, self._call.id) from None
+                raise with_request_id(failed.error, self._call.id) from None
             except HeadraceError as error:
                 self.close()
-                marked(error, self._call.id)
+                with_request_id(error, self._call.id)
                 raise
             except BaseException:
                 self.close()
@@ -173,6 +171,6 @@ class Results:
         return result
 
     def close(self) -> None:
-        """Leave it; the server stops."""
+        """Stop the request."""
         self._over = True
         self._stream.close()

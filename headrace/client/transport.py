@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `session` needs of a protocol, and what both protocols are told. `http` and `grpc` have it."""
+"""The interface between `session` and a protocol; `http` and `grpc` implement it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headrace.client.http1 import check_fields
-from headrace.client.requests import Inference
-from headrace.client.results import Result
-from headrace.client.retrying import Deadline, Retry
+from headrace.client.inference import Inference, Result
+from headrace.client.retries import Deadline, Retry
 from headrace.core.errors import InvalidArgument
 
 _FIT_FOR_HEADERS = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
@@ -20,18 +19,18 @@ _FIT_FOR_HEADERS = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a client speaks to its server."""
+    """Options of a client."""
 
     timeout: float
     retry: Retry
     verify: Any
-    """True: the system's authorities; a path: those of that file; False: none (HTTP only); or an `ssl.SSLContext`."""
+    """True: the system's authorities; a path: those of that file; False: no check (HTTP only); or an `ssl.SSLContext`."""
     cert: str | tuple[str, str] | None
     fields: tuple[tuple[str, str], ...] = field(repr=False)
     compression: str
 
 
-def options_of(
+def check_options(
     *,
     timeout: float,
     retry: Retry,
@@ -41,7 +40,7 @@ def options_of(
     headers: Mapping[str, str] | None,
     compression: str | None,
 ) -> Options:
-    """Check what a client was made with."""
+    """Check the arguments of a client."""
     fields = dict(headers or {})
     if token:
         fields["authorization"] = f"Bearer {token}"
@@ -53,55 +52,55 @@ def options_of(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request of a caller, all its tries together."""
+    """One request, all attempts together."""
 
     deadline: Deadline
     id: str
-    """By which the server's log has it."""
+    """The id in the server's log."""
     fields: tuple[tuple[str, str], ...] = field(repr=False)
 
 
-def call_id(given: str) -> str:
-    """The id of a request in logs: the caller's own where headers can carry it."""
+def request_id_for(given: str) -> str:
+    """Return the id of a request for logs: the caller's own if a header can carry it."""
     return given if _FIT_FOR_HEADERS.fullmatch(given) else secrets.token_hex(8)
 
 
 class Stream(Protocol):
-    """The results of one request, one by one."""
+    """The results of one request."""
 
     async def next(self) -> Result | None:
-        """The next one; None at the end. Raises `HeadraceError` or `Failed`."""
+        """Return the next result; None at the end. Raises `HeadraceError` or `AttemptFailed`."""
 
     def close(self) -> None:
-        """Leave it; the server is told, and stops."""
+        """Stop the request; the server is informed."""
 
 
 class Transport(Protocol):
-    """One protocol to one server. Methods raise `retrying.Failed`, or a `HeadraceError` that is final."""
+    """One protocol to one server. Methods raise `AttemptFailed`, or a `HeadraceError` that is final."""
 
     async def infer(self, inference: Inference, call: Call) -> Result:
-        """Compute."""
+        """Run a request."""
 
     async def stream(self, inference: Inference, call: Call) -> Stream:
-        """Compute what may have any number of results."""
+        """Run a request with any number of results."""
 
     async def live(self, call: Call) -> bool:
-        """Whether the server answers."""
+        """Return whether the server answers."""
 
     async def ready(self, call: Call, model: str, version: str) -> bool:
-        """Whether the server, or a model, would serve requests."""
+        """Return whether the server, or a model, is ready."""
 
     async def metadata(self, call: Call, model: str, version: str) -> dict[str, Any]:
-        """Of a model; of the server for ""."""
+        """Return the metadata of a model, or of the server for ""."""
 
     async def config(self, call: Call, model: str, version: str) -> dict[str, Any]:
-        """A model's configuration."""
+        """Return a model's configuration."""
 
     async def statistics(self, call: Call, model: str, version: str) -> list[dict[str, Any]]:
-        """What each version has done."""
+        """Return the statistics of each version."""
 
     async def index(self, call: Call, ready: bool) -> list[dict[str, str]]:
-        """The models of the repository."""
+        """Return the models of the repository."""
 
     async def load(self, call: Call, model: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load a model."""
@@ -110,4 +109,4 @@ class Transport(Protocol):
         """Unload a model."""
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""

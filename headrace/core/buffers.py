@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for bytes that are about to arrive.
+"""Uninitialised memory for data that is about to be received.
 
-`bytearray(n)` writes zeros over all of it first; for a body that will be overwritten at once that is a wasted pass.
+`bytearray(n)` fills the memory with zeros first, which is a wasted pass over a body that is overwritten at once. A module of
+its own, because `net` uses it and must not import tensors.
 """
 
 from __future__ import annotations
@@ -10,5 +11,5 @@ import numpy as np
 
 
 def uninitialised(size: int) -> memoryview:
-    """Writable memory of `size` bytes with arbitrary content, freed when the last view of it goes."""
+    """Return writable memory of `size` bytes with arbitrary content; it is freed with its last view."""
     return np.empty(size, dtype=np.uint8).data

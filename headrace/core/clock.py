@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time as a value that is passed in, so that tests can move it.
+"""Clocks that are passed in, so that tests can control time.
 
-Rooms that wait, expire or measure take a `Clock`; only composition roots make a `SystemClock`.
+Code that waits, expires or measures takes a `Clock`; only programs create a `SystemClock`.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two clocks: one that never jumps, for durations, and one that people read."""
+    """A monotonic clock for durations and a wall clock for timestamps."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start; never goes back."""
+        """Return seconds since an arbitrary start; never goes back."""
 
     def wall(self) -> float:
-        """Seconds since 1970-01-01 UTC; may jump."""
+        """Return seconds since 1970-01-01 UTC; may jump."""
 
 
 class SystemClock:
-    """The machine's clocks."""
+    """The operating system's clocks."""
 
     def monotonic(self) -> float:
-        """See `Clock.monotonic`."""
+        """Return seconds since an arbitrary start."""
         return time.monotonic()
 
     def wall(self) -> float:
-        """See `Clock.wall`."""
+        """Return seconds since 1970-01-01 UTC."""
         return time.time()
 
 
 class ManualClock:
-    """A clock that stands still until it is told to move. For tests and for simulations."""
+    """A clock that moves only when `advance` is called. For tests and simulations."""
 
     def __init__(self, start: float = 0.0, wall: float = 1_700_000_000.0) -> None:
         self._now = start
         self._wall_offset = wall - start
 
     def monotonic(self) -> float:
-        """See `Clock.monotonic`."""
+        """Return seconds since an arbitrary start."""
         return self._now
 
     def wall(self) -> float:
-        """See `Clock.wall`."""
+        """Return seconds since 1970-01-01 UTC."""
         return self._now + self._wall_offset
 
     def advance(self, seconds: float) -> None:

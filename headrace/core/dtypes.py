@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data types a tensor may have, under their v2 protocol names, and the numpy form of each.
+"""Tensor data types by their v2 protocol names, and the numpy type of each.
 
-Two types have no numpy dtype of their own. `BF16` is kept as its 16 bits (`uint16`), which every runtime can adopt
-without a copy; `bf16_to_float32` and `float32_to_bf16` convert. `BYTES` is an object array of `bytes`; on the wire
-each element is a 4-byte little-endian length followed by that many bytes.
+Two types have no numpy type of their own. `BF16` is stored as its 16 bits (`uint16`), which every runtime can use without a
+copy; `bf16_to_float32` and `float32_to_bf16` convert. `BYTES` is an object array of `bytes`; on the wire each element is a
+4-byte little-endian length followed by that many bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.core.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One data type: its wire name, its numpy form, and the size of an element (0 when it varies)."""
+    """A data type: its wire name, its numpy type, and the size of an element (0 if it varies)."""
 
     name: str
     numpy: np.dtype[Any]
@@ -56,13 +56,13 @@ DTYPES: dict[str, DType] = {
 
 _BY_NUMPY: dict[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in DTYPES.values() if dtype is not BF16}
 _LENGTH = struct.Struct("<I")
-# A typed 16: beside a plain one, numpy 1 turns a zero-dimensional uint32 into int64.
+# A typed 16: with a plain int, numpy 1 converts a zero-dimensional uint32 to int64.
 _HALF = np.uint32(16)
 
 
 def dtype_named(name: str) -> DType:
-    """Look a data type up by its wire name."""
-    # Callers pass what a client sent; a list or an object there is not hashable.
+    """Return a data type by its wire name."""
+    # `name` comes from a client and may be of any JSON type; lists and objects are not hashable.
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise InvalidArgument(f"datatype {str(name)[:32]!a} is not known: use one of {', '.join(DTYPES)}")
@@ -70,7 +70,7 @@ def dtype_named(name: str) -> DType:
 
 
 def dtype_of(array: npt.NDArray[Any]) -> DType:
-    """The data type of a numpy array; text and byte strings of any width are `BYTES`. Never answers `BF16`."""
+    """Return the data type of a numpy array; text and byte strings of any width are `BYTES`. Never returns `BF16`."""
     if array.dtype.kind in "SUOT":
         return BYTES
     dtype = _BY_NUMPY.get(array.dtype.newbyteorder("<"))
@@ -80,7 +80,7 @@ def dtype_of(array: npt.NDArray[Any]) -> DType:
 
 
 def bf16_to_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """Widen BF16 bits to float32; exact."""
+    """Convert BF16 bits to float32, exactly."""
     return (bits.astype(np.uint32) << _HALF).view(np.float32)
 
 
@@ -88,9 +88,9 @@ def float32_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """Round float32 to BF16 bits, to nearest, ties to even; NaN stays NaN."""
     bits = np.asarray(values, dtype=np.float32).view(np.uint32)
     kept = bits >> _HALF
-    # The dropped half carries into the kept one when it is over a half, or a half and the kept one is odd.
+    # Round up if the dropped 16 bits are more than half, or exactly half and the kept bits are odd.
     carry = ((bits & np.uint32(0xFFFF)) + (kept & np.uint32(1)) + np.uint32(0x7FFF)) >> _HALF
-    # Rounding up the payload of a NaN could carry into the exponent and make it an infinity.
+    # Rounding up the payload of a NaN could carry into the exponent and produce an infinity.
     return np.where(np.isnan(values), np.uint16(0x7FC0), (kept + carry).astype(np.uint16))
 
 
@@ -98,10 +98,10 @@ NOT_UTF8 = "a BYTES element is text that UTF-8 cannot carry: it has half of a su
 
 
 def to_bytes(element: bytes | str) -> bytes:
-    """One BYTES element: bytes as they are, text as UTF-8."""
+    """Return one BYTES element: bytes unchanged, text as UTF-8."""
     if isinstance(element, bytes):
         return element
-    # Nothing else: `bytes(5)` would quietly be five zeros.
+    # Reject other types: `bytes(5)` would be five zeros.
     if not isinstance(element, str):
         raise InvalidArgument(f"a BYTES element has type {type(element).__name__}: use bytes or text")
     try:
@@ -111,7 +111,7 @@ def to_bytes(element: bytes | str) -> bytes:
 
 
 def encode_bytes_elements(elements: Iterable[bytes | str]) -> bytes:
-    """Lay BYTES elements end to end, each behind its 4-byte length."""
+    """Encode BYTES elements, each after its 4-byte length."""
     pieces: list[bytes] = []
     for element in elements:
         raw = to_bytes(element)
@@ -121,9 +121,9 @@ def encode_bytes_elements(elements: Iterable[bytes | str]) -> bytes:
 
 
 def decode_bytes_elements(buffer: bytes | memoryview, count: int) -> npt.NDArray[np.object_]:
-    """Read exactly `count` BYTES elements that fill `buffer` exactly."""
+    """Decode exactly `count` BYTES elements that fill `buffer` exactly."""
     end = len(buffer)
-    # Each element needs its length, so a count that cannot fit is refused before anything is allocated.
+    # Each element needs its length, so a count that cannot fit is rejected before memory is allocated.
     if count * _LENGTH.size > end:
         raise InvalidArgument(f"unexpected number of string elements: {count} do not fit in {end} bytes")
     elements = np.empty(count, dtype=object)

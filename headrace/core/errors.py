@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors without a transport: a room raises one of these, each transport has one table that turns it into a status.
+"""Errors without a transport: code raises one of these, and each transport has one table that maps it to a status.
 
     HeadraceError
     ├── InvalidArgument      the request is wrong and will stay wrong
     ├── NotFound             the named thing does not exist
     ├── AlreadyExists        the named thing exists already
-    ├── Unauthenticated      we do not know who is asking
-    ├── PermissionDenied     we know who is asking, and they may not
+    ├── Unauthenticated      the caller is not known
+    ├── PermissionDenied     the caller is known and not allowed
     ├── FailedPrecondition   right request, wrong state of the server or the resource
     ├── TooLarge             a size, count or depth is over a limit
     ├── ResourceExhausted    a queue, quota or rate is used up for now
-    ├── DeadlineExceeded     the caller's time is over
-    ├── Cancelled            the caller went away or asked to stop
-    ├── Unimplemented        this server does not do that
+    ├── DeadlineExceeded     the caller's deadline passed
+    ├── Cancelled            the caller disconnected or cancelled
+    ├── Unimplemented        this server does not offer that
     ├── Unavailable          not now: starting, draining, or a dependency is down
-    └── Internal             our fault; details go to the log, not to the caller
+    └── Internal             a fault of the server; details go to the log, not to the caller
 
-The tables: `wire/http/status.py` (HTTP), `wire/grpc/status.py` (gRPC), `wire/websocket/closing.py` (WebSocket). A
-message tells the reader what to do next and never carries text of an exception we did not raise ourselves.
+The tables are in `net.http`, `net.grpc` and `net.websocket`. A message says what to do next and never contains the text of
+an exception that Headrace did not raise itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from enum import Enum
 
 
 class Code(Enum):
-    """What went wrong, in words every transport can translate."""
+    """The error codes, which every transport can map."""
 
     INVALID_ARGUMENT = "invalid_argument"
     NOT_FOUND = "not_found"
@@ -44,13 +44,13 @@ class Code(Enum):
 
 
 class HeadraceError(Exception):
-    """Base of every error meant for a caller. Raise a subclass, not this."""
+    """Base of every error for callers. Raise a subclass, not this."""
 
     code: Code = Code.INTERNAL
     request_id: str = ""
-    """Of an error that a client was told: by which the server's log has more."""
+    """In a client: the request id, under which the server's log has details."""
     status: int | str | None = None
-    """The same: what the transport called it; None if no server answered."""
+    """In a client: the transport's status; None if no server answered."""
 
     def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class AlreadyExists(HeadraceError):
 
 
 class Unauthenticated(HeadraceError):
-    """Raise when credentials are missing or not valid."""
+    """Raise when credentials are missing or invalid."""
 
     code = Code.UNAUTHENTICATED
 
@@ -113,7 +113,7 @@ class DeadlineExceeded(HeadraceError):
 
 
 class Cancelled(HeadraceError):
-    """Raise when the caller disconnected or cancelled; nobody may be left to read it."""
+    """Raise when the caller disconnected or cancelled; the error may not be delivered."""
 
     code = Code.CANCELLED
 
@@ -131,16 +131,20 @@ class Unavailable(HeadraceError):
 
 
 class Internal(HeadraceError):
-    """Raise for our own fault when there is something true and harmless to say; else let the exception fly."""
+    """Raise for a fault of the server if its message is safe to show; otherwise let the exception propagate."""
 
     code = Code.INTERNAL
 
 
-def retold(error: HeadraceError, message: str) -> HeadraceError:
-    """An error of the same code with another text. A room's own refinement becomes the class of this module it refines."""
+def with_message(error: HeadraceError, message: str) -> HeadraceError:
+    """Return an error of the same code with another message. A subclass from another module becomes its base in this one."""
     kind: type[HeadraceError] = next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)
     return kind(message, retry_after_seconds=error.retry_after_seconds)
 
 
 INTERNAL_TEXT = "internal error; the server's log has the details under this request id"
-"""What a caller reads for an exception that is not a `HeadraceError`: never the exception's own text."""
+"""The message for an exception that is not a `HeadraceError`: never the exception's own text."""
+
+
+BAD_CONFIGURATION = 2
+"""Exit code for wrong options or configuration: restarting the program unchanged will fail again."""

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request for generated text and what its answers tell, in no protocol's words.
+"""Text generation requests and the parameters of their responses, independent of any protocol.
 
-Made by `api.openai` and by the microservice, read by the backends that generate (`llm`, `openai_proxy`). A request without
-it, from v2's `infer` or `generate`, says the same with an input `text_input` and parameters.
+`api.openai` and the microservice create them; the backends that generate text (`llm`, `openai_proxy`) read them. A request
+from v2's `infer` or `generate` has the input `text_input` and parameters instead.
 
-Each answer is about one choice: an output `text_output` of one string, the text that is new, and parameters:
+Each response belongs to one choice. It has an output `text_output` with one string, the new text, and parameters:
 
     index               which of the `n` choices
-    finish_reason       on the choice's last answer: stop, length, or tool_calls where another engine said so
+    finish_reason       in the choice's last response: stop, length, or tool_calls if another engine returned it
     prompt_tokens, cached_tokens, completion_tokens
-                        on the choice's last answer; cached are those of the prompt that were not computed again
-    logprobs            where asked for: the JSON text of a list, for each new token {token, bytes, logprob,
+                        in the choice's last response; cached tokens are prompt tokens taken from the prefix cache
+    logprobs            if requested: a JSON list with, for each new token, {token, bytes, logprob,
                         top_logprobs: [{token, bytes, logprob}]}
-    openai              from another engine: the JSON text of its chunk or answer, to be passed on as it is
+    openai              from another engine: its chunk or response as JSON, to be forwarded unchanged
 
-A request that does not stream gets one answer for each choice. The model's last answer to a request is final.
+A request without streaming gets one response per choice. The model's last response to a request is final.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.messages import NO_PARAMETERS, InferRequest, Parameters
+from headrace.core.requests import NO_PARAMETERS, InferRequest, Parameters
 
 TEXT_INPUT, TEXT_OUTPUT, EMBEDDING = "text_input", "text_output", "embedding"
-"""The names of tensors of models that generate, and of the output of those that embed."""
+"""Tensor names of text generation models, and the output name of embedding models."""
 
 Pixels = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen, and when it is enough. The defaults are OpenAI's."""
+    """Sampling parameters and stop conditions. The defaults are OpenAI's."""
 
     max_tokens: int | None = None
-    """None: as many as the context has room for, or the model's own limit."""
+    """None: up to the context length or the model's own limit."""
     min_tokens: int = 0
     temperature: float = 1.0
-    """0: always the likeliest."""
+    """0: greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
     """0: all."""
@@ -53,17 +53,17 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    """Texts that end a choice and are not part of it."""
+    """Strings that end a choice; they are not part of its text."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
-    """How many alternatives are told at each place; 0 tells of the chosen token only, None nothing."""
+    """Alternatives to report per token; 0 reports the sampled token only, None reports nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What a choice's text must be."""
+    """The format that a choice's text must have."""
 
     kind: Literal["json_object", "json_schema", "regex"]
     schema: Mapping[str, Any] | None = None
@@ -71,53 +71,53 @@ class OutputFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """An image: height x width x 3, RGB."""
+class PromptImage:
+    """An image of a prompt: height x width x 3, RGB."""
 
     pixels: Pixels
 
 
 @dataclass(frozen=True, slots=True)
-class Clip:
-    """A video as frames: count x height x width x 3, RGB; `seconds[i]` is when frame i is shown."""
+class PromptVideo:
+    """A video of a prompt as frames: count x height x width x 3, RGB; `seconds[i]` is the time of frame i."""
 
     frames: Pixels
     seconds: Sequence[float]
     frames_per_second: float
-    """Of these frames, after some were left out."""
+    """The rate of these frames, after sampling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Either a prompt or messages."""
+    """A text generation request: either a prompt or messages."""
 
     prompt: str | Sequence[int] | None = None
     """Text, or tokens."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """For the model's chat template. In a content that is a list, an item {"type": "image"} or {"type": "video"} stands
-    for the next of `media`; a text is {"type": "text", "text": ...}."""
-    media: tuple[Picture | Clip, ...] = ()
+    """For the model's chat template. If a content is a list, an item {"type": "image"} or {"type": "video"} refers to the
+    next item of `media`; a text is {"type": "text", "text": ...}."""
+    media: tuple[PromptImage | PromptVideo, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """More for the template: `add_generation_prompt`, `enable_thinking`, what its author thought of."""
+    """More variables for the chat template, such as `add_generation_prompt` and `enable_thinking`."""
     sampling: Sampling = Sampling()
     output_format: OutputFormat | None = None
     adapter: str = ""
-    """The LoRA adapter, by its name; "" for the model as it is."""
+    """Name of the LoRA adapter; "" for the base model."""
     stream: bool = False
-    hands: bool = False
-    """Only compute the prompt, and keep its pages for another: see `core.handing`. There is one answer, without a text; its
-    parameter `ticket` is what the other needs, "" where nothing is kept."""
-    ticket: str = ""
-    """Pages of the prompt that another has computed, if it is so."""
+    prefill_only: bool = False
+    """Compute only the prompt and keep its KV-cache pages for a decode server (`core.kv_transfer`). The one response has no
+    text; its parameter `ticket` is the transfer token, "" if no pages are kept."""
+    transfer_token: str = ""
+    """Signed token for the prompt's KV-cache pages on a prefill server."""
     path: str = ""
-    """Where the request was sent (/v1/chat/completions), and ..."""
+    """Path of the original request, such as /v1/chat/completions."""
     body: Mapping[str, Any] = field(default_factory=dict)
-    """... what it said, for engines that speak the same protocol."""
+    """JSON body of the original request, for engines with the same protocol."""
 
 
 class GenerationRequest(InferRequest):
-    """A request for text. It has no tensors."""
+    """An inference request that carries a `Generation` instead of tensors."""
 
     __slots__ = ("generation",)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of anything a caller may send. One class, so that every limit has one name, one default and one reason."""
+"""Limits on what a caller may send: one class, so that each limit has one name, one default and one reason."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ KIB = 1024
 MIB = 1024 * KIB
 
 TENSOR_RANK = 32
-"""Dimensions of one tensor. Not a setting: numpy itself stops at 64."""
+"""Maximum dimensions of a tensor. Not a setting: numpy's own limit is 64."""
 
 TENSOR_COUNT = 1024
-"""Inputs, or requested outputs, of one request. Not a setting: no model comes near it."""
+"""Maximum inputs, or requested outputs, of a request. Not a setting: no model has nearly as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on requests. Every one is enforced before the memory or time it guards is spent."""
+    """Limits on requests. Each is enforced before the memory or time it protects is spent."""
 
     header_bytes: int = 64 * KIB
     """Request line and headers together (HTTP/1.1), or one decoded header list (HTTP/2)."""
@@ -35,13 +35,13 @@ class Limits:
     """Chunks in one chunked HTTP/1.1 body."""
 
     pipelined_requests: int = 64
-    """Complete HTTP/1.1 requests waiting on one connection; reading stops there until some are answered."""
+    """Complete HTTP/1.1 requests waiting on one connection; above that, the server stops reading until some are answered."""
 
     concurrent_streams: int = 1024
     """Open HTTP/2 streams on one connection."""
 
     stream_window_bytes: int = 4 * MIB
-    """HTTP/2 flow-control window of one stream: what a client may send before we have taken it."""
+    """HTTP/2 flow-control window of one stream: bytes that a client may send before the server consumes them."""
 
     connection_window_bytes: int = 16 * MIB
     """HTTP/2 flow-control window of one connection."""
@@ -50,10 +50,10 @@ class Limits:
     """From a connection's or request's first byte to the end of its headers."""
 
     body_idle_seconds: float = 60.0
-    """The longest silence inside a request body."""
+    """Longest pause inside a request body."""
 
     write_idle_seconds: float = 60.0
-    """The longest a client may leave a response unread."""
+    """Longest time that a client may leave a response unread."""
 
     idle_seconds: float = 120.0
-    """A connection with no request in flight."""
+    """How long a connection may stay open without a request in flight."""

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names are allowed. One regex for everything that may become a path, a label or an id.
+"""Allowed names and request ids.
 
-A name never starts with a dot or a dash and has no separator, so it cannot leave a folder, hide, or read as an option.
+One regular expression for every name that may become a path, a label or an id. A name never starts with a dot or a dash and
+has no separator, so it cannot leave a folder, be hidden, or be read as an option.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 
 from headrace.core.errors import InvalidArgument
 
@@ -18,12 +20,12 @@ _VERSION = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` may name a model, job, workspace or service."""
+    """Return whether `text` may name a model, job, workspace or service."""
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 
 def check_name(text: str, what: str = "model") -> str:
-    """Return `text` if it is a name; otherwise tell the caller what a name looks like."""
+    """Return `text` if it is a name; otherwise raise an error that says what a name looks like."""
     if not is_name(text):
         shown = ascii(text[:64])
         raise InvalidArgument(
@@ -38,3 +40,16 @@ def parse_version(text: str) -> int:
     if _VERSION.fullmatch(text) is None:
         raise InvalidArgument(f"model version {text[:64]!a} is not allowed: use a whole number such as 1")
     return int(text)
+
+
+REQUEST_ID_FIELD = "x-request-id"
+"""Header in which a client may send its own request id, and in which the server returns the id."""
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
+
+
+def request_id(sent: bytes | None) -> str:
+    """Return the client's id if it is safe to log; otherwise a new random one."""
+    if sent is not None and _REQUEST_ID.fullmatch(sent):
+        return sent.decode()
+    return secrets.token_hex(8)

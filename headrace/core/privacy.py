@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Libraries that report to their makers are told not to. Called by packages that import such a library, before they do.
+"""Disable the telemetry of third-party libraries. Packages call this before they import such a library.
 
-ONNX Runtime since 1.29 sends the names of models, and more, to Microsoft from Linux too, and asks its variable once, when
-it is loaded: to turn it off later stops only what was not yet noted. Processes of models inherit the variables. Whoever
-has set one decides.
+ONNX Runtime since 1.29 sends model names, and more, to Microsoft from Linux too. It reads its variable once, while it is
+loaded, so setting it later is too late. Model processes inherit the variables. A variable that is already set is not
+changed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ _VARIABLES = ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY")
 
 
 def refuse_telemetry() -> None:
-    """For this process and those it starts."""
+    """Disable library telemetry in this process and its children."""
     for name in _VARIABLES:
         os.environ.setdefault(name, "1")

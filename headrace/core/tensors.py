@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor of a request or response: a name, a data type, a shape and a numpy array that views the received bytes.
+"""Tensors of requests and responses: a name, a data type, and a numpy array that is a view of the received bytes.
 
-Called by the codecs of `api`; checked here, so that no array with a wrong size ever reaches the engine.
+The codecs of `api` build tensors here. Sizes are checked here, so the engine never gets an array of a wrong size.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MAX_ELEMENTS = 1 << 48
 Buffer = bytes | bytearray | memoryview
 
 _COPIED_BYTES = 1024
-"""A copy of so little is quicker than a view."""
+"""Up to this size a copy is faster than a view."""
 
 
 class Tensor:
-    """One named array. `array` has the numpy form of `dtype` (see `core.dtypes`) and exactly `shape`."""
+    """A named array. `array` has the numpy type of `dtype` (see `core.dtypes`)."""
 
     __slots__ = ("array", "dtype", "name")
 
@@ -51,19 +51,19 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions, outermost first."""
+        """The dimensions, outermost first."""
         return self.array.shape
 
     @classmethod
     def of(cls, name: str, array: npt.NDArray[Any]) -> Tensor:
-        """Wrap an array whose numpy type tells its data type; a copy only where its numpy form is another."""
+        """Wrap an array and derive the data type from its numpy type; copy only if the numpy type must change."""
         dtype = dtype_of(array)
         if array.dtype != dtype.numpy:
             array = _bytes_array(array.ravel()).reshape(array.shape) if dtype is BYTES else array.astype(dtype.numpy)
         return cls(name, dtype, array)
 
     def to_buffer(self) -> Buffer:
-        """The elements as wire bytes, row by row; a view of what is large and already lies that way."""
+        """Return the elements as wire bytes in row-major order; a view if the array is large and contiguous."""
         if self.dtype is BYTES:
             return encode_bytes_elements(self.array.ravel())
         array = self.array
@@ -74,28 +74,28 @@ class Tensor:
         return array.reshape(-1).data.cast("B")
 
     def __repr__(self) -> str:
-        """Name, type and shape; never the data, which may be large or private."""
+        """Return name, type and shape; never the data, which may be large or private."""
         return f"Tensor({self.name!r}, {self.dtype.name}, {list(self.shape)})"
 
 
 def element_count(name: str, shape: Sequence[int]) -> int:
-    """Multiply a client's shape out, refusing what could overflow, be negative, or not be whole numbers."""
+    """Return the number of elements of a client's shape; reject sizes that overflow, are negative or not integers."""
     if len(shape) > TENSOR_RANK:
         raise InvalidArgument(f"tensor '{name}' has {len(shape)} dimensions; at most {TENSOR_RANK} are allowed")
-    reach = 1
+    addressable = 1
     for size in shape:
-        # `True` is an int to Python and a mistake to everyone else.
+        # `bool` is a subclass of `int` in Python, but `True` as a dimension is a client's mistake.
         if type(size) is not int or size < 0:
             raise InvalidArgument(f"tensor '{name}' has dimension {_shown(size)}; use whole numbers of 0 or more")
-        # Dimensions beside a 0 count too: numpy refuses a shape it could not address even when it is empty.
-        reach *= size or 1
-        if reach > _MAX_ELEMENTS:
+        # A 0 counts as 1: numpy rejects a shape that it could not address even if the array is empty.
+        addressable *= size or 1
+        if addressable > _MAX_ELEMENTS:
             raise InvalidArgument(f"tensor '{name}' has a shape of more than {_MAX_ELEMENTS} elements")
     return math.prod(shape)
 
 
 def tensor_from_buffer(name: str, dtype: DType, shape: Sequence[int], buffer: Buffer) -> Tensor:
-    """View `buffer` as a tensor, without a copy except for BYTES. The size must agree to the byte."""
+    """Return `buffer` as a tensor, without a copy except for BYTES. The size must match exactly."""
     count = element_count(name, shape)
     if dtype is BYTES:
         return Tensor(name, dtype, decode_bytes_elements(memoryview(buffer), count).reshape(shape))
@@ -109,7 +109,7 @@ def tensor_from_buffer(name: str, dtype: DType, shape: Sequence[int], buffer: Bu
 
 
 def tensor_from_values(name: str, dtype: DType, shape: Sequence[int], values: Any) -> Tensor:
-    """Build a tensor from parsed JSON values: flat or nested, in row order."""
+    """Build a tensor from parsed JSON values: flat or nested, in row-major order."""
     count = element_count(name, shape)
     leaves, kinds = _flatten(name, values)
     if len(leaves) != count:
@@ -117,7 +117,7 @@ def tensor_from_values(name: str, dtype: DType, shape: Sequence[int], values: An
     kind = dtype.numpy.kind if dtype is not BF16 else "f"
     if not kinds <= _ACCEPTS[kind]:
         wrong = next(leaf for leaf in leaves if type(leaf) not in _ACCEPTS[kind])
-        raise InvalidArgument(f"tensor '{name}' of {dtype.name} has {_shown(wrong)}, which is not {_WORDS[kind]}")
+        raise InvalidArgument(f"tensor '{name}' of {dtype.name} has {_shown(wrong)}, which is not {_EXPECTED[kind]}")
     try:
         array = _bytes_array(leaves) if dtype is BYTES else _numeric_array(dtype, leaves)
     except (OverflowError, struct.error):
@@ -125,16 +125,16 @@ def tensor_from_values(name: str, dtype: DType, shape: Sequence[int], values: An
     return Tensor(name, dtype, array.reshape(shape))
 
 
-# The Python types that JSON values, or the elements of a protobuf field, may have for each kind of numpy type.
+# Python types that JSON values, or elements of a protobuf field, may have for each numpy kind.
 _ACCEPTS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}, "O": {str, bytes}}
-_WORDS = {"b": "true or false", "i": "a whole number", "u": "a whole number", "f": "a number", "O": "a string"}
+_EXPECTED = {"b": "true or false", "i": "a whole number", "u": "a whole number", "f": "a number", "O": "a string"}
 
 
 def _flatten(name: str, values: Any) -> tuple[Sequence[Any], set[type]]:
-    """The values without their nesting, and the types among them.
+    """Return the values without nesting, and the set of their types.
 
-    Done before numpy sees them: it would lay strings out at the width of the longest, so that a megabyte of text among
-    ten thousand short ones takes forty gigabytes; and of mixed types it would make something instead of refusing.
+    This must happen before numpy gets them: numpy stores strings at the width of the longest, so one string of a megabyte
+    among ten thousand short ones would take forty gigabytes; and it converts mixed types instead of rejecting them.
     """
     leaves = values if type(values) is list or _is_row(values) else [values]
     while True:
@@ -151,7 +151,7 @@ def _is_row(values: Any) -> bool:
 
 
 def _numeric_array(dtype: DType, leaves: Sequence[Any]) -> npt.NDArray[Any]:
-    # `struct` rounds like numpy, refuses what does not fit by itself, and is quicker than asking numpy to.
+    # `struct` rounds like numpy, rejects values that do not fit, and is faster than numpy with such a check.
     if dtype is not BF16:
         return np.frombuffer(struct.pack(f"<{len(leaves)}{_STRUCT_CODES[dtype.name]}", *leaves), dtype.numpy)
     wide = _numeric_array(FP32, leaves)
@@ -178,7 +178,7 @@ _STRUCT_CODES = {
 
 
 def _bytes_array(elements: Iterable[Any]) -> npt.NDArray[np.object_]:
-    # Text is nearly all there is in JSON, so it does not pay for a call each.
+    # Nearly all elements from JSON are text: encode it inline, without a call per element.
     try:
         flat = [element.encode() if type(element) is str else to_bytes(element) for element in elements]
     except UnicodeEncodeError as error:
@@ -189,10 +189,10 @@ def _bytes_array(elements: Iterable[Any]) -> npt.NDArray[np.object_]:
 
 
 def _shown(value: object) -> str:
-    """A client's value for an error message: short, and safe to print."""
+    """Format a client's value for an error message: short and safe to print."""
     if isinstance(value, str | bytes):
         return ascii(value[:32])
-    # A number can have more digits than Python is willing to print.
+    # Python refuses to print integers with too many digits.
     if isinstance(value, int) and not -_MAX_ELEMENTS < value < _MAX_ELEMENTS:
         return "a very large number"
     return ascii(value) if isinstance(value, int | float | None) else f"a value of type {type(value).__name__}"

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine as a whole: repository, opener, services and data plane, put together. Made by composition roots and tests.
+"""The engine: repository, model loader, services and data plane. Programs and tests create it with `open_engine`.
 
-`open_engine` makes it; `start` loads the models, while the data plane already answers; `close` retires them.
+`start` loads the models while the data plane already answers; `close` retires them. Without a repository the engine serves
+two built-in models: `identity` returns its input, of any type and shape; `first1000` takes images `[n, 3, 224, 224]` and
+returns the first 1,000 numbers of each, so that a large request has the small response of a classifier.
 """
 
 from __future__ import annotations
@@ -12,89 +14,91 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from headrace.backends.contract import ModelFiles
 from headrace.backends.devices import visible_gpus
 from headrace.core.clock import Clock, SystemClock
-from headrace.core.handing import HandingSettings
+from headrace.core.dtypes import FP32
+from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.limits import MIB
-from headrace.core.telemetry.progress import Progress, silent
-from headrace.core.telemetry.registry import Registry
-from headrace.engine.builtin import open_builtin_models
+from headrace.core.telemetry.metrics import Registry
+from headrace.core.telemetry.progress import Progress, Reporter, silent
 from headrace.engine.cache import ResponseCache
 from headrace.engine.dataplane import DataPlane
-from headrace.engine.opening import VersionOpener
+from headrace.engine.model_loader import ModelLoader
 from headrace.engine.repository.control import RepositoryControl
-from headrace.engine.repository.directory import Directory
+from headrace.engine.repository.directory import Directory, ServedModel
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.engine.scheduling.limiter import Limiter
+from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.engine.services import ModelServices
+from headrace.models.config.types import DynamicBatching, InputSpec, InstanceGroup, ModelConfig, OutputSpec
 
 log = logging.getLogger("headrace.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine can be told."""
+    """Settings of an engine."""
 
     repositories: tuple[str | Path, ...] = ()
-    """Folders of models; none for the built-in ones."""
+    """Model repositories; none for the built-in models."""
     repository: RepositorySettings = field(default_factory=RepositorySettings)
     strict_readiness: bool = True
-    """Ready only when every model is; otherwise as soon as the server answers."""
+    """Whether the server is ready only if every model is; otherwise it is ready as soon as it answers."""
     gpus: int | None = None
-    """How many GPUs there are; None to look."""
+    """Number of GPUs; None to detect them."""
     cache_bytes: int = 64 * MIB
     """Size of the response cache; 0 for none."""
     cache_ttl_seconds: float = 0.0
-    """How old a kept answer may be; 0 for any age."""
+    """Maximum age of a cached response (0: unlimited)."""
     rate_limit_resources: Mapping[str, int] = field(default_factory=dict)
-    """How much there is of a resource that instances share (`rate_limiter`), by its name."""
-    handing: HandingSettings = field(default_factory=HandingSettings)
-    """The server's part where prefill and decode are apart."""
+    """Units of each rate limiter resource, by name."""
+    kv_transfer: KvTransferSettings = field(default_factory=KvTransferSettings)
+    """The server's role in KV transfer between prefill and decode servers."""
     summary_quantiles: tuple[float, ...] = ()
-    """Quantiles of every version's times to keep, dearer than the histograms there always are; none for no summaries."""
+    """Quantiles of every version's times to record, in addition to the histograms; they cost more. None for no summaries."""
 
 
 class Engine:
-    """Models behind a data plane."""
+    """An inference engine: models behind a data plane."""
 
     def __init__(self, settings: EngineSettings, clock: Clock, progress: Progress = silent) -> None:
         self.metrics = Registry(clock)
         self._threads = ThreadPoolExecutor(
             settings.repository.model_load_thread_count, thread_name_prefix="headrace-load"
         )
-        services = ModelServices(self.metrics, settings.handing)
+        services = ModelServices(self.metrics, settings.kv_transfer)
         self.cache = (
             ResponseCache(settings.cache_bytes, settings.cache_ttl_seconds, clock) if settings.cache_bytes else None
         )
         if self.cache is not None:
             self.cache.add_to(self.metrics)
         quantiles = settings.summary_quantiles
-        self._opener = VersionOpener(
+        self._loader = ModelLoader(
             services,
             self._threads,
             cache=self.cache,
-            limiter=Limiter(settings.rate_limit_resources),
+            limiter=RateLimiter(settings.rate_limit_resources),
             summarise=(lambda statistics: statistics.summarise(clock, quantiles)) if quantiles else None,
         )
         self.control: RepositoryControl | None = None
         if settings.repositories:
             gpus = visible_gpus() if settings.gpus is None else settings.gpus
             repository = replace(settings.repository, gpus=gpus)
-            self.control = RepositoryControl(settings.repositories, self._opener.open, repository, clock, progress)
+            self.control = RepositoryControl(settings.repositories, self._loader.load, repository, clock, progress)
         self._builtin = Directory()
         self.plane = DataPlane(self.control.directory if self.control else self._builtin, self.control)
         self.plane.strict_readiness = settings.strict_readiness
         services.plane = self.plane
 
     async def start(self) -> None:
-        """Load the models; returns when all were tried."""
+        """Load the models; return when all were tried."""
         if self.control is not None:
             await self.control.start()
         else:
-            await open_builtin_models(self._opener, self._builtin)
+            await load_builtin_models(self._loader, self._builtin)
 
     async def close(self, grace_seconds: float) -> None:
-        """Retire the models: what is in flight may finish in `grace_seconds`."""
+        """Retire the models; requests in flight have `grace_seconds` to finish."""
         if self.control is not None:
             await self.control.close(grace_seconds)
         else:
@@ -105,5 +109,37 @@ class Engine:
 
 
 def open_engine(settings: EngineSettings, progress: Progress = silent) -> Engine:
-    """An engine by the machine's own clock. From within a running loop."""
+    """Create an engine with the system clock. Call it from a running event loop."""
     return Engine(settings, SystemClock(), progress)
+
+
+_NO_FILES = ModelFiles(Path(), 1, Path())
+
+BUILTIN_MODELS = (
+    ModelConfig(
+        "identity",
+        "identity",
+        max_batch_size=64,
+        inputs=(InputSpec("INPUT0", None, None),),
+        outputs=(OutputSpec("OUTPUT0", None, None),),
+        instance_groups=(InstanceGroup("identity", runs="inline"),),
+        scheduling=DynamicBatching(),
+    ),
+    ModelConfig(
+        "first1000",
+        "identity",
+        max_batch_size=64,
+        inputs=(InputSpec("INPUT0", FP32, (3, 224, 224)),),
+        outputs=(OutputSpec("OUTPUT0", FP32, (1000,)),),
+        instance_groups=(InstanceGroup("first1000", runs="inline"),),
+        scheduling=DynamicBatching(),
+        parameters={"first": "1000"},
+    ),
+)
+
+
+async def load_builtin_models(loader: ModelLoader, directory: Directory) -> None:
+    """Load the built-in models into a directory."""
+    for config in BUILTIN_MODELS:
+        version = await loader.load(config, _NO_FILES, Reporter(silent, SystemClock(), config.name))
+        directory.put(ServedModel(config.name), {1: version})

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ensembles: a graph of models behind one name. Each step goes through the queue of its own model, like anyone's request.
+"""Ensembles: a graph of models behind one name. Each step is a request that goes through the queue of its own model.
 
-Opened by `opening` as a version among others. Tensors pass from step to step as they are, without a copy; between models
-that can, in the memory of their device. A step whose model is decoupled may answer several times: the rest of the graph
-then runs once for each answer.
+The model loader opens an ensemble as a version like any other. Tensors pass from step to step without a copy; between models
+that support it, in device memory. A step with a decoupled model may have several responses: the rest of the graph then runs
+once for each response.
 """
 
 from __future__ import annotations
@@ -15,24 +15,29 @@ from time import monotonic_ns
 import numpy as np
 
 from headrace.backends.contract import Answer, EngineServices
-from headrace.core.errors import HeadraceError, Internal, InvalidArgument, Unavailable, retold
-from headrace.core.messages import InferRequest, InferResponse, RequestedOutput, StepRequest
+from headrace.core.errors import HeadraceError, Internal, InvalidArgument, Unavailable, with_message
+from headrace.core.requests import InferRequest, InferResponse, RequestedOutput, StepRequest
 from headrace.core.tensors import Tensor
-from headrace.engine.checking import RequestChecker
-from headrace.engine.responses import ResponseWatch
-from headrace.engine.scheduling.delay import FixedDelay
-from headrace.engine.scheduling.pending import ANSWERED, Answered, Done, Pending, StreamPending
-from headrace.engine.scheduling.watching import Watch
-from headrace.engine.statistics import VersionStatistics
+from headrace.engine.request_validation import RequestValidator
+from headrace.engine.scheduling.dynamic_batcher import FixedDelay
+from headrace.engine.scheduling.pending_request import (
+    ANSWERED,
+    PendingRequest,
+    PendingStream,
+    ResponseCallback,
+    StreamCallback,
+)
+from headrace.engine.scheduling.request_timeline import TimelineRecorder
+from headrace.engine.statistics import ResponseTimer, VersionStatistics
 from headrace.engine.versions import Drain
 from headrace.models.config.types import EnsembleScheduling, ModelConfig
 
 
 class EnsembleVersion:
-    """A version that computes nothing itself."""
+    """A version that runs the steps of an ensemble."""
 
     express = None
-    """See `ModelVersion.express`."""
+    """An ensemble has no express path."""
 
     def __init__(
         self,
@@ -49,29 +54,29 @@ class EnsembleVersion:
         self.labels = labels
         self.statistics = VersionStatistics()
         self.delay = FixedDelay(0)
-        self.follows = True
-        self.watch: Watch | None = None
+        self.tracks_requests = True
+        self.recorder: TimelineRecorder | None = None
         self.steps = scheduling.steps
-        taken = {name for step in self.steps for name in step.input_map.values()}
-        self.passes_on = [any(name in taken for name in step.output_map.values()) for step in self.steps]
-        """Whether a step's outputs are for other steps."""
+        consumed = {name for step in self.steps for name in step.input_map.values()}
+        self.feeds_steps = [any(name in consumed for name in step.output_map.values()) for step in self.steps]
+        """For each step: whether its outputs are inputs of other steps."""
         self.services = services
-        self._most = scheduling.max_inflight_requests
+        self._max_running = scheduling.max_inflight_requests
         self._running = 0
-        self._waiting: deque[Pending] = deque()
-        self._checker = RequestChecker(config)
+        self._waiting: deque[PendingRequest] = deque()
+        self._validator = RequestValidator(config)
         self._drain = Drain(self.statistics)
 
-    def infer(self, request: InferRequest, done: Done) -> Pending:
-        """See `ModelVersion.infer`."""
-        return self._add(Pending(self, request, self._rows(request), None, done, monotonic_ns()))
+    def infer(self, request: InferRequest, done: ResponseCallback) -> PendingRequest:
+        """Compute a request. Raise at once if it is invalid; otherwise `done` gets the response later."""
+        return self._add(PendingRequest(self, request, self._rows(request), None, done, monotonic_ns()))
 
-    def infer_stream(self, request: InferRequest, answered: Answered) -> Pending:
-        """See `ModelVersion.infer_stream`."""
-        return self._add(StreamPending(self, request, self._rows(request), None, answered, monotonic_ns()))
+    def infer_stream(self, request: InferRequest, answered: StreamCallback) -> PendingRequest:
+        """Compute a request with any number of responses, none of them before this returns."""
+        return self._add(PendingStream(self, request, self._rows(request), None, answered, monotonic_ns()))
 
-    def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
-        """See `Owner.settle`."""
+    def settle(self, pending: PendingRequest, outputs: Sequence[Tensor] | BaseException | None) -> None:
+        """Count a request that has its last response."""
         took_ns = monotonic_ns() - pending.arrived_ns
         error = outputs if isinstance(outputs, BaseException) else None
         stats = self.statistics.answered(pending.rows, error, took_ns)
@@ -84,104 +89,104 @@ class EnsembleVersion:
 
     @property
     def waiting(self) -> int:
-        """See `ModelVersion.waiting`."""
+        """Number of requests that wait for others of the ensemble to finish."""
         return sum(pending.state != ANSWERED for pending in self._waiting)
 
     async def retire(self, grace_seconds: float) -> None:
-        """See `ModelVersion.retire`."""
+        """Wait up to `grace_seconds` for requests in flight, then cancel those that wait."""
         await self._drain.wait(grace_seconds)
         for pending in list(self._waiting):
             pending.cancel(Unavailable(f"model '{self.name}' version {self.version_text} was unloaded"))
 
-    def ended(self) -> None:
-        """A run is over: the next may begin."""
+    def run_finished(self) -> None:
+        """Start the next waiting requests after a run has finished."""
         self._running -= 1
-        while self._waiting and self._running < self._most:
+        while self._waiting and self._running < self._max_running:
             pending = self._waiting.popleft()
             if pending.state != ANSWERED:
                 self._start(pending)
 
     def _rows(self, request: InferRequest) -> int:
         try:
-            return self._checker.check(request)
+            return self._validator.check(request)
         except InvalidArgument as error:
             self.statistics.failed(0, error, 0)
-            if self.watch is not None:
-                self.watch.refused(request, self.version_text, error, monotonic_ns())
+            if self.recorder is not None:
+                self.recorder.rejected(request, self.version_text, error, monotonic_ns())
             raise
 
-    def watched_by(self, watch: Watch | None) -> None:
-        """See `ModelVersion.watched_by`. What its steps do is theirs to tell."""
-        self.watch = watch
+    def record_timelines(self, recorder: TimelineRecorder | None) -> None:
+        """Record the timelines of requests from now on, or (None) stop. The steps' models record their own."""
+        self.recorder = recorder
 
-    def _add(self, pending: Pending) -> Pending:
-        if self.watch is not None:
-            pending = self.watch.take(pending, "computed by its steps")
+    def _add(self, pending: PendingRequest) -> PendingRequest:
+        if self.recorder is not None:
+            pending = self.recorder.record(pending, "computed by its steps")
         self.statistics.received += 1
-        if self._most and self._running >= self._most:
+        if self._max_running and self._running >= self._max_running:
             self._waiting.append(pending)
         else:
             self._start(pending)
         return pending
 
-    def _start(self, pending: Pending) -> None:
+    def _start(self, pending: PendingRequest) -> None:
         self._running += 1
         run = _Run(self, pending)
         pending.on_cancel = run.cancel
-        # Not at once: a first step may refuse at once, and callers count on `infer` returning before they are told.
+        # Not immediately: the first step may reject the request, and `infer` must return before the callback is called.
         self.services.loop.call_soon(run.start)
 
 
 class _Run:
-    """One request on its way through the graph."""
+    """One request that runs through the graph."""
 
-    def __init__(self, ensemble: EnsembleVersion, pending: Pending) -> None:
+    def __init__(self, ensemble: EnsembleVersion, pending: PendingRequest) -> None:
         self.ensemble = ensemble
         self.pending = pending
         self._cancels: dict[int, Callable[[], None]] = {}
         self._numbers = 0
-        self._silent = ensemble.statistics.first_answers is not None
-        self._watch = ResponseWatch(ensemble.statistics.responses, monotonic_ns()) if self._silent else None
-        self._paths = 1
-        """Ways through the graph that are still open; more than one after a decoupled step's second answer."""
-        self.over = False
+        self._awaits_first = ensemble.statistics.first_responses is not None
+        self._timer = ResponseTimer(ensemble.statistics.responses, monotonic_ns()) if self._awaits_first else None
+        self._open_paths = 1
+        """Open paths through the graph; more than one after a decoupled step's second response."""
+        self.finished = False
 
     def start(self) -> None:
-        """Begin with the steps that need nothing but the request's inputs."""
-        if self.over:
+        """Start the steps that need only the request's inputs."""
+        if self.finished:
             return
         inputs = {tensor.name: tensor for tensor in self.pending.request.inputs}
         _Path(self, inputs, range(len(self.ensemble.steps)), set()).advance()
 
     def cancel(self) -> None:
-        """Nobody waits: let the steps know."""
-        if not self.over:
-            self.over = True
+        """Cancel the steps of a cancelled request."""
+        if not self.finished:
+            self.finished = True
             for cancel in list(self._cancels.values()):
                 cancel()
-            if self._watch is not None and self.pending.cancelled:
-                self._watch.given(None, monotonic_ns(), cancelled=True)
-            self.ensemble.ended()
+            if self._timer is not None and self.pending.cancelled:
+                self._timer.record(None, monotonic_ns(), cancelled=True)
+            self.ensemble.run_finished()
 
     def fail(self, error: HeadraceError) -> None:
-        """One step failed, and with it the request."""
-        if self.over:
+        """Fail the request because a step failed."""
+        if self.finished:
             return
         self.cancel()
         self.pending.on_cancel = None
-        if self._watch is not None:
-            self._watch.given(error, monotonic_ns(), cancelled=False)
-        self.pending.reply(retold(error, f"in ensemble '{self.ensemble.name}', {error.message}"))
+        if self._timer is not None:
+            self._timer.record(error, monotonic_ns(), cancelled=False)
+        self.pending.reply(with_message(error, f"in ensemble '{self.ensemble.name}', {error.message}"))
 
     def submit(self, step: int, request: InferRequest, path: _Path) -> None:
-        """Compute a step."""
+        """Send a step's request to its model."""
         self._numbers += 1
         number = self._numbers
 
         def answered(answer: Answer, final: bool) -> None:
             if final:
                 self._cancels.pop(number, None)
-            if not self.over:
+            if not self.finished:
                 path.answered(step, answer, final)
 
         try:
@@ -190,38 +195,38 @@ class _Run:
             self.fail(error)
 
     def fork(self) -> None:
-        """One more way through the graph."""
-        self._paths += 1
+        """Count one more path through the graph."""
+        self._open_paths += 1
 
-    def arrived(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """A way is at its end, with the ensemble's outputs or (None) without any."""
-        self._paths -= 1
-        final = self._paths == 0
+    def path_finished(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Reply with the outputs of a finished path; None if it has none."""
+        self._open_paths -= 1
+        final = self._open_paths == 0
         outputs = None if tensors is None else self._outputs(tensors)
-        if self._silent and outputs is not None:
-            self._silent = False
-            self.ensemble.statistics.first_answer(self.pending.arrived_ns)
-        if self._watch is not None and (final or outputs is not None):
-            self._watch.given(outputs, monotonic_ns(), cancelled=False)
+        if self._awaits_first and outputs is not None:
+            self._awaits_first = False
+            self.ensemble.statistics.first_response(self.pending.arrived_ns)
+        if self._timer is not None and (final or outputs is not None):
+            self._timer.record(outputs, monotonic_ns(), cancelled=False)
         if final:
-            self.over = True
+            self.finished = True
             self.pending.on_cancel = None
-            self.ensemble.ended()
+            self.ensemble.run_finished()
         self.pending.reply(outputs, final=final)
 
-    def wanted(self) -> list[str]:
-        """The outputs that the caller asks for, by name."""
+    def requested_outputs(self) -> list[str]:
+        """Return the names of the outputs that the caller requests."""
         requested = self.pending.request.outputs
         return [output.name for output in requested] or [spec.name for spec in self.ensemble.config.outputs]
 
     def _outputs(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        chosen = (tensors[name] for name in self.wanted())
-        # Without a copy, unless another step took it too and it lay on a device for that.
-        return [Tensor(tensor.name, tensor.dtype, np.asarray(tensor.array)) for tensor in chosen]
+        requested = (tensors[name] for name in self.requested_outputs())
+        # Copies only tensors in device memory, which another step used too.
+        return [Tensor(tensor.name, tensor.dtype, np.asarray(tensor.array)) for tensor in requested]
 
 
 class _Path:
-    """One way through the graph: the tensors there are, the steps that run, and the steps to come (by their place)."""
+    """One path through the graph: the tensors so far, the running steps and the waiting steps (by index)."""
 
     def __init__(self, run: _Run, tensors: dict[str, Tensor], waiting: Sequence[int], running: set[int]) -> None:
         self._run = run
@@ -229,52 +234,52 @@ class _Path:
         self._waiting = waiting
         self._running = running
         self._shared = set(running)
-        """Of the steps that run, those that ran before this way began: whoever began them passes their answers on."""
+        """Running steps that started before this path: the path that started them forwards their responses."""
         self._forks: list[_Path] = []
-        """Ways that began with one of several answers to a step, while they share a step that runs."""
-        self._ended = False
+        """Paths that forked from this one and share a running step with it."""
+        self._finished = False
 
     def advance(self) -> None:
-        """Start every step that has its inputs; be done when there is none left."""
+        """Start every step that has its inputs; finish if no step is left."""
         steps = self._run.ensemble.steps
         ready = [n for n in self._waiting if all(name in self._tensors for name in steps[n].input_map.values())]
         self._waiting = [n for n in self._waiting if n not in ready]
         self._running.update(ready)
         for n in ready:
             self._run.submit(n, self._request(n), self)
-            if self._run.over:
+            if self._run.finished:
                 return
         if not self._running:
             self._finish()
 
     def answered(self, n: int, answer: Answer, final: bool) -> None:
-        """A step has given an answer; its last one, or one of several."""
+        """Handle a response of a step."""
         if isinstance(answer, HeadraceError):
             self._run.fail(answer)
             return
-        self._pass_on(n, answer, final)
-        if self._run.over:
+        self._forward(n, answer, final)
+        if self._run.finished:
             return
         if not final:
-            if not self._ended:  # else another step had no more answers, and nothing comes of this one's
+            if not self._finished:  # otherwise another step had no more responses, and this one's are not used
                 self._fork(n, answer)
             return
         self._running.discard(n)
         if answer is None:
-            # No more answers: this way, which waited for them, leads nowhere.
-            if not self._ended:
-                self._ended = True
-                self._run.arrived(None)
-        elif not self._ended:
+            # No more responses: this path, which waited for one, has no outputs.
+            if not self._finished:
+                self._finished = True
+                self._run.path_finished(None)
+        elif not self._finished:
             self._take(n, answer)
             self.advance()
 
-    def _pass_on(self, n: int, answer: Answer, final: bool) -> None:
+    def _forward(self, n: int, answer: Answer, final: bool) -> None:
         for fork in [fork for fork in self._forks if n in fork._shared]:
             if final:
                 fork._shared.discard(n)
             fork.answered(n, answer, final)
-            if self._run.over:
+            if self._run.finished:
                 return
         if final:
             self._forks = [fork for fork in self._forks if fork._shared]
@@ -302,7 +307,7 @@ class _Path:
             tensor = self._tensors[source]
             inputs.append(Tensor(name, tensor.dtype, tensor.array))
         request = self._run.pending.request
-        made = StepRequest(
+        step_request = StepRequest(
             step.model_name,
             inputs,
             "" if step.model_version < 0 else str(step.model_version),
@@ -310,17 +315,17 @@ class _Path:
             [RequestedOutput(name) for name in step.output_map],
             request.parameters,
         )
-        made.stays_on_device = self._run.ensemble.passes_on[n]
-        return made
+        step_request.keep_on_device = self._run.ensemble.feeds_steps[n]
+        return step_request
 
     def _finish(self) -> None:
-        missing = [name for name in self._run.wanted() if name not in self._tensors]
-        left_out = [spec.name for spec in self._run.ensemble.config.inputs if spec.name not in self._tensors]
-        if missing and left_out:
+        missing = [name for name in self._run.requested_outputs() if name not in self._tensors]
+        omitted = [spec.name for spec in self._run.ensemble.config.inputs if spec.name not in self._tensors]
+        if missing and omitted:
             self._run.fail(
                 InvalidArgument(
-                    f"output '{missing[0]}' cannot be computed without an input that was left out ('{left_out[0]}'): give "
-                    "it, or ask for other outputs"
+                    f"output '{missing[0]}' cannot be computed without an input that was left out ('{omitted[0]}'): send "
+                    "it, or request other outputs"
                 )
             )
             return
@@ -330,5 +335,5 @@ class _Path:
                 Internal(f"output '{missing[0]}' was not produced: these steps had no inputs: {stuck or 'none'}")
             )
             return
-        self._ended = True
-        self._run.arrived(self._tensors)
+        self._finished = True
+        self._run.path_finished(self._tensors)

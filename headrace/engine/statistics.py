@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a version has done: counts and times, per size of request and per size of batch. Plain integers, added up when read.
+"""Statistics of one version: counts and times by request size and by batch size. Plain integers, summed when read.
 
-Written by versions and runners in the loop's thread; read by the protocols' statistics, status and metrics. Times are
-nanoseconds. A cache hit is a success and no execution.
+Versions and runners write them in the event loop's thread; the protocols' statistics, status and metrics read them. Times
+are nanoseconds. A cache hit is a success without an execution. Responses of decoupled models are also counted by their
+index: the first response to each request, the second, and so on.
 """
 
 from __future__ import annotations
@@ -12,20 +13,26 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import monotonic_ns
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Code, HeadraceError, InvalidArgument
-from headrace.core.telemetry.metrics import Histogram, check_bounds
-from headrace.core.telemetry.summaries import DEFAULT_WINDOW_SECONDS, Summary
-from headrace.core.telemetry.tallies import LOAD_EXCESSES, QUICK_NS, SlowTally
-from headrace.engine.responses import ByPlace
-from headrace.engine.scheduling.batches import BatchLog, BatchRecord
-from headrace.engine.scheduling.pending import Pending
+from headrace.core.telemetry.metrics import (
+    DEFAULT_WINDOW_SECONDS,
+    LOAD_EXCESSES,
+    QUICK_NS,
+    Histogram,
+    SlowTally,
+    Summary,
+    check_bounds,
+)
+from headrace.core.tensors import Tensor
+from headrace.engine.scheduling.pending_request import BatchLog, BatchRecord, PendingRequest
 from headrace.models.config.types import ModelConfig
 
 
 class RequestStats:
-    """Requests of one size."""
+    """Requests with the same number of rows."""
 
     __slots__ = (
         "fail",
@@ -48,18 +55,18 @@ class RequestStats:
         self.hit = self.hit_ns = self.miss = self.miss_ns = 0
 
     def add(self, other: RequestStats) -> None:
-        """Add another's numbers to these."""
+        """Add the numbers of another object."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def computed(self) -> int:
-        """Successes that took an execution."""
+        """Successful requests that were not cache hits."""
         return self.success - self.hit
 
 
 class BatchStats:
-    """Executions of one size."""
+    """Executions with the same number of rows."""
 
     __slots__ = ("count", "infer_ns", "input_ns", "output_ns")
 
@@ -68,7 +75,7 @@ class BatchStats:
 
 
 class LatencySummaries:
-    """Quantiles of a version's times, in microseconds; kept only where they are asked for."""
+    """Quantiles of a version's times in microseconds; only if configured."""
 
     __slots__ = ("hit", "infer", "input", "miss", "output", "queue", "request")
 
@@ -80,7 +87,7 @@ class LatencySummaries:
         self.hit, self.miss = summary(), summary()
 
     def computed(self, queues_ns: Sequence[int], input_ns: int, infer_ns: int, output_ns: int) -> None:
-        """Requests waited so long each and were computed together."""
+        """Record requests that were computed in one batch."""
         for queue_ns in queues_ns:
             self.queue.observe(queue_ns / 1000)
             self.input.observe(input_ns / 1000)
@@ -88,8 +95,8 @@ class LatencySummaries:
             self.output.observe(output_ns / 1000)
 
 
-class QuickTally:
-    """Requests of one row that were answered at once, until somebody looks: three sums instead of a dozen."""
+class ExpressTally:
+    """Requests of one row on the express path since the statistics were last read: three sums instead of a dozen."""
 
     __slots__ = ("count", "last_ns", "took_ns")
 
@@ -98,20 +105,20 @@ class QuickTally:
 
 
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
-"""The name of the histogram of first answers, by which a configuration gives its buckets."""
+"""Metric name of the histogram of first responses; configurations use it to set its buckets."""
 
-_FIRST_ANSWER_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
+_FIRST_RESPONSE_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
 
 
-def first_answer_bounds(config: ModelConfig) -> tuple[float, ...]:
-    """The buckets, in milliseconds, of a decoupled model's first answers: as its `model_metrics` says, or Triton's."""
+def first_response_bounds(config: ModelConfig) -> tuple[float, ...]:
+    """Return the buckets, in milliseconds, of a decoupled model's first responses: from `model_metrics`, or Triton's."""
     for control in config.proto.model_metrics.metric_control if config.proto is not None else ():
         if control.metric_identifier.family == FIRST_RESPONSE and control.histogram_options.buckets:
             try:
                 return check_bounds(control.histogram_options.buckets)
             except ValueError as error:
                 raise InvalidArgument(f"model_metrics of model '{config.name}': {error}") from None
-    return _FIRST_ANSWER_BOUNDS_MS
+    return _FIRST_RESPONSE_BOUNDS_MS
 
 
 FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
@@ -125,69 +132,69 @@ _REASONS = {
 
 
 def failure_reason(error: BaseException) -> str:
-    """One of Triton's four words."""
+    """Return one of Triton's four failure reasons."""
     return _REASONS.get(error.code, "OTHER") if isinstance(error, HeadraceError) else "BACKEND"
 
 
 @dataclass(slots=True)
 class VersionStatistics:
-    """Everything counted of one version."""
+    """All counts of one version."""
 
     received: int = 0
-    """Requests taken, answered or not."""
+    """Accepted requests."""
     settled: int = 0
-    """Requests answered, one way or the other."""
+    """Requests that have their last response or error."""
     _last_ns: int = 0
     by_rows: dict[int, RequestStats] = field(default_factory=dict)
-    """Per batch size of the request; 0 for those that were refused before it was known."""
+    """By number of rows; 0 for requests that were rejected before it was known."""
     batches: dict[int, BatchStats] = field(default_factory=dict)
-    """Per size of the executed batch."""
+    """By number of rows of the executed batch."""
     failures: Counter[str] = field(default_factory=Counter)
     log: BatchLog = field(default_factory=BatchLog)
     computed: int = 0
-    """Requests that took part in an execution and were to have its result: as many queue and compute times there are."""
+    """Requests with a queue time and a compute time: those in an execution that were not cancelled."""
     quick_ns: int = QUICK_NS
-    """A request that took longer is given to `slow`; -1 where all are to be."""
+    """A request that took longer is passed to `slow`; -1 to pass all."""
     slow_requests: SlowTally = field(default_factory=SlowTally)
     slow_queues: SlowTally = field(default_factory=SlowTally)
     slow_computes: SlowTally = field(default_factory=SlowTally)
     loads: list[int] = field(default_factory=lambda: [0] * (len(LOAD_EXCESSES) + 1))
-    """Requests by how many times as long as their computation they took (`LOAD_RATIO_BOUNDS`); of the first bucket not
-    all: what is in no other is there."""
+    """Requests by the ratio of their latency to their compute time (`LOAD_RATIO_BOUNDS`). The first bucket is incomplete:
+    requests that are in no bucket belong there."""
     excess: float = 0.0
-    """What all those ratios are over 1, together."""
-    first_answers: Histogram | None = None
-    """Of a decoupled model: milliseconds from a request to its first response."""
-    responses: ByPlace = field(default_factory=dict)
-    """Of a decoupled model: what each response to a request took."""
+    """The sum of (ratio - 1) of all requests."""
+    first_responses: Histogram | None = None
+    """For a decoupled model: milliseconds from a request to its first response."""
+    responses: ResponseStatsByIndex = field(default_factory=dict)
+    """For a decoupled model: statistics by response index."""
     summaries: LatencySummaries | None = None
-    quick: QuickTally = field(default_factory=QuickTally)
-    """Written by `engine.express`; to be added up by `take_in` before anything here is read."""
+    express_tally: ExpressTally = field(default_factory=ExpressTally)
+    """Written by `engine.express`; call `add_express` before reading the statistics."""
 
     @property
     def last_inference_ms(self) -> int:
-        """By the wall clock, since 1970; 0 for never."""
+        """Unix time in milliseconds; 0 if there was none."""
         if not self._last_ns:
             return 0
         return int(time.time() * 1000) - (time.monotonic_ns() - self._last_ns) // 1_000_000
 
     @property
     def executions(self) -> int:
-        """Batches computed."""
+        """Number of computed batches."""
         return sum(stats.count for stats in self.batches.values())
 
     @property
     def inferences(self) -> int:
-        """Rows computed successfully."""
+        """Number of successfully computed rows."""
         return sum(rows * stats.count for rows, stats in self.batches.items())
 
     @property
     def in_flight(self) -> int:
-        """Requests taken and not answered yet."""
+        """Number of accepted requests without their last response."""
         return self.received - self.settled
 
-    def forget_executions(self) -> None:
-        """Count from the start again: what was computed so far was warm-up."""
+    def reset_executions(self) -> None:
+        """Reset the counts of executions, after the warm-up."""
         self._last_ns = self.computed = 0
         self.by_rows.clear()
         self.batches.clear()
@@ -197,40 +204,40 @@ class VersionStatistics:
         self.excess = 0.0
 
     def summarise(self, clock: Clock, quantiles: tuple[float, ...]) -> None:
-        """Keep quantiles from now on."""
+        """Start recording quantiles."""
         self.summaries = LatencySummaries(clock, quantiles)
         self.quick_ns = -1
 
     def of_rows(self, rows: int) -> RequestStats:
-        """The numbers for requests of this size."""
+        """Return the statistics of requests with this number of rows."""
         stats = self.by_rows.get(rows)
         if stats is None:
             stats = self.by_rows[rows] = RequestStats()
         return stats
 
     def of_batch(self, rows: int) -> BatchStats:
-        """The numbers for executions of this size."""
+        """Return the statistics of executions with this number of rows."""
         stats = self.batches.get(rows)
         if stats is None:
             stats = self.batches[rows] = BatchStats()
         return stats
 
     def total(self) -> RequestStats:
-        """All requests together."""
+        """Return the sum over all requests."""
         total = RequestStats()
         for stats in self.by_rows.values():
             total.add(stats)
         return total
 
     def failed(self, rows: int, error: BaseException, duration_ns: int) -> None:
-        """A request had an error for an answer."""
+        """Count a request that failed."""
         stats = self.of_rows(rows)
         stats.fail += 1
         stats.fail_ns += duration_ns
         self.failures[failure_reason(error)] += 1
 
     def answered(self, rows: int, error: BaseException | None, took_ns: int) -> RequestStats:
-        """A request has had its last answer. Returns the numbers for its size."""
+        """Count a request that has its last response; return the statistics for its number of rows."""
         self.settled += 1
         stats = self.by_rows.get(rows) or self.of_rows(rows)
         if error is not None:
@@ -243,7 +250,7 @@ class VersionStatistics:
         return stats
 
     def slow(self, took_ns: int) -> None:
-        """A request that took longer than `quick_ns` was answered well."""
+        """Record a successful request that took longer than `quick_ns`."""
         if took_ns > QUICK_NS:
             self.slow_requests.add(took_ns)
         if self.summaries is not None:
@@ -252,7 +259,7 @@ class VersionStatistics:
     def computed_together(
         self, sizes: Sequence[int], queues_ns: Sequence[int], input_ns: int, infer_ns: int, output_ns: int
     ) -> None:
-        """Requests of so many rows each waited so long each and were computed together."""
+        """Count requests that were computed in one batch: their rows and queue times, and the batch's times."""
         if min(sizes) == max(sizes):
             groups = [(sizes[0], len(sizes), sum(queues_ns))]
         else:
@@ -266,12 +273,12 @@ class VersionStatistics:
         self.waited(queues_ns, input_ns, infer_ns, output_ns)
 
     def waited(self, queues_ns: Sequence[int], input_ns: int, infer_ns: int, output_ns: int) -> None:
-        """Requests waited so long each and were computed together: their share of the histograms."""
+        """Add requests that were computed in one batch to the histograms."""
         self.computed += len(queues_ns)
         compute_ns = input_ns + infer_ns + output_ns
         if compute_ns > QUICK_NS:
             self.slow_computes.add(compute_ns, len(queues_ns))
-        # A quick request counts as one that did not wait: what it waited for is its turn, not others.
+        # A fast request counts as one that did not wait.
         if max(queues_ns) + compute_ns > QUICK_NS:
             long_ns = [queue_ns for queue_ns in queues_ns if queue_ns + compute_ns > QUICK_NS]
             self._waited_long(long_ns, compute_ns or 1)
@@ -288,8 +295,8 @@ class VersionStatistics:
                 self.loads[bisect_left(LOAD_EXCESSES, queue_ns / compute_ns)] += 1
         self.slow_queues.add_all(queues_ns)
 
-    def answered_together(self, batch: Sequence[Pending], now_ns: int) -> None:
-        """Requests that were computed together are answered well."""
+    def answered_together(self, batch: Sequence[PendingRequest], now_ns: int) -> None:
+        """Count the successful requests of a batch."""
         tooks_ns = [now_ns - pending.arrived_ns for pending in batch]
         self.settled += len(batch)
         sizes = {pending.rows for pending in batch}
@@ -308,8 +315,8 @@ class VersionStatistics:
             for took_ns in tooks_ns:
                 self.summaries.request.observe(took_ns / 1000)
 
-    def answered_alone(self, rows: int, arrived_ns: int, started_ns: int, computed_ns: int, split_ns: int) -> None:
-        """A request was computed and is answered, without others and without joining: all that is to be counted."""
+    def answered_single(self, rows: int, arrived_ns: int, started_ns: int, computed_ns: int, split_ns: int) -> None:
+        """Count a successful request that was computed alone."""
         self.settled += 1
         self._last_ns = split_ns
         stats = self.by_rows.get(rows) or self.of_rows(rows)
@@ -330,28 +337,28 @@ class VersionStatistics:
         else:
             self.computed += 1
 
-    def take_in(self, alone: BatchRecord) -> None:
-        """Add up what `quick` has counted; each of its requests was a batch as `alone` describes it."""
-        quick = self.quick
-        count = quick.count
+    def add_express(self, record: BatchRecord) -> None:
+        """Add the requests of the express path to the counts; `record` describes the batch of each."""
+        tally = self.express_tally
+        count = tally.count
         if not count:
             return
         self.received += count
         self.settled += count
         self.computed += count
-        self._last_ns = max(self._last_ns, quick.last_ns)
+        self._last_ns = max(self._last_ns, tally.last_ns)
         stats, batch = self.of_rows(1), self.of_batch(1)
         stats.success += count
-        stats.success_ns += quick.took_ns
-        stats.infer_ns += quick.took_ns
+        stats.success_ns += tally.took_ns
+        stats.infer_ns += tally.took_ns
         batch.count += count
-        batch.infer_ns += quick.took_ns
-        self.log.recent.extend([alone] * min(count, self.log.recent.maxlen or 0))
-        self.log.reasons[alone.reason] += count
-        quick.count = quick.took_ns = 0
+        batch.infer_ns += tally.took_ns
+        self.log.recent.extend([record] * min(count, self.log.recent.maxlen or 0))
+        self.log.reasons[record.reason] += count
+        tally.count = tally.took_ns = 0
 
     def answered_at_once(self, rows: int, took_ns: int, ended_ns: int) -> None:
-        """A request was received, computed and answered in one go: nothing to wait for, to join or to cut apart."""
+        """Count a request of the express path: received, computed and answered in one call."""
         self.received += 1
         self.settled += 1
         self._last_ns = ended_ns
@@ -368,16 +375,87 @@ class VersionStatistics:
         else:
             self.computed += 1
 
-    def first_answer(self, arrived_ns: int) -> None:
-        """The first of a decoupled model's responses to a request was given."""
-        if self.first_answers is not None:
-            self.first_answers.observe((time.monotonic_ns() - arrived_ns) / 1e6)
+    def first_response(self, arrived_ns: int) -> None:
+        """Record the time to a decoupled model's first response."""
+        if self.first_responses is not None:
+            self.first_responses.observe((time.monotonic_ns() - arrived_ns) / 1e6)
 
     def executed(self, rows: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
-        """A batch was computed."""
+        """Count an execution."""
         self._last_ns = time.monotonic_ns()
         stats = self.batches.get(rows) or self.of_batch(rows)
         stats.count += 1
         stats.input_ns += input_ns
         stats.infer_ns += infer_ns
         stats.output_ns += output_ns
+
+
+MAX_RESPONSE_INDEX = 1000
+"""Responses from this index on are counted together: a stream may be endless."""
+
+
+class ResponseStats:
+    """Responses of one index; times are measured since the previous response."""
+
+    __slots__ = (
+        "cancel",
+        "cancel_ns",
+        "empty",
+        "empty_ns",
+        "fail",
+        "fail_ns",
+        "infer_ns",
+        "output_ns",
+        "success",
+        "success_ns",
+    )
+
+    def __init__(self) -> None:
+        self.success = self.success_ns = self.fail = self.fail_ns = 0
+        self.empty = self.empty_ns = self.cancel = self.cancel_ns = 0
+        self.infer_ns = self.output_ns = 0
+
+
+ResponseStatsByIndex = dict[int, ResponseStats]
+
+
+def response_index_text(index: int) -> str:
+    """Return the name of a response index in statistics."""
+    return f"{MAX_RESPONSE_INDEX}+" if index >= MAX_RESPONSE_INDEX else str(index)
+
+
+class ResponseTimer:
+    """Times the responses to one request."""
+
+    __slots__ = ("_by_index", "_index", "_since_ns")
+
+    def __init__(self, by_index: ResponseStatsByIndex, started_ns: int) -> None:
+        self._by_index = by_index
+        self._index = 0
+        self._since_ns = started_ns
+
+    def record(self, answer: Sequence[Tensor] | HeadraceError | None, given_ns: int, *, cancelled: bool) -> None:
+        """Record a response that the model returned at `given_ns` and that is checked now; None for an empty last one."""
+        now_ns = monotonic_ns()
+        infer_ns, output_ns = given_ns - self._since_ns, now_ns - given_ns
+        stats = self._by_index.get(self._index)
+        if stats is None:
+            stats = self._by_index[self._index] = ResponseStats()
+        if cancelled:
+            stats.cancel += 1
+            stats.cancel_ns += infer_ns + output_ns
+        elif answer is None:
+            stats.infer_ns += infer_ns
+            stats.empty += 1
+            stats.empty_ns += infer_ns
+        else:
+            stats.infer_ns += infer_ns
+            stats.output_ns += output_ns
+            if isinstance(answer, HeadraceError):
+                stats.fail += 1
+                stats.fail_ns += infer_ns + output_ns
+            else:
+                stats.success += 1
+                stats.success_ns += infer_ns + output_ns
+        self._since_ns = now_ns
+        self._index = min(self._index + 1, MAX_RESPONSE_INDEX)

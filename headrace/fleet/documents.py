@@ -1,170 +1,168 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML files as documents, and back. Called by `headrace explain` and `apply`, and for the files we ship.
-
-Each document remembers where its fields were written, so that a problem can be told with its file and line. A file from
-anybody may be read: sizes, depths and what aliases stand for are limited, and no tag makes an object.
-"""
+"""The fleet's basic types: a problem with a document, the settings of the fleet, and the facts of a cluster."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
-import yaml
+from headrace.platforms.kubernetes_client.objects import Document, get_str, kind_of, name_of
+from headrace.version import __version__
 
-from headrace.fleet.words import Document, Problem
-from headrace.fleet.yaml_values import Place, YamlFault, documents_in
+Derived = TypeVar("Derived")
 
-MAX_FILE_BYTES = 8 << 20
-SUFFIXES = (".yaml", ".yml", ".json")
+DEFAULT_NAMESPACE = "default"
+
+CAPABILITIES = frozenset({"knative", "lws", "keda", "gateway", "ray", "istio"})
+"""Optional features of a cluster: Knative Serving, LeaderWorkerSet, KEDA, Gateway API, KubeRay, Istio."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """A document and where it was written."""
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One problem of a document, and how to fix it."""
 
-    document: Document
-    path: str = ""
-    line: int = 1
-    lines: Mapping[Place, int] = field(default_factory=dict, repr=False)
+    field: str
+    """`spec.engine.minReplicas`; "" for the document as a whole."""
+    message: str
+    """What is wrong."""
+    fix: str
+    """What to write instead, or to do first."""
 
-    def line_of(self, name: str) -> int:
-        """The line of a field, `spec.engine.containers[0].image`; of the nearest above it that is there, if it is not."""
-        places = [()] if not name else _places(name)
-        for place in sorted(places, key=len, reverse=True):
-            if place in self.lines:
-                return self.lines[place]
-        return self.line
-
-    def place(self, problem: Problem) -> str:
-        """`isvc.yaml:12`, for the problem's message."""
-        return f"{self.path}:{self.line_of(problem.field)}" if self.path else f"line {self.line_of(problem.field)}"
+    def __str__(self) -> str:
+        text = ": ".join(part for part in (self.field, f"{self.message}; {self.fix}") if part)
+        # Names come from users' documents: a line break in one would forge a second problem.
+        return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True)
-class Read:
-    """What was in some files."""
+class FleetSettings:
+    """Settings for all services: the ConfigMap `inferenceservice-config` and the operator's options."""
 
-    sources: list[Source]
-    problems: list[Problem]
-    """Of files that could not be read or are not YAML; their field is the place, `isvc.yaml:12`."""
-
-    @property
-    def documents(self) -> list[Document]:
-        """The documents alone."""
-        return [each.document for each in self.sources]
-
-
-def read(paths: Iterable[Path]) -> Read:
-    """All documents of some files, and of all YAML and JSON files below some folders, in the order of their names."""
-    sources: list[Source] = []
-    problems: list[Problem] = []
-    for path in paths:
-        if path.is_dir():
-            files = sorted(each for each in path.rglob("*") if each.suffix in SUFFIXES and each.is_file())
-        else:
-            files = [path]
-        for each in files:
-            found = _read_file(each)
-            sources += found.sources
-            problems += found.problems
-    return Read(sources, problems)
-
-
-def parse(text: str, path: str = "") -> Read:
-    """The documents in a text. The items of a `List` count as documents of their own; empty documents do not count."""
-    sources: list[Source] = []
-    try:
-        for value, lines in documents_in(text):
-            sources += _sources(value, lines, path)
-    except YamlFault as fault:
-        place = f"{path}:{fault.line}" if path else f"line {fault.line}"
-        return Read(sources, [Problem(place, fault.message, fault.fix)])
-    return Read(sources, [])
+    default_mode: str = "RawDeployment"
+    """`RawDeployment` or `Serverless`, for a service that chooses neither."""
+    ingress_domain: str = "svc.cluster.local"
+    ingress_class: str = "istio"
+    domain_template: str = "{{.Name}}.{{.Namespace}}.{{.IngressDomain}}"
+    path_template: str = ""
+    url_scheme: str = "http"
+    additional_domains: tuple[str, ...] = ()
+    ingress_gateway: str = ""
+    """Parent Gateway of HTTPRoutes: `namespace/name`."""
+    disable_ingress_creation: bool = True
+    """With True, a Service named after the InferenceService is its entry point."""
+    enable_gateway_api: bool = False
+    disable_istio_virtualhost: bool = False
+    prometheus_address: str = "http://prometheus-operated.monitoring.svc.cluster.local:9090"
+    upstream_selection: bool = False
+    """Select runtimes exactly as OME does, including its weaknesses."""
+    migrate_predictor: bool = True
+    """Turn `spec.predictor` into engine, model and runtime."""
+    node_pinning: Literal["required", "preferred", "none"] = "required"
+    """Whether pods run only on nodes that have the model."""
+    image: str = f"headrace:{__version__}"
+    """The image of front routers."""
 
 
-def write(documents: Iterable[Document]) -> str:
-    """The documents as YAML that says the same to every reader of it."""
-    return yaml.dump_all(
-        [_plain(each) for each in documents],
-        Dumper=_Dumper,
-        sort_keys=False,
-        width=120,
-        allow_unicode=True,
-        explicit_start=False,
+@dataclass(frozen=True, eq=False)
+class ClusterFacts:
+    """The resources that services are planned with, from a cluster or from files. Indexed once."""
+
+    runtimes: tuple[Document, ...] = ()
+    """ServingRuntime and ClusterServingRuntime."""
+    models: tuple[Document, ...] = ()
+    """BaseModel and ClusterBaseModel."""
+    weights: tuple[Document, ...] = ()
+    """FineTunedWeight."""
+    accelerators: tuple[Document, ...] = ()
+    """AcceleratorClass."""
+    capabilities: frozenset[str] = CAPABILITIES
+    settings: FleetSettings = field(default_factory=FleetSettings)
+
+    def model(self, namespace: str, name: str, kind: str | None = None) -> Document | None:
+        """Return the model that a service names, in its namespace first, then cluster-wide.
+
+        `ClusterBaseModel` is also the default kind, so it excludes nothing; an explicit `BaseModel` excludes the others.
+        """
+        own = self._models.get(("BaseModel", namespace, name))
+        return own if own is not None or kind == "BaseModel" else self._models.get(("ClusterBaseModel", "", name))
+
+    def runtime(self, namespace: str, name: str, kind: str | None = None) -> Document | None:
+        """Return the runtime that a service names, in its namespace first. The kind excludes nothing, as in OME."""
+        own = self._runtimes.get(("ServingRuntime", namespace, name))
+        return own if own is not None else self._runtimes.get(("ClusterServingRuntime", "", name))
+
+    def weight(self, name: str) -> Document | None:
+        """Return the FineTunedWeight of that name."""
+        return self._weights.get(("FineTunedWeight", "", name))
+
+    def accelerator(self, name: str) -> Document | None:
+        """Return the AcceleratorClass of that name."""
+        return self._accelerators.get(("AcceleratorClass", "", name))
+
+    def derived(self, make: Callable[[ClusterFacts], Derived]) -> Derived:
+        """Return `make(self)`, computed once: for indexes of other modules."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        derived: Derived = self._derived[make]
+        return derived
+
+    @cached_property
+    def _derived(self) -> dict[Callable[[ClusterFacts], Any], Any]:
+        return {}
+
+    @cached_property
+    def _models(self) -> dict[tuple[str, str, str], Document]:
+        return _indexed(self.models)
+
+    @cached_property
+    def _runtimes(self) -> dict[tuple[str, str, str], Document]:
+        return _indexed(self.runtimes)
+
+    @cached_property
+    def _weights(self) -> dict[tuple[str, str, str], Document]:
+        return _indexed(self.weights)
+
+    @cached_property
+    def _accelerators(self) -> dict[tuple[str, str, str], Document]:
+        return _indexed(self.accelerators)
+
+
+CLUSTER_SCOPED_KINDS = frozenset({"ClusterBaseModel", "ClusterServingRuntime", "FineTunedWeight", "AcceleratorClass"})
+"""Our cluster-scoped kinds."""
+
+
+def namespace_of(document: Document) -> str:
+    """Return the namespace of a document; "" for our cluster-scoped kinds."""
+    if kind_of(document) in CLUSTER_SCOPED_KINDS:
+        return ""
+    return get_str(document, "metadata", "namespace") or DEFAULT_NAMESPACE
+
+
+def cluster_facts(documents: Iterable[Document], settings: FleetSettings | None = None) -> ClusterFacts:
+    """Build facts from documents, such as those of files. Documents of other kinds are ignored."""
+    groups: dict[str, list[Document]] = {"runtimes": [], "models": [], "weights": [], "accelerators": [], "": []}
+    for document in documents:
+        groups[_FACT_KINDS.get(kind_of(document), "")].append(document)
+    return ClusterFacts(
+        runtimes=tuple(groups["runtimes"]),
+        models=tuple(groups["models"]),
+        weights=tuple(groups["weights"]),
+        accelerators=tuple(groups["accelerators"]),
+        settings=settings or FleetSettings(),
     )
 
 
-def _read_file(path: Path) -> Read:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        return Read([], [Problem(str(path), "there is no such file", "check the path")])
-    except OSError as error:
-        said = error.strerror or "an error of the system"
-        return Read([], [Problem(str(path), f"cannot be read: {said}", "check its permissions")])
-    if len(content) > MAX_FILE_BYTES:
-        return Read([], [Problem(str(path), f"is larger than {MAX_FILE_BYTES >> 20} MiB", "split it")])
-    try:
-        return parse(content.decode("utf-8-sig"), str(path))
-    except UnicodeDecodeError:
-        return Read([], [Problem(str(path), "is not text in UTF-8", "save it as UTF-8")])
+_FACT_KINDS = {
+    "ServingRuntime": "runtimes",
+    "ClusterServingRuntime": "runtimes",
+    "BaseModel": "models",
+    "ClusterBaseModel": "models",
+    "FineTunedWeight": "weights",
+    "AcceleratorClass": "accelerators",
+}
 
 
-def _sources(value: Any, lines: Mapping[Place, int], path: str) -> list[Source]:
-    if value is None:
-        return []
-    line = lines.get((), 1)
-    if not isinstance(value, Mapping):
-        raise YamlFault(line, "a document is a mapping", "begin with apiVersion, kind, metadata, spec")
-    if value.get("kind") != "List" or not isinstance(value.get("items"), list):
-        return [Source(value, path, line, lines)]
-    found: list[Source] = []
-    for index, item in enumerate(value["items"]):
-        start: Place = ("items", index)
-        below = {place[2:]: each for place, each in lines.items() if place[:2] == start}
-        found += _sources(item, below, path)
-    return found
-
-
-def _places(name: str) -> list[Place]:
-    """Every prefix of a field's path as a place, with numbers in brackets both as an index and as a name."""
-    places: list[Place] = [()]
-    for dotted, bracketed in re.findall(r"([^.\[\]]+)|\[([^\]]*)\]", name):
-        last = max(places, key=len)
-        places.append((*last, int(bracketed) if bracketed.isdigit() and len(bracketed) < 10 else bracketed or dotted))
-    return places
-
-
-def _plain(value: Any) -> Any:
-    """Dicts and lists, whatever mappings and sequences they were."""
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value
-
-
-class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-_DOUBTFUL = re.compile(r"[-+.]?[0-9].*|[yYnN]|~|null|.*: .*", re.DOTALL)
-"""Texts that some reader of YAML takes for a number, a truth or nothing: Go's has other rules than Python's."""
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    lines = text.split("\n")
-    if len(lines) > 1 and all(each.isprintable() and each == each.rstrip() for each in lines) and text.strip():
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
-    # Some of what is not printable ends a line for YAML, and is folded unless it is escaped.
-    style = '"' if _DOUBTFUL.fullmatch(text) or not text.isprintable() else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)
+def _indexed(documents: Iterable[Document]) -> dict[tuple[str, str, str], Document]:
+    return {(kind_of(document), namespace_of(document), name_of(document)): document for document in documents}

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of objects, labels and annotations, as OME has them: selectors and dashboards that people have go on working.
-
-Used by every module that writes or reads an object. Pure text.
-"""
+"""Names of objects, labels and annotations, the same as OME's, so that existing selectors and dashboards work."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ GROUP = "ome.io"
 VERSION = "v1beta1"
 API_VERSION = f"{GROUP}/{VERSION}"
 NAMESPACE = "headrace-system"
-"""Where Headrace is installed unless another is named."""
+"""Default namespace of the installation."""
 
 COMPONENTS = ("engine", "decoder", "router")
-"""In the order they are made."""
+"""In the order they are created."""
 
 ENGINE, DECODER, ROUTER = COMPONENTS
 
@@ -52,7 +49,7 @@ KUEUE_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 KUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 ISTIO_INJECT_LABEL = "sidecar.istio.io/inject"
 BENCHMARK_LABEL = "benchmark"
-"""Of the Job of a BenchmarkJob and of its pod: the name of the BenchmarkJob."""
+"""Label of the Job of a BenchmarkJob and of its pod: the name of the BenchmarkJob."""
 
 # Annotations of a service.
 DEPLOYMENT_MODE = "ome.io/deploymentMode"
@@ -60,9 +57,9 @@ AUTOSCALER_CLASS = "ome.io/autoscalerClass"
 AUTOSCALER_METRICS = "ome.io/metrics"
 TARGET_UTILIZATION = "ome.io/targetUtilizationPercentage"
 NO_ROLLOUT = "ome.io/disable-auto-update"
-"""`"true"`: edits of its runtime and its model reach its pods with its own next edit, not before."""
+"""`"true"`: changes of its runtime or model reach the pods only with the next edit of the service."""
 ROLLOUT = "ome.io/rollout-"
-"""How the annotations of rollouts by steps begin."""
+"""Prefix of the annotations of rollouts by steps."""
 ENABLE_TAG_ROUTING = "ome.io/enable-tag-routing"
 DEPRECATION_WARNING = "ome.io/deprecation-warning"
 ACCELERATOR_CLASS = "ome.io/accelerator-class"
@@ -111,19 +108,19 @@ MODEL_LABEL_DOMAIN = "models.ome.io"
 LONGEST_LABEL = 63
 LONGEST_NAME = 253
 _LABEL_ROOM = 49
-"""What OME leaves for the name of a model's label, `clusterbasemodel.` and the like included."""
+"""OME's limit for the name of a model's label, including `clusterbasemodel.`."""
 _KEY_ROOM = 253
 _HASH = 8
 _LEAST_NAMESPACE = 8
 
 
 def component_name(service: str, component: str) -> str:
-    """`llama-chat-engine`: the name of a component's Deployment, Knative Service, HPA, PDB."""
+    """Return `llama-chat-engine`: the name of a component's Deployment, Knative Service, HPA, PDB."""
     return f"{service}-{component}"
 
 
 def trunc63(name: str) -> str:
-    """The name if it fits a label, else a digest and the end of it. Starts with a letter, as names of Services must."""
+    """Return the name if it fits a label, else a digest and its end. Starts with a letter, as names of Services must."""
     if len(name) <= LONGEST_LABEL:
         return name
     short = _hashed(name, LONGEST_LABEL)
@@ -131,32 +128,32 @@ def trunc63(name: str) -> str:
 
 
 def last50(name: str) -> str:
-    """The last 50 characters: what LeaderWorkerSets and ScaledObjects are named after."""
+    """Return the last 50 characters, for the names of LeaderWorkerSets and ScaledObjects."""
     return name[-50:]
 
 
 def lws_name(component: str) -> str:
-    """The LeaderWorkerSet of `llama-chat-engine`."""
+    """Return the name of the LeaderWorkerSet of `llama-chat-engine`."""
     return f"lws-{last50(component)}"
 
 
 def scaled_object_name(component: str) -> str:
-    """The KEDA ScaledObject of `llama-chat-engine`."""
+    """Return the name of the KEDA ScaledObject of `llama-chat-engine`."""
     return f"scaledobject-{last50(component)}"
 
 
 def model_config_name(service: str) -> str:
-    """The ConfigMap that tells what is served."""
+    """Return the name of the ConfigMap that describes the served model."""
     return f"modelconfig-{service[-20:]}"
 
 
 def model_label(name: str, namespace: str = "") -> str:
-    """The node label that says whether a model is there; without a namespace, that of a ClusterBaseModel."""
+    """Return the node label of a model's state; without a namespace, that of a ClusterBaseModel."""
     return f"{MODEL_LABEL_DOMAIN}/{_model_key(name, namespace, _LABEL_ROOM)}"
 
 
 def model_status_key(name: str, namespace: str = "") -> str:
-    """The key of a model in the ConfigMap that tells the state of a node."""
+    """Return the key of a model in the ConfigMap of a node."""
     return _model_key(name, namespace, _KEY_ROOM)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records against what really runs: `reconcile`. Called by the gateway at its start and every few seconds.
+"""Reconcile records with running processes: called by the gateway at start and every few seconds.
 
-Adopts services whose gateway was killed, finishes what it left half done, records the ends of those that died, and ends what
-no record knows, but where others start services too. Of several gateways one does each of these; for a service that runs,
-nothing is written.
+Adopts services whose gateway was killed, finishes what it left half done, records exits, and stops processes without a
+record, except on platforms where other programs start services too. With several gateways, one does each of these. Nothing
+is written for a service that simply runs.
 """
 
 from __future__ import annotations
@@ -13,83 +13,82 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from headrace.core.errors import HeadraceError
-from headrace.jobs.acting import Busy
-from headrace.jobs.batch_tools import waits
-from headrace.jobs.batches import Batches
+from headrace.jobs.batch_jobs import BatchJobs, is_waiting
+from headrace.jobs.concurrency import Busy
 from headrace.jobs.records import BATCH, Job
-from headrace.jobs.services import Services
+from headrace.jobs.services import InferenceServices
 from headrace.jobs.store.jobs import Change
-from headrace.platforms.contract import Observed
-from headrace.platforms.identity import is_surely_dead
+from headrace.platforms.contract import PlatformStatus
+from headrace.platforms.processes import is_dead
 
 log = logging.getLogger("headrace.jobs")
 
-_AT_ONCE = 16
-_GONE = Observed("gone")
+_MAX_CONCURRENT = 16
+_GONE = PlatformStatus("gone")
 
 
-async def reconcile(services: Services, batches: Batches) -> None:
-    """One look at everything. What fails is logged and tried again at the next look."""
+async def reconcile(services: InferenceServices, batches: BatchJobs) -> None:
+    """Reconcile all jobs once. Errors are logged, and the next call retries."""
     try:
-        # In this order: a service's record is older than the service, so what was found has its record by now.
-        found = await services.driver.found()
-        beside = await batches.driver.found() if batches.driver is not services.driver else {}
-        found = {**beside, **found}
+        # Processes first: a record is written before its process starts, so every process listed here has its record by now.
+        processes = await services.driver.list_services()
+        batch_processes = await batches.driver.list_services() if batches.driver is not services.driver else {}
+        processes = {**batch_processes, **processes}
         jobs = await services.store.jobs.unfinished(services.driver.place)
         jobs += await services.store.jobs.unfinished(batches.driver.place, BATCH)
-        await services.store.leases.drop_stale(services.clock.wall())
-        strays = found.keys() - {job.id for job in jobs}
+        await services.store.leases.delete_expired(services.clock.wall())
+        strays = processes.keys() - {job.id for job in jobs}
         if services.shares_place:
-            # A record is older than its service: one without is of others, who start some there too.
-            strays &= {*await services.store.jobs.among(sorted(strays)), *beside}
+            # Processes without a record belong to other programs that use this platform.
+            strays &= {*await services.store.jobs.among(sorted(strays)), *batch_processes}
     except HeadraceError as error:
-        log.warning("records cannot be compared with what runs: %s", error.message)
+        log.warning("Could not reconcile jobs: %s", error.message)
         return
-    limit = asyncio.Semaphore(_AT_ONCE)
+    limit = asyncio.Semaphore(_MAX_CONCURRENT)
 
-    async def one(job_id: str, job: Job | None) -> None:
+    async def reconcile_one(job_id: str, job: Job | None) -> None:
         async with limit:
             try:
-                observed = found.get(job_id, _GONE)
-                if job is None and job_id in beside:
-                    await _stray(services, job_id, batches.clear)
+                platform_status = processes.get(job_id, _GONE)
+                if job is None and job_id in batch_processes:
+                    await _stop_stray(services, job_id, batches.clean_up)
                 elif job is None:
-                    await _stray(services, job_id, services.clear)
+                    await _stop_stray(services, job_id, services.clean_up)
                 elif job.action == BATCH:
-                    await batches.reconcile(job, observed)
+                    await batches.reconcile(job, platform_status)
                 else:
-                    await _known(services, job, observed)
+                    await _reconcile_service(services, job, platform_status)
             except Busy:
-                pass  # somebody is at it
+                pass  # another task or gateway handles this job
             except HeadraceError as error:
-                log.warning("job %s: %s", job_id, error.message)
+                log.warning("Could not reconcile job %s: %s", job_id, error.message)
             except Exception:
-                log.exception("job %s cannot be reconciled", job_id)
+                log.exception("Could not reconcile job %s.", job_id)
 
-    tasks = [one(job.id, job) for job in jobs] + [one(job_id, None) for job_id in strays]
+    tasks = [reconcile_one(job.id, job) for job in jobs] + [reconcile_one(job_id, None) for job_id in strays]
     await asyncio.gather(*tasks)
-    if any(job.action == BATCH and waits(job) for job in jobs):
-        batches.wake()
+    if any(job.action == BATCH and is_waiting(job) for job in jobs):
+        batches.schedule()
 
 
-async def _known(services: Services, job: Job, observed: Observed) -> None:
+async def _reconcile_service(services: InferenceServices, job: Job, platform_status: PlatformStatus) -> None:
     if job.status == "Canceling":
-        await services.finish_ending(job.id, 0.0)
+        await services.finish_stop(job.id, 0.0)
         return
-    if observed.phase in ("ended", "gone"):
-        await services.settle(job, 0.0)  # looks again: it may have been started a moment ago
+    if platform_status.phase in ("ended", "gone"):
+        await services.record_exit(job, 0.0)  # polls again: the service may have just started
     elif job.status == "Pending" or _is_orphan(services, job):
         await _adopt(services, job)
 
 
-def _is_orphan(services: Services, job: Job) -> bool:
+def _is_orphan(services: InferenceServices, job: Job) -> bool:
     gateway = str(job.details.get("gateway", ""))
-    return gateway != services.acting.owner and is_surely_dead(gateway)
+    return gateway != services.locks.owner and is_dead(gateway)
 
 
-async def _adopt(services: Services, job: Job) -> None:
-    """It runs, and the gateway that launched it is gone."""
-    owner = services.acting.owner
+async def _adopt(services: InferenceServices, job: Job) -> None:
+    """Take over a running service whose gateway is gone."""
+    owner = services.locks.owner
 
     def decide(now: Job) -> Change | None:
         if now.status not in ("Pending", "Running"):
@@ -98,16 +97,16 @@ async def _adopt(services: Services, job: Job) -> None:
             "Running", "adopted: it runs, and the gateway that launched it is gone", owner, {"gateway": owner}
         )
 
-    async with services.acting.alone(job.id):
+    async with services.locks.hold(job.id):
         await services.store.jobs.change(job.id, decide, services.clock.wall())
-    log.info("job %s is adopted", job.id)
+    log.info("Adopted job %s.", job.id)
 
 
-async def _stray(services: Services, job_id: str, clear: Callable[[str], Awaitable[None]]) -> None:
-    """Something runs, or has left files, of which no record says that it should."""
-    async with services.acting.alone(job_id):
-        again = await services.store.jobs.get(job_id)
-        if again is None:
-            log.warning("job %s runs here and has no record: it is ended", job_id)
-        if again is None or again.is_final:
-            await clear(job_id)
+async def _stop_stray(services: InferenceServices, job_id: str, clean_up: Callable[[str], Awaitable[None]]) -> None:
+    """Stop a process, or remove files, without an unfinished record."""
+    async with services.locks.hold(job_id):
+        job = await services.store.jobs.get(job_id)
+        if job is None:
+            log.warning("Stopping job %s: it is running but has no record.", job_id)
+        if job is None or job.is_final:
+            await clean_up(job_id)

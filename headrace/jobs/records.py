@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept, as plain data: made by `store` from rows, given out by `service`. None holds a secret.
+"""Workspaces, experiments and jobs as plain data, without secrets.
 
-Times are seconds since 1970 (UTC); `iso` writes them.
+Times are seconds since 1970 (UTC); `iso` formats them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Status = Literal[
 ]
 FINAL: frozenset[str] = frozenset({"Done", "Error", "Canceled"})
 SERVICE = "inference_microservice"
-"""The action of a job that is a running service."""
+"""The action of a job that is an inference microservice."""
 BATCH = "inference"
 """The action of a job that runs a model once over many items."""
 
-MOVES: Mapping[str, frozenset[str]] = {
+TRANSITIONS: Mapping[str, frozenset[str]] = {
     "Pending": frozenset({"Started", "Running", "Done", "Error", "Canceling", "Canceled", "Paused"}),
     "Started": frozenset({"Running", "Done", "Error", "Canceling", "Canceled", "Pausing"}),
     "Running": frozenset({"Done", "Error", "Canceling", "Canceled", "Pausing"}),
@@ -33,17 +33,17 @@ MOVES: Mapping[str, frozenset[str]] = {
     "Error": frozenset(),
     "Canceled": frozenset(),
 }
-"""From each status, those that may follow. What is final stays."""
+"""From each status, the statuses that may follow. Final statuses have none."""
 
 
 def iso(wall: float) -> str:
-    """Seconds since 1970 as ISO 8601 in UTC."""
+    """Format seconds since 1970 as ISO 8601 in UTC."""
     return datetime.fromtimestamp(wall, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Organisation:
-    """Whose everything is."""
+    """The owner of workspaces, experiments and jobs."""
 
     name: str
     created_on: float
@@ -51,7 +51,7 @@ class Organisation:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """A bucket of a cloud, without its keys."""
+    """A cloud storage bucket, without its credentials."""
 
     id: str
     org: str
@@ -61,14 +61,14 @@ class Workspace:
     version: str
     cloud_type: str
     bucket: str
-    """"" where the kind has none."""
+    """"" if the cloud type has none."""
     created_on: float
     last_modified: float
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What jobs belong to."""
+    """A group of jobs with one architecture."""
 
     id: str
     org: str
@@ -77,15 +77,15 @@ class Experiment:
     description: str
     network_arch: str
     workspace: str
-    """An id; "" for none."""
+    """The workspace's id; "" for none."""
     details: Mapping[str, Any]
-    """The rest that was said: checkpoint_choose_method, checkpoint_epoch_number, tags, ..."""
+    """Other fields of the request: checkpoint_choose_method, checkpoint_epoch_number, tags, ..."""
     created_on: float
     last_modified: float
 
 
 class Job(NamedTuple):
-    """One job. A tuple, since a list may have ten thousand of them."""
+    """One job. A tuple, because a list may have ten thousand of them."""
 
     id: str
     org: str
@@ -97,50 +97,50 @@ class Job(NamedTuple):
     """`train`, `inference`, `inference_microservice`, ..."""
     status: str
     reason: str
-    """Why it has this status."""
+    """Why the job has this status."""
     name: str
     description: str
     network_arch: str
     num_gpu: int
     checkpoint: str
-    """Of a registered model: where it lies; "" for results/{id} in the workspace's bucket."""
+    """Location of a registered model; "" for results/{id} in the workspace's bucket."""
     specs_json: str
     details_json: str
     place: str
-    """Of a service: the machine or cluster it was started on."""
+    """The machine or cluster that runs the job, for services and batches."""
     created_on: float
     last_modified: float
     stopped_on: float | None
-    """Of a service: when it was stopped for good. Its id answers no more."""
+    """When a service was stopped for good; from then on its id is NotFound."""
     version: int
-    """Counts changes, so that two gateways do not overwrite each other's."""
+    """Number of changes, so that two gateways do not overwrite each other's."""
 
     @property
     def specs(self) -> dict[str, Any]:
-        """What the job was given."""
-        found: dict[str, Any] = json.loads(self.specs_json)
-        return found
+        """Return the specs of the request."""
+        specs: dict[str, Any] = json.loads(self.specs_json)
+        return specs
 
     @property
     def details(self) -> dict[str, Any]:
-        """What came of it: model_path, initialization_error, model_load_error, handle, progress, ..."""
-        found: dict[str, Any] = json.loads(self.details_json)
-        return found
+        """Return the state of the job: model_path, initialization_error, model_load_error, handle, progress, ..."""
+        details: dict[str, Any] = json.loads(self.details_json)
+        return details
 
     @property
     def is_service(self) -> bool:
-        """Whether it is an inference microservice."""
+        """Return whether it is an inference microservice."""
         return self.action == SERVICE
 
     @property
     def is_final(self) -> bool:
-        """Whether its status will never change."""
+        """Return whether its status can no longer change."""
         return self.status in FINAL
 
 
 @dataclass(frozen=True, slots=True)
 class JobPage:
-    """Part of a list, newest first."""
+    """A page of a list of jobs, newest first."""
 
     jobs: list[Job]
     total: int
@@ -155,15 +155,15 @@ class Event:
     status: str
     reason: str
     by: str
-    """A user's id, or the gateway that saw it."""
+    """A user's id, or the name of a gateway."""
 
 
-# What callers want made.
+# Requests to create or change records.
 
 
 @dataclass(frozen=True, slots=True)
-class WorkspaceWish:
-    """A workspace to be made, or changes to one: None leaves a field as it is (or takes the default)."""
+class WorkspaceSpec:
+    """A workspace to create, or changes to one: None keeps a field, or takes its default."""
 
     name: str | None = None
     cloud_type: str | None = None
@@ -171,12 +171,12 @@ class WorkspaceWish:
     shared: bool | None = None
     version: str | None = None
     force_create: bool = False
-    """Make another although the same is there (v2)."""
+    """Create a new workspace even if an equal one exists (v2)."""
 
 
 @dataclass(frozen=True, slots=True)
-class ExperimentWish:
-    """An experiment to be made."""
+class ExperimentSpec:
+    """An experiment to create."""
 
     network_arch: str
     name: str = ""
@@ -184,24 +184,24 @@ class ExperimentWish:
     workspace: str = ""
     docker_env_vars: Mapping[str, Any] = field(default_factory=dict, repr=False)
     details: Mapping[str, Any] = field(default_factory=dict)
-    """checkpoint_choose_method, checkpoint_epoch_number, tags, ...: kept and given back as they are."""
+    """checkpoint_choose_method, checkpoint_epoch_number, tags, ...: stored and returned unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentChange:
-    """Changes to an experiment: None leaves a field as it is."""
+    """Changes to an experiment: None keeps a field."""
 
     name: str | None = None
     description: str | None = None
     workspace: str | None = None
     docker_env_vars: Mapping[str, Any] | None = field(default=None, repr=False)
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Each by itself; null takes one away."""
+    """Merged key by key; null removes a key."""
 
 
 @dataclass(frozen=True, slots=True)
-class JobWish:
-    """A job to be made: a completed training to be registered, or work for a runner (`inference`)."""
+class JobSpec:
+    """A job to create: a completed training job to register, or work for a runner (`inference`)."""
 
     action: str
     parent_id: str = ""
@@ -211,32 +211,32 @@ class JobWish:
     specs: Mapping[str, Any] = field(default_factory=dict)
     backend_details: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
-    """Where a trained model lies: a path or a URL. None: under results/{id} in the workspace's bucket."""
+    """Path or URL of a trained model. None: results/{id} in the workspace's bucket."""
     network_arch: str = ""
-    """Default: the experiment's."""
+    """Default: the architecture of the experiment."""
     id: str = ""
-    """Of a job of another TAO API, to find its results/{id}; default: a new one."""
+    """The id of a job of another TAO API, to find its results/{id}. Default: a new id."""
 
 
-# What is known of a running service.
+# The state of a service.
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where to send an inference request, or what to answer instead."""
+    """The URL for inference requests, or why there is none."""
 
     job: Job
     url: str | None
-    """"http://host:port"; None if there is nobody to ask."""
+    """"http://host:port"; None if the service cannot take requests."""
     state: Literal["running", "initializing", "failed"]
     error: str = ""
-    """Of a failed one: "Server initialization failed: ...", "Model failed to load: ...", or why it ended."""
+    """Of a failed service: "Server initialization failed: ...", "Model failed to load: ...", or why it ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The record, what the service says of itself, and what the platform says of it."""
+    """The status of a service, from its record, the service itself and the platform."""
 
     job: Job
     body: dict[str, Any]
-    """The union of the field sets of facts 3.10, with JSON nulls: what GET .../status answers."""
+    """The response of GET .../status: all fields of TAO's clients and servers, null where unknown."""

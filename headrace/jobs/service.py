@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`JobService`: what `api.jobs`, the gateway and the command line ask.
+"""`JobService`: the operations behind the job API, the gateway and the command line.
 
-Everything belongs to an organisation, and an id of another one's is NotFound. Takes and gives plain data, raises classes of
-`core.errors`, and knows nothing of HTTP. `desk` has workspaces, experiments and records of jobs, `services` what runs.
+Every record belongs to an organisation; an id of another organisation is NotFound. The service takes and returns plain data,
+raises classes of `core.errors` and knows nothing of HTTP. `record_service` has workspaces, experiments and job records;
+`services` has inference microservices; `batch_jobs` has batch jobs.
 """
 
 from __future__ import annotations
@@ -17,30 +18,29 @@ from typing import Any
 
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unauthenticated
-from headrace.jobs.acting import Acting
-from headrace.jobs.asking import Asking, AskStatus
 from headrace.jobs.backups import Backups
-from headrace.jobs.batches import Batches
-from headrace.jobs.checks import check_id, check_org
-from headrace.jobs.desk import Desk
-from headrace.jobs.idle import read_update
-from headrace.jobs.planning import Planner
+from headrace.jobs.batch_jobs import BatchJobs
+from headrace.jobs.concurrency import JobLocks
+from headrace.jobs.launch_plan import LaunchPlanner
 from headrace.jobs.reconcile import reconcile
-from headrace.jobs.records import BATCH, Endpoint, Event, Job, JobWish, ServiceStatus
+from headrace.jobs.record_service import RecordService
+from headrace.jobs.records import BATCH, Endpoint, Event, Job, JobSpec, ServiceStatus
 from headrace.jobs.secrets import Vault
-from headrace.jobs.services import STOPPED, Services
+from headrace.jobs.service_status import FetchStatus, StatusClient, parse_status_update
+from headrace.jobs.services import STOPPED, InferenceServices
 from headrace.jobs.settings import JobSettings
 from headrace.jobs.store.jobs import Change
 from headrace.jobs.store.store import Store
+from headrace.jobs.validation import check_id, check_org
 from headrace.platforms.contract import Driver
-from headrace.platforms.identity import own_name
 from headrace.platforms.process import ProcessDriver
+from headrace.platforms.processes import process_name
 
 log = logging.getLogger("headrace.jobs")
 
 
-class JobService(Desk):
-    """Make it with `open`, end it with `close`. Any number of tasks of one loop may call it."""
+class JobService(RecordService):
+    """Create it with `open`, close it with `close`. Any number of tasks of one loop may call it."""
 
     def __init__(
         self,
@@ -49,18 +49,20 @@ class JobService(Desk):
         driver: Driver,
         settings: JobSettings,
         clock: Clock,
-        ask: AskStatus | None,
+        fetch_status: FetchStatus | None,
         processes: Driver | None = None,
     ) -> None:
-        planner = Planner(store, vault, settings)
+        planner = LaunchPlanner(store, vault, settings)
         super().__init__(store, vault, settings, planner, clock)
         self.driver = driver
         self._planner = planner
-        self._own_ask = Asking() if ask is None else None
-        acting = Acting(store.leases, own_name(secrets.token_hex(4)), clock, settings.lease_seconds)
-        self.services = Services(store, driver, vault, settings, clock, ask or self._own_ask or Asking(), acting)
+        self._own_client = StatusClient() if fetch_status is None else None
+        locks = JobLocks(store.leases, process_name(secrets.token_hex(4)), clock, settings.lease_seconds)
+        self.services = InferenceServices(
+            store, driver, vault, settings, clock, fetch_status or self._own_client or StatusClient(), locks
+        )
         self.backups = Backups(store.database, vault, clock)
-        self.batches = Batches(store, processes or driver, settings, clock, acting, planner)
+        self.batches = BatchJobs(store, processes or driver, settings, clock, locks, planner)
 
     @classmethod
     async def open(
@@ -69,11 +71,11 @@ class JobService(Desk):
         driver: Driver | None = None,
         *,
         clock: Clock | None = None,
-        ask: AskStatus | None = None,
+        fetch_status: FetchStatus | None = None,
     ) -> JobService:
-        """Open the database, bring it up to date, and read or make the key file. Default driver: local processes.
+        """Open the database, migrate it, and read or create the key file. Default driver: local processes.
 
-        Batches are local processes wherever services run, unless a driver is given without `containers`.
+        Batches always run as local processes, unless a driver is given without `containers`.
         """
 
         def prepare() -> Vault:
@@ -81,7 +83,7 @@ class JobService(Desk):
                 settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
                 settings.models_folder.mkdir(mode=0o700, exist_ok=True)
             except OSError as error:
-                raise FailedPrecondition(f"{settings.data_dir} cannot be made: {error.strerror}") from None
+                raise FailedPrecondition(f"{settings.data_dir} cannot be created: {error.strerror}") from None
             return Vault.open(settings.key_path)
 
         vault = await asyncio.to_thread(prepare)
@@ -95,14 +97,14 @@ class JobService(Desk):
                 log_bytes=settings.log_bytes,
             )
             driver = driver or processes
-        return cls(store, vault, driver, settings, clock or SystemClock(), ask, processes)
+        return cls(store, vault, driver, settings, clock or SystemClock(), fetch_status, processes)
 
     async def close(self) -> None:
-        """Finish what is under way; services and batches run on."""
+        """Finish pending work; services and batches keep running."""
         await self.services.close()
         await self.batches.close()
-        if self._own_ask is not None:
-            self._own_ask.close()
+        if self._own_client is not None:
+            self._own_client.close()
         await self.driver.close()
         if self.batches.driver is not self.driver:
             await self.batches.driver.close()
@@ -110,7 +112,7 @@ class JobService(Desk):
 
     @property
     def callback_url(self) -> str:
-        """Under which services reach this gateway, "http://127.0.0.1:8090". May be set when the port is known."""
+        """Return the URL by which services reach this gateway, such as "http://127.0.0.1:8090"."""
         return self.services.callback_url
 
     @callback_url.setter
@@ -122,11 +124,11 @@ class JobService(Desk):
     async def start(
         self, org: str, user_id: str, experiment_id: str | None, parent_id: str | None, extra: Mapping[str, Any]
     ) -> Job:
-        """Start a service; returns when it is launched, long before it is ready.
+        """Start a service; return when it is launched, long before it is ready.
 
-        `extra` is the rest of the request: model_path, hf_model, network_arch, docker_env_vars, num_gpus and so on.
-        Without an experiment (v2) one new UUID is both experiment and job. InvalidArgument: the parent is unknown or not
-        Done, or has no checkpoint. NotFound: the experiment is unknown. PermissionDenied: users may not name this model.
+        `extra`: the rest of the request, such as model_path, hf_model, network_arch, docker_env_vars, num_gpus. Without an
+        experiment (v2), one new UUID is both experiment and job. InvalidArgument: the parent is unknown, not Done, or has no
+        checkpoint. NotFound: the experiment is unknown. PermissionDenied: users may not name this model.
         """
         check_org(org)
         if experiment_id is not None:
@@ -135,95 +137,95 @@ class JobService(Desk):
         return await self.services.start(org, user_id, plan)
 
     async def status(self, org: str, experiment_id: str | None, job_id: str) -> ServiceStatus:
-        """The record, what the service says and what the platform says. NotFound once it is stopped."""
+        """Return the status from the record, the service and the platform. NotFound once it is stopped."""
         return await self.services.status(org, *_ids(experiment_id, job_id))
 
     async def endpoint(self, org: str, experiment_id: str | None, job_id: str) -> Endpoint:
-        """Where to send a request. Remembered for two seconds. NotFound once it is stopped."""
-        found = self.services.cached_endpoint(org, experiment_id, job_id)
-        return found if found is not None else await self.services.endpoint(org, *_ids(experiment_id, job_id))
+        """Return where to send a request; cached for two seconds. NotFound once it is stopped."""
+        cached = self.services.cached_endpoint(org, experiment_id, job_id)
+        return cached if cached is not None else await self.services.endpoint(org, *_ids(experiment_id, job_id))
 
     def cached_endpoint(self, org: str, experiment_id: str | None, job_id: str) -> Endpoint | None:
-        """What `endpoint` would answer at once; None if it has to look."""
+        """Return the cached result of `endpoint`; None if there is none."""
         return self.services.cached_endpoint(org, experiment_id, job_id)
 
-    def lost(self, job_id: str) -> None:
-        """Nobody answered at the endpoint: look anew next time."""
-        self.services.lost(job_id)
+    def drop_endpoint(self, job_id: str) -> None:
+        """Drop the cached endpoint: the service did not answer there."""
+        self.services.drop_endpoint(job_id)
 
     async def stop(self, org: str, user_id: str, experiment_id: str | None, job_id: str) -> Job:
-        """Stop for good; returns when nothing is left of it. Several at once all succeed; later ones are NotFound."""
+        """Stop a service for good and wait for its end. Concurrent calls all succeed; later ones are NotFound."""
         return await self.services.stop(org, user_id, *_ids(experiment_id, job_id))
 
     async def status_update(
         self, org: str, experiment_id: str, job_id: str, payload: Mapping[str, Any], *, key: str
     ) -> bool:
-        """What a service says of itself, with the key that it was given; whether it is stopped for that.
+        """Handle a service's status update, sent with the service's own key; return whether the service is stopped for it.
 
-        Returns before it has ended: the service waits for our answer.
+        Returns before the service has ended: the service waits for the response.
         """
-        wanted = check_id(job_id, "Job")
-        if not hmac.compare_digest(self._vault.callback_key(wanted).encode(), key.encode("utf-8", "replace")):
-            raise Unauthenticated("the key is not that of this service")
-        job = await self.services.find(org, check_id(experiment_id, "Experiment"), wanted)
-        ending = read_update(payload)
-        if ending is None or job.is_final or job.status == "Canceling":
+        checked_id = check_id(job_id, "Job")
+        if not hmac.compare_digest(self._vault.callback_key(checked_id).encode(), key.encode("utf-8", "replace")):
+            raise Unauthenticated("the key does not belong to this service")
+        job = await self.services.find(org, check_id(experiment_id, "Experiment"), checked_id)
+        final_state = parse_status_update(payload)
+        if final_state is None or job.is_final or job.status == "Canceling":
             return False
-        job = await self.services.ask_to_end(wanted, ending, f"service {wanted}")
+        job = await self.services.request_stop(checked_id, final_state, f"service {checked_id}")
         if job.status != "Canceling":
             return False
-        self.services.end_later(wanted)
+        self.services.finish_stop_later(checked_id)
         return True
 
     async def reconcile(self) -> None:
-        """Compare records with what runs, and set right what is not. Call it at start and every few seconds."""
+        """Bring records in line with running processes. Call it at start and every few seconds."""
         await reconcile(self.services, self.batches)
 
     async def stop_all(self) -> None:
-        """Stop every service of this place, several at once. Batches are paused: the next gateway takes them up."""
-        owner = self.services.acting.owner
+        """Stop all services of this place and pause all batches; the next gateway resumes the batches."""
+        owner = self.services.locks.owner
 
         async def stop(job: Job) -> None:
             try:
-                asked = await self.services.ask_to_end(job.id, STOPPED, owner)
-                if not asked.is_final:
-                    await self.services.finish_ending(job.id)
+                stopping = await self.services.request_stop(job.id, STOPPED, owner)
+                if not stopping.is_final:
+                    await self.services.finish_stop(job.id)
             except NotFound:
-                pass  # somebody else has stopped it
+                pass  # already stopped
             except HeadraceError as error:
-                log.warning("job %s is not stopped: %s", job.id, error.message)
+                log.warning("Could not stop job %s: %s", job.id, error.message)
 
         services = await self.store.jobs.unfinished(self.driver.place)
         await asyncio.gather(self.batches.pause_all(), *map(stop, services))
 
     async def counts(self) -> dict[str, int]:
-        """How many services of this place have which status, apart from those that have ended."""
+        """Count the unfinished services of this place by status."""
         return dict(Counter(job.status for job in await self.store.jobs.unfinished(self.driver.place)))
 
     # Jobs of every kind
 
-    async def create_batch(self, org: str, user_id: str, experiment_id: str, wish: JobWish) -> Job:
-        """Have a model run once over many items; it is launched when it is its turn. See `batch_specs` for `wish.specs`.
+    async def create_batch(self, org: str, user_id: str, experiment_id: str, spec: JobSpec) -> Job:
+        """Create a batch job; it starts when a slot is free. See `batch_process` for its specs.
 
-        InvalidArgument names the field that is wrong. PermissionDenied: users may not name this path.
+        InvalidArgument names the wrong field. PermissionDenied: users may not name this path.
         """
         experiment = await self.get_experiment(org, experiment_id)
-        work = await self.batches.checked(experiment, wish)
-        job = await self.create_job(org, user_id, experiment.id, wish, place=self.batches.driver.place, work=work)
-        self.batches.wake()
+        work = await self.batches.check(experiment, spec)
+        job = await self.create_job(org, user_id, experiment.id, spec, place=self.batches.driver.place, work=work)
+        self.batches.schedule()
         return job
 
     async def newest_jobs(self, count: int) -> list[Job]:
-        """Of all organisations: for the gateway, which prepares for lists of them before it is asked."""
+        """Return the newest jobs of all organisations, to warm the gateway's caches."""
         return await self.store.jobs.newest(count)
 
-    async def look_at_job(self, org: str, job_id: str, experiment_id: str | None = None) -> Job:
-        """As `get_job`; of a batch that runs, with how far it is."""
+    async def refresh_job(self, org: str, job_id: str, experiment_id: str | None = None) -> Job:
+        """Return a job as `get_job` does, with the current progress of a running batch."""
         job = await self.get_job(org, job_id, experiment_id)
-        return await self.batches.look(job) if job.action == BATCH else job
+        return await self.batches.refresh(job) if job.action == BATCH else job
 
     async def cancel_job(self, org: str, user_id: str, job_id: str, experiment_id: str | None = None) -> Job:
-        """Stop a service; have a batch ended, or ask a runner to give up its job."""
+        """Stop a service, cancel a batch, or ask an external runner to cancel its job."""
         job = await self.get_job(org, job_id, experiment_id)
         if job.is_service:
             return await self.services.stop(org, user_id, experiment_id, job.id)
@@ -240,8 +242,8 @@ class JobService(Desk):
         return await self.store.jobs.change(job.id, decide, self._clock.wall())
 
     async def pause_job(self, org: str, user_id: str, job_id: str, experiment_id: str | None = None) -> Job:
-        """Have a batch wait until it is resumed; what it has done is kept. FailedPrecondition for all others, with why."""
-        job = await self._batch(org, job_id, experiment_id, "paused")
+        """Pause a batch; its results are kept. FailedPrecondition for any other job."""
+        job = await self._batch_job(org, job_id, experiment_id, "paused")
         return await self.batches.pause(job, user_id)
 
     async def resume_job(
@@ -252,43 +254,43 @@ class JobService(Desk):
         experiment_id: str | None = None,
         specs: Mapping[str, Any] | None = None,
     ) -> Job:
-        """Have a paused batch go on. `specs`, if there are any, must be those that it has."""
-        job = await self._batch(org, job_id, experiment_id, "resumed")
+        """Resume a paused batch. `specs`, if given, must equal the job's own."""
+        job = await self._batch_job(org, job_id, experiment_id, "resumed")
         if specs and dict(specs) != job.specs:
             raise InvalidArgument(
-                "a paused job goes on with the specs that it has: leave them out, or make a new job with others"
+                "a paused job continues with its own specs: omit them, or create a new job with other specs"
             )
         return await self.batches.resume(job, user_id)
 
     async def retry_job(self, org: str, user_id: str, job_id: str, experiment_id: str | None = None) -> Job:
-        """A new batch that does what one that failed or was canceled did not: with the same output, it goes on there."""
-        job = await self._batch(org, job_id, experiment_id, "retried")
+        """Create a batch like one that failed or was canceled; with the same output, it continues there."""
+        job = await self._batch_job(org, job_id, experiment_id, "retried")
         if job.status not in ("Error", "Canceled"):
-            ended = "it has done all there was" if job.status == "Done" else "cancel it first, or let it end"
-            raise FailedPrecondition(f"job {job.id} is {job.status}: {ended}; Error and Canceled are retried")
+            hint = "it has finished" if job.status == "Done" else "cancel it first, or let it end"
+            raise FailedPrecondition(f"job {job.id} is {job.status}: {hint}; only Error and Canceled can be retried")
         backend = job.details.get("backend_details") or {}
-        wish = JobWish(
+        spec = JobSpec(
             BATCH, job.parent_id, job.name, job.description, job.num_gpu, job.specs, backend, None, job.network_arch
         )
-        return await self.create_batch(org, user_id, job.experiment_id, wish)
+        return await self.create_batch(org, user_id, job.experiment_id, spec)
 
-    async def _batch(self, org: str, job_id: str, experiment_id: str | None, what: str) -> Job:
+    async def _batch_job(self, org: str, job_id: str, experiment_id: str | None, what: str) -> Job:
         job = await self.get_job(org, job_id, experiment_id)
         if job.is_service:
-            raise FailedPrecondition(f"an inference microservice cannot be {what}: stop it, and start another one")
+            raise FailedPrecondition(f"an inference microservice cannot be {what}: stop it and start another one")
         if job.action != BATCH:
             raise FailedPrecondition(
-                f"a job of the action {job.action} cannot be {what}: this server runs those of the action {BATCH}"
+                f"a job with action {job.action} cannot be {what}: only jobs with action {BATCH} run here"
             )
         return job
 
     async def job_logs(self, org: str, job_id: str, experiment_id: str | None = None, tail: int = 1000) -> str:
-        """The last lines of a job's log; "" if it has none."""
+        """Return the last lines of a job's log; "" if it has none."""
         job = await self.get_job(org, job_id, experiment_id)
         return await self.services.logs(job, tail, self.batches.driver if job.action == BATCH else None)
 
     async def job_events(self, org: str, job_id: str, experiment_id: str | None = None) -> list[Event]:
-        """Every change of a job, oldest first."""
+        """Return every change of a job, oldest first."""
         return await self.store.jobs.events((await self.get_job(org, job_id, experiment_id)).id)
 
 

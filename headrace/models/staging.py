@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a model repository of one model that is served straight from a path.
 
-`SingleModel` says what was asked for; `Staging` links its files into a folder that goes with the process.
+`SingleModel` has the settings; `Staging` links the model's files into a temporary folder.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from typing import Any
 
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.core.names import is_name
-from headrace.models.config.detect import Detected, Part, detect
+from headrace.models.config.detection import Detected, Part, detect
 from headrace.models.config.drafts import CONFIG_FILES, draft_from_json, read_draft
-from headrace.models.config.formats import FORMATS
-from headrace.models.config.hugging_face import is_hub_folder
-from headrace.models.config.schema import new_config
-from headrace.models.config.showing import to_json
+from headrace.models.config.formats import FORMATS, is_hub_folder
+from headrace.models.config.messages import new_config, to_json
 
 LATEST = "latest"
 
@@ -38,27 +36,28 @@ SortKey = tuple[tuple[int, int, str], ...]
 
 
 def is_version(name: str) -> bool:
-    """Whether a folder's name looks like a version: `1`, `v1.2.0`, `2024-05-01`."""
+    """Return whether a folder's name looks like a version: `1`, `v1.2.0`, `2024-05-01`."""
     return _VERSION.fullmatch(name) is not None
 
 
 def sort_key(name: str) -> tuple[SortKey, str]:
-    """Sorts versions from old to new: 1.10 behind 1.9, and 1.2.0-rc1 before 1.2.0."""
-    # Words stand before the end, so that a release is newer than what was tried before it; numbers behind it.
+    """Return a key that sorts versions from old to new: 1.10 after 1.9, and 1.2.0-rc1 before 1.2.0."""
+    # Letters sort before the end, so that a release is newer than its candidates; numbers sort after it.
     pieces = _PIECE.findall(name.removeprefix("v").removeprefix("V"))
     key = [(2, int(piece), "") if piece.isdigit() else (0, 0, piece.lower()) for piece in pieces]
     return (*key, (1, 0, "")), name
 
 
 def is_numbered(names: Iterable[str]) -> bool:
-    """Whether all of them are plain numbers, which then are those of the engine."""
+    """Return whether all names are plain numbers, which the engine then uses."""
     return all(name.isascii() and name.isdigit() and len(name) <= _MOST_DIGITS for name in names)
 
 
 def numbers_of(names: Iterable[str], before: Mapping[str, int]) -> dict[str, int]:
-    """A number for each name, in the order of the versions.
+    """Return a number for each name, in the order of the versions.
 
-    Who had one keeps it, as long as the order allows. Otherwise all get new ones: a number never means two versions.
+    A version keeps its number as long as the order allows. Otherwise all get new numbers: a number never means two
+    versions.
     """
     ordered = sorted(names, key=sort_key)
     if is_numbered(ordered):
@@ -83,14 +82,14 @@ _LABEL = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class SingleModel:
-    """What was asked for. None: nobody said."""
+    """Settings of a model that is served from a path. None: not set."""
 
     path: Path
     name: str
     version: str
     all_versions: bool
     gpu: int | None
-    """The GPU; -1 for all of them; None for none."""
+    """The GPU; -1: all GPUs; None: the CPU."""
     auto_device: bool
     instances: int | None
     precision: str
@@ -105,32 +104,32 @@ class SingleModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Present:
-    """What lies under the path."""
+class FoundVersions:
+    """The versions found at the path."""
 
     versions: Mapping[str, Path]
-    """Folders or files by the version's name; "" for the only one of a model without versions."""
+    """Folders or files by version name; "" for a model without versions."""
     chosen: str
 
 
-def look(single: SingleModel) -> Present:
-    """Which versions are there, and which one is asked for. Raises if there is none."""
+def find_versions(single: SingleModel) -> FoundVersions:
+    """Find the versions and choose the requested one. Raises if there is none."""
     path = single.path
     folders = _version_folders(path)
     if not folders:
-        # The version is then a name for what is there.
+        # The version is then only a label.
         label = "" if single.version == LATEST else single.version
         if label and not _LABEL.fullmatch(label):
             raise InvalidArgument(f"model.version {label[:64]!a} is no name of a version: use letters, digits and '.'")
-        return Present({label: path}, label)
+        return FoundVersions({label: path}, label)
     if single.version == LATEST:
-        return Present(folders, max(folders, key=sort_key))
+        return FoundVersions(folders, max(folders, key=sort_key))
     chosen = single.version if single.version in folders else f"v{single.version}"
     if chosen in folders:
-        return Present(folders, chosen)
+        return FoundVersions(folders, chosen)
     named = path / single.version
     if _LABEL.fullmatch(single.version) and is_name(single.version) and named.is_dir():
-        return Present({single.version: named}, single.version)
+        return FoundVersions({single.version: named}, single.version)
     there = ", ".join(sorted(folders, key=sort_key, reverse=True)[:10])
     raise InvalidArgument(
         f"model.version {single.version[:64]!a} is not in {path}: there are {there}. Name one of them, or latest"
@@ -138,25 +137,25 @@ def look(single: SingleModel) -> Present:
 
 
 def find_model(path: Path) -> Detected:
-    """The model at a path. In a folder, one with a usual name is meant before others that lie beside it."""
+    """Detect the model at a path. In a folder, files with a usual name come first."""
     if path.is_dir() and not (path / "model.py").is_file():
         usual = (path / known.filename for known in FORMATS if known.filename)
         return detect(next((each for each in usual if each.exists()), path))
     return detect(path)
 
 
-def name_of(path: Path) -> str:
-    """A model's name, made of that of its file or folder."""
+def model_name(path: Path) -> str:
+    """Return a model name made from the file or folder name."""
     stem = path.stem if path.is_file() or path.suffix == ".savedmodel" else path.name
     name = _NOT_IN_A_NAME.sub("_", stem).lstrip(".-").replace("..", "_")[:255]
     return name if is_name(name) else "model"
 
 
-def own_config(path: Path) -> Path | None:
-    """The configuration that lies beside the versions, if there is one."""
+def find_config(path: Path) -> Path | None:
+    """Return the configuration file beside the versions, if there is one."""
     if not path.is_dir():
         return None
-    # The config.json of a Hugging Face folder is not one of ours.
+    # The config.json of a Hugging Face folder is not a model configuration.
     theirs = {"config.json"} if is_hub_folder(path) else set()
     return next((path / name for name in CONFIG_FILES if name not in theirs and (path / name).is_file()), None)
 
@@ -177,20 +176,20 @@ def _version_folders(path: Path) -> dict[str, Path]:
 
 
 DEFAULT_BATCH = 32
-"""For formats that do not tell whether they batch."""
+"""Maximum batch size for formats that do not say whether they batch."""
 
 LABELS = "version_labels"
 
 
 def config_json(single: SingleModel, detected: Detected, labels: Mapping[int, str], *, own: bool) -> str:
-    """The whole configuration. `own`: there is one beside the model, to begin with."""
+    """Return the complete configuration. `own`: the configuration beside the model, if there is one."""
     message = read_draft(single.path).message if own else new_config(backend=detected.backend)
     message.name = single.name
     if not own:
         message.platform = detected.platform
     if not message.backend and not message.platform:
         message.backend = detected.backend
-    # Only what is to be served is in the folder.
+    # Only the versions to serve are in the folder.
     message.version_policy.Clear()
     message.version_policy.all.SetInParent()
     _add_device(message, single)
@@ -201,9 +200,9 @@ def config_json(single: SingleModel, detected: Detected, labels: Mapping[int, st
     _add_parameters(message, single, detected, labels)
     values = to_json(message)
     if not (message.max_batch_size or unbatched):
-        del values["max_batch_size"]  # 0 says something else than nothing
+        del values["max_batch_size"]  # 0 is a value, not "unset"
     text = json.dumps(values, indent=2)
-    draft_from_json(single.path, text)  # what is wrong is told now
+    draft_from_json(single.path, text)  # Raises the problems of the file now.
     return text
 
 
@@ -244,7 +243,7 @@ def _add_tensor(tensors: Any, name: str, dtype: str, shape: tuple[int, ...]) -> 
 
 
 def _add_batching(message: Any, single: SingleModel, detected: Detected) -> bool:
-    """Whether no batches are asked for."""
+    """Return whether batching is switched off."""
     if single.max_batch_size is not None:
         message.max_batch_size = single.max_batch_size
     elif not message.max_batch_size and not detected.tells:
@@ -288,7 +287,7 @@ _LOCK = ".lock"
 
 
 class Staging:
-    """The folder of one model, kept like what lies under its path."""
+    """The temporary repository of one model, kept in sync with its path."""
 
     def __init__(self, single: SingleModel, repository: Path) -> None:
         self.single = single
@@ -298,17 +297,17 @@ class Staging:
 
     @property
     def name(self) -> str:
-        """What the model is called."""
+        """The model's name."""
         return self.single.name
 
     @property
     def preferred(self) -> str:
-        """The version for requests that name none, where the newest of those that are served is not meant; else ""."""
+        """The version for requests that name none, if it is not the newest one that is served; else ""."""
         wanted = self.single.version
-        return look(self.single).chosen if self.single.all_versions and wanted != LATEST else ""
+        return find_versions(self.single).chosen if self.single.all_versions and wanted != LATEST else ""
 
     def refresh(self) -> None:
-        """Take in what has changed. What is wrong is told once in the log; what serves goes on serving."""
+        """Apply changes at the path. A problem is logged once; the served versions go on."""
         try:
             self.build()
             self._said = ""
@@ -318,21 +317,21 @@ class Staging:
             self._say(f"{self.single.path} cannot be looked at: {error.strerror}")
 
     def build(self) -> None:
-        """Make the folder what it should be; raises what is wrong with the model."""
+        """Bring the folder up to date; raises if the model cannot be served."""
         descriptor = os.open(self.repository / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            self._build(look(self.single))
+            self._build(find_versions(self.single))
         finally:
             os.close(descriptor)
 
-    def _build(self, present: Present) -> None:
+    def _build(self, present: FoundVersions) -> None:
         numbers = numbers_of(present.versions, self._numbers()) if list(present.versions) != [""] else {"": 1}
         chosen = find_model(present.versions[present.chosen])
         served = {present.chosen: chosen}
         if self.single.all_versions:
             served |= self._others(present, chosen)
-        own = own_config(self.single.path)
+        own = find_config(self.single.path)
         numbered = is_numbered(name for name in served if name)
         labels = {} if numbered else {numbers[name]: name for name in served if name}
         text = config_json(self.single, chosen, labels, own=own is not None)
@@ -342,14 +341,14 @@ class Staging:
         if own is not None:
             self._link_beside(own.parent)
         _write(self.repository / _NUMBERS, json.dumps(numbers))
-        # Before old versions go, so that none is missed that the configuration speaks of.
+        # Before old versions are removed, so that none is missing that the configuration names.
         _write(self._folder / "config.json", text)
         wanted = {str(numbers[name]) for name in served}
         for each in list(self._folder.iterdir()):
             if each.name.isdigit() and each.name not in wanted:
                 shutil.rmtree(each, ignore_errors=True)
 
-    def _others(self, present: Present, chosen: Detected) -> dict[str, Detected]:
+    def _others(self, present: FoundVersions, chosen: Detected) -> dict[str, Detected]:
         found = {}
         for name, path in present.versions.items():
             if name == present.chosen:
@@ -384,7 +383,7 @@ class Staging:
                 each.unlink()
 
     def _link_beside(self, path: Path) -> None:
-        """Labels, warm-up data and the like, which a configuration of the model's own may name."""
+        """Link labels, warm-up data and other files that the model's own configuration may name."""
         for each in path.iterdir():
             if not (is_version(each.name) or each.name in CONFIG_FILES or each.name.startswith((".", "model."))):
                 _point(self._folder / each.name, each)
@@ -397,7 +396,7 @@ class Staging:
 
 @contextmanager
 def staged(single: SingleModel) -> Iterator[Staging]:
-    """A folder for the model, which is removed in the end. Raises what is wrong with the model."""
+    """Make a temporary repository, removed at the end. Raises if the model cannot be served."""
     repository = Path(tempfile.mkdtemp(prefix="headrace-model-"))
     try:
         staging = Staging(single, repository)
@@ -408,7 +407,7 @@ def staged(single: SingleModel) -> Iterator[Staging]:
 
 
 def _point(place: Path, target: Path) -> None:
-    """A link to the target, also where there is another one."""
+    """Make or replace a link."""
     wanted = os.path.abspath(target)
     if place.is_symlink():
         if os.readlink(place) == wanted:
@@ -422,7 +421,7 @@ def _point(place: Path, target: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """A whole file, or none; left alone if it says so already, since a server watches it."""
+    """Write a file atomically, unless it has this content already: a server watches it."""
     try:
         if path.read_text() == text:
             return

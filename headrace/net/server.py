@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites on sockets: listening, the sweep once a second while anybody is connected, and draining without losing a client.
+"""Servers: listen, sweep connections once a second for timeouts, and drain without losing a client.
 
-Composition roots make `WireServer`s, start them, and wait in `run_until_signal`. Connections come from the protocol
-factory and register themselves in their site; this module knows nothing of what they speak.
+Programs make `HttpServer`s, start them, and wait in `run_until_signal`. The protocol factory makes connections, which
+register themselves in their site; this module does not know their protocol.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 
 from headrace.net.site import Connection, Site
 from headrace.net.sockets import BACKLOG, Address, Listener
-from headrace.net.tls import TlsContexts, TlsFiles
+from headrace.net.tls import ReloadingTlsContext, TlsFiles
 
 log = logging.getLogger("headrace.wire")
 
 SWEEP_SECONDS = 1.0
-REST_SECONDS = 60.0
-"""Between two looks while nobody is connected: many idle servers on one machine should cost it nothing."""
+IDLE_SWEEP_SECONDS = 60.0
+"""Interval while there are no connections: many idle servers on one machine should cost nothing."""
 SETTLE_SECONDS = 0.25
-"""How long a draining server waits for what has begun: a TCP handshake, or the first bytes of a new connection."""
+"""How long a draining server waits for a TCP handshake in progress, or the first bytes of a new connection."""
 SAME_SIGNAL_SECONDS = 1.0
-"""Signals closer together count as one: a terminal or systemd signals a worker, and its supervisor does so too."""
+"""Signals closer together count as one: a terminal or systemd signals a worker, and so does its supervisor."""
 
 _POLL_SECONDS = 0.05
 
 
-class WireServer:
+class HttpServer:
     """One listening address of a site. Used from the loop's thread only."""
 
     def __init__(
@@ -46,20 +46,20 @@ class WireServer:
     ) -> None:
         self.site = site
         self.address = address
-        """As asked; after `start`, with the real port."""
-        self._make = protocol_factory
+        """As configured; after `start`, with the real port."""
+        self._protocol_factory = protocol_factory
         self._tls_files = tls
         self._reuse_port = reuse_port
         self._unix_mode = unix_mode
-        self._tls: TlsContexts | None = None
+        self._tls: ReloadingTlsContext | None = None
         self._listener: Listener | None = None
-        self._accepting: _Accepting | None = None
-        self._retired: set[asyncio.Task[Any]] = set()
-        """One task for each accept handle given up and each adopted socket; it ends with their last connection."""
+        self._asyncio_server: _AsyncioServer | None = None
+        self._closing: set[asyncio.Task[Any]] = set()
+        """One task for each closed asyncio server and each adopted socket; it ends with their last connection."""
         self._renewal: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._resting = False
-        """Whether the next look is far away, since there is nothing to look at."""
+        self._idle = False
+        """Whether the next sweep is `IDLE_SWEEP_SECONDS` away, since there are no connections."""
 
     @property
     def port(self) -> int:
@@ -67,10 +67,10 @@ class WireServer:
         return self.address.port
 
     async def start(self) -> None:
-        """Listen. Raises `InvalidArgument` or `FailedPrecondition` with advice when that cannot be."""
+        """Listen. Raises `InvalidArgument` or `FailedPrecondition`, with advice, if that is not possible."""
         loop = asyncio.get_running_loop()
         self.site.tick(loop.time())
-        self._tls = TlsContexts(self._tls_files) if self._tls_files is not None else None
+        self._tls = ReloadingTlsContext(self._tls_files) if self._tls_files is not None else None
         self._listener = Listener(self.address, reuse_port=self._reuse_port, unix_mode=self._unix_mode)
         self.address = self._listener.address
         try:
@@ -82,7 +82,7 @@ class WireServer:
         log.info("listening on %s%s", self.address, " with TLS" if self._tls is not None else "")
 
     async def drain(self, grace_seconds: float) -> int:
-        """Drain this server alone; see `drain_servers`, which servers that share a site need."""
+        """Drain this server alone; servers that share a site need `drain_servers`."""
         return await drain_servers([self], grace_seconds)
 
     def abort(self) -> None:
@@ -93,27 +93,27 @@ class WireServer:
             _guarded(connection.abort)
 
     async def stop_accepting(self) -> None:
-        """Take the connections that the kernel has completed, and no others. The first step of a drain."""
+        """Accept the connections that the kernel has completed, and no more. The first step of a drain."""
         listener = self._listener
         if listener is None:
             return
-        if listener.turn_away():
+        if listener.refuse_new():
             await asyncio.sleep(SETTLE_SECONDS)
         if self._renewal is not None:
             await asyncio.wait([self._renewal])
-        self._retire()
-        taken = listener.take_backlog()
+        self._stop_asyncio_server()
+        accepted = listener.accept_backlog()
         listener.close()
         self._listener = None
-        if taken:
-            log.info("adopted %d waiting connections of %s", len(taken), self.address)
-        for sock in taken:
+        if accepted:
+            log.info("adopted %d waiting connections of %s", len(accepted), self.address)
+        for sock in accepted:
             self._watch(asyncio.ensure_future(self._adopt(sock)))
 
     @property
     def unfinished(self) -> bool:
-        """Whether connections may exist that their site does not know yet: those in a TLS handshake."""
-        return bool(self._retired)
+        """Whether connections may exist that are not in their site yet: those in a TLS handshake."""
+        return bool(self._closing)
 
     async def _accept(self) -> None:
         if self._listener is None:
@@ -128,25 +128,25 @@ class WireServer:
             ssl_handshake_timeout=handshake,
             ssl_shutdown_timeout=shutdown,
         )
-        self._retire()
-        self._accepting = _Accepting(server, context)
+        self._stop_asyncio_server()
+        self._asyncio_server = _AsyncioServer(server, context)
 
     def _tls_seconds(self) -> tuple[float, float] | tuple[None, None]:
-        """The longest handshake, and the longest time from `close` to the end: it cuts what a slow reader left."""
+        """Return the timeouts of a TLS handshake and of a TLS shutdown, which ends connections of slow readers."""
         if self._tls is None:
             return None, None
         return self.site.limits.header_seconds, self.site.limits.write_idle_seconds
 
-    def _retire(self) -> None:
-        """Stop the present accept handle; its connections go on."""
-        if self._accepting is not None:
-            self._accepting.server.close()
-            self._watch(self._accepting.ended)
-            self._accepting = None
+    def _stop_asyncio_server(self) -> None:
+        """Close the current asyncio server; its connections stay open."""
+        if self._asyncio_server is not None:
+            self._asyncio_server.server.close()
+            self._watch(self._asyncio_server.ended)
+            self._asyncio_server = None
 
     def _watch(self, task: asyncio.Task[Any]) -> None:
-        self._retired.add(task)
-        task.add_done_callback(self._retired.discard)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _adopt(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -156,38 +156,38 @@ class WireServer:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._factory, sock, ssl=context, ssl_handshake_timeout=handshake, ssl_shutdown_timeout=shutdown
             )
-        except OSError as error:  # gone already, or a failed handshake
-            log.debug("an adopted connection of %s failed: %s", self.address, error)
+        except OSError as error:  # closed already, or a failed handshake
+            log.debug("adopted connection of %s failed: %s", self.address, error)
 
     def _factory(self) -> asyncio.BaseProtocol:
-        """For each connection that comes."""
-        if self._resting and self._timer is not None and not self._timer.cancelled():
-            # The clock has stood still, and nobody may be served by an old one.
+        """Make the protocol of a new connection."""
+        if self._idle and self._timer is not None and not self._timer.cancelled():
+            # The site's clock is old while idle: set it before the connection uses it.
             self._timer.cancel()
             self._tick(woken=True)
-        return self._make()
+        return self._protocol_factory()
 
     def _tick(self, *, woken: bool = False) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
         site = self.site
-        # Certificates are looked at as often as ever.
-        self._resting = not woken and not site.connections and self._tls is None
-        self._timer = loop.call_later(REST_SECONDS if self._resting else SWEEP_SECONDS, self._tick)
+        # Certificates are checked every second, idle or not.
+        self._idle = not woken and not site.connections and self._tls is None
+        self._timer = loop.call_later(IDLE_SWEEP_SECONDS if self._idle else SWEEP_SECONDS, self._tick)
         if now - site.now >= SWEEP_SECONDS / 2:  # else another server of the same site has just done it
             site.tick(now)
             for connection in tuple(site.connections):
                 _guarded(connection.sweep, now)
-        if self._tls is not None and self._accepting is not None and self._renewal is None:
+        if self._tls is not None and self._asyncio_server is not None and self._renewal is None:
             self._tls.refresh()
-            if self._tls.context is not self._accepting.context:
+            if self._tls.context is not self._asyncio_server.context:
                 self._renewal = loop.create_task(self._renew())
 
     async def _renew(self) -> None:
         try:
             await self._accept()
-        except OSError:  # no descriptors left, perhaps; the next tick tries again
-            log.exception("cannot take new TLS files into use on %s yet", self.address)
+        except OSError:  # perhaps no descriptors left; the next tick tries again
+            log.exception("cannot use the new TLS files on %s yet", self.address)
         finally:
             self._renewal = None
 
@@ -196,39 +196,39 @@ class WireServer:
             self._timer.cancel()
         if self._renewal is not None:
             self._renewal.cancel()
-        self._retire()
-        for task in tuple(self._retired):
+        self._stop_asyncio_server()
+        for task in tuple(self._closing):
             task.cancel()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
 
-class _Accepting:
-    """An accept handle of the loop, the TLS context it uses, and the end of its last connection."""
+class _AsyncioServer:
+    """An asyncio server, the TLS context it uses, and the end of its last connection."""
 
     def __init__(self, server: asyncio.AbstractServer, context: object) -> None:
         self.server = server
         self.context = context
-        # Begun before close(): afterwards uvloop's wait_closed returns at once, whoever is still connected.
+        # Started before close(): afterwards uvloop's wait_closed returns at once, even with open connections.
         self.ended = asyncio.ensure_future(server.wait_closed())
 
 
-async def drain_servers(servers: Sequence[WireServer], grace_seconds: float) -> int:
-    """Stop accepting, let every connection finish what it began, and close. Returns how many had to be cut."""
+async def drain_servers(servers: Sequence[HttpServer], grace_seconds: float) -> int:
+    """Stop accepting, let every connection finish its requests, and close. Return how many had to be cut."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + grace_seconds
     sites = list({id(server.site): server.site for server in servers}.values())
     for site in sites:
         site.draining = True
-    told = _Told(sites)
-    told.look(loop.time())
+    drainer = _ConnectionDrainer(sites)
+    drainer.poll(loop.time())
     await asyncio.gather(*(server.stop_accepting() for server in servers))
     while any(site.connections for site in sites) or any(server.unfinished for server in servers):
         now = loop.time()
         if now >= deadline:
             break
-        told.look(now)
+        drainer.poll(now)
         await asyncio.sleep(min(_POLL_SECONDS, deadline - now))
     cut = await _cut(sites)
     for server in servers:
@@ -238,56 +238,56 @@ async def drain_servers(servers: Sequence[WireServer], grace_seconds: float) -> 
     return cut
 
 
-class _Told:
-    """Tells each connection to drain, once, when it has been known for a moment.
+class _ConnectionDrainer:
+    """Drains each connection, once, `SETTLE_SECONDS` after it was first seen.
 
-    Not at once: a request may lie unread in the socket of a connection that looks idle, the more so if it is new.
-    Connections go on to appear during a drain, as TLS handshakes end.
+    Not at once: a connection that looks idle may have an unread request in its socket, above all if it is new.
+    Connections still appear during a drain, as TLS handshakes end.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self._sites = sites
         self._seen: dict[Connection, float] = {}
-        self._told: set[Connection] = set()
+        self._drained: set[Connection] = set()
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         for site in self._sites:
             for connection in tuple(site.connections):
-                if connection not in self._told and now - self._seen.setdefault(connection, now) >= SETTLE_SECONDS:
-                    self._told.add(connection)
+                if connection not in self._drained and now - self._seen.setdefault(connection, now) >= SETTLE_SECONDS:
+                    self._drained.add(connection)
                     _guarded(connection.drain)
 
 
 async def _cut(sites: Sequence[Site]) -> int:
-    """The grace is over: tell the clients that can be told, then close on those that are left."""
+    """End the remaining connections after the grace period: with an error where possible, then at once."""
     count = sum(len(site.connections) for site in sites)
-    for last_words in (True, False):
+    for graceful in (True, False):
         for connection in [connection for site in sites for connection in site.connections]:
-            _guarded(connection.expire if last_words else connection.abort)
-        for _ in range(20):  # connection_lost comes a turn later
+            _guarded(connection.expire if graceful else connection.abort)
+        for _ in range(20):  # connection_lost is called a turn later
             if not any(site.connections for site in sites):
                 break
             await asyncio.sleep(_POLL_SECONDS)
     return count
 
 
-def _guarded(deed: Callable[..., None], *args: object) -> None:
-    """Call a connection; its failure is logged and is not the others' failure."""
+def _guarded(callback: Callable[..., None], *args: object) -> None:
+    """Call a connection; log an exception, so that the other connections are called too."""
     try:
-        deed(*args)
+        callback(*args)
     except Exception:
-        log.exception("%s failed", getattr(deed, "__qualname__", deed))
+        log.exception("%s failed", getattr(callback, "__qualname__", callback))
 
 
 async def run_until_signal(
-    servers: Sequence[WireServer], grace_seconds: float, *, on_signal: Callable[[], None] | None = None
+    servers: Sequence[HttpServer], grace_seconds: float, *, on_signal: Callable[[], None] | None = None
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then drain all servers at once. Returns the exit code of the process.
+    """Serve until SIGTERM or SIGINT, then drain all servers at once. Return the exit code of the process.
 
-    `on_signal` is called first, for a program to stop being ready before it stops accepting.
+    `on_signal` is called first, so that a program can report not ready before it stops accepting.
 
-    0 after a clean drain, 1 if connections had to be cut when the grace was over. A second signal cuts everything and
-    gives 128 plus its number.
+    The code is 0 after a clean drain, and 1 if connections had to be cut at the end of the grace period. A second signal
+    cuts all connections; the code is then 128 plus its number.
     """
     loop = asyncio.get_running_loop()
     signals = _Signals(loop)
@@ -313,7 +313,7 @@ async def run_until_signal(
 
 
 class _Signals:
-    """SIGTERM and SIGINT as a sequence."""
+    """SIGTERM and SIGINT as a queue."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -332,9 +332,9 @@ class _Signals:
         return await self._queue.get()
 
     def close(self) -> None:
-        """Give the signals back, but not while a copy of the last one may still be on its way: it would kill."""
-        self._loop.call_later(max(0.0, self._last + SAME_SIGNAL_SECONDS - self._loop.time()), self._give_back)
+        """Remove the handlers, but not while a copy of the last signal may still arrive: it would kill the process."""
+        self._loop.call_later(max(0.0, self._last + SAME_SIGNAL_SECONDS - self._loop.time()), self._remove_handlers)
 
-    def _give_back(self) -> None:
+    def _remove_handlers(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Addresses and listening sockets: TCP over IPv4 and IPv6, and UNIX paths.
 
-Called by `server.WireServer` and, for the port several processes share, by composition roots. Turns the text of an
-address into a `Listener`; knows neither loops nor protocols. TCP_NODELAY is not set here: uvloop sets it on every TCP
-transport, accepted or adopted (`tests/net/test_server.py` holds it to that).
+Called by `server.HttpServer` and, for a port that several processes share, by programs. TCP_NODELAY is not set here:
+uvloop sets it on every TCP transport, accepted or adopted (`tests/net/test_server.py` checks that).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 
 BACKLOG = 2048
-"""Connections the kernel completes for us before we accept them; it cuts this to net.core.somaxconn."""
+"""Connections that the kernel completes before we accept them; it limits this to net.core.somaxconn."""
 
 _FIRST_INHERITED = 3  # SD_LISTEN_FDS_START
 _UNIX_PATH_BYTES = 107  # sockaddr_un.sun_path is 108 with its final zero
@@ -43,12 +42,12 @@ class Address:
 
     host: str = ""
     port: int = 0
-    """0 lets the kernel choose."""
+    """0 lets the kernel choose a port."""
     path: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read `127.0.0.1:8000`, `[::1]:8000`, `name:8000` or `unix:/path`."""
+        """Parse `127.0.0.1:8000`, `[::1]:8000`, `name:8000` or `unix:/path`."""
         if text.startswith("unix:"):
             return cls(path=_checked_path(text))
         host, colon, port = text.rpartition(":")
@@ -63,26 +62,26 @@ class Address:
         return cls(host, int(port))
 
     def __str__(self) -> str:
-        """The text that `parse` reads."""
+        """Return the text that `parse` accepts."""
         if self.path:
             return f"unix:{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Listener:
-    """A bound, listening, non-blocking socket. It outlives the loop's server, so that its backlog is never lost."""
+    """A bound, listening, non-blocking socket. It outlives the asyncio server, so that its backlog is never lost."""
 
     def __init__(self, address: Address, *, reuse_port: bool = False, unix_mode: int = 0o600) -> None:
         self.address = address
-        """As asked, but with the port the kernel chose."""
+        """As requested, but with the port that the kernel chose."""
         self._inode: tuple[int, int] | None = None
         self._shared = False
-        """Whether who started this process listens, too, and will give the socket to the next."""
+        """Whether the process that started this one also holds the socket, and will pass it to the next process."""
         if address.path:
             if reuse_port:
                 raise InvalidArgument(f"{address} cannot be shared by several processes; use one process or a TCP port")
             self._socket = _bind_unix(address)
-            os.chmod(address.path, unix_mode)  # before listen: nobody can have connected yet
+            os.chmod(address.path, unix_mode)  # before listen: no client can have connected yet
             self._inode = _inode(address.path)
         else:
             inherited = None if reuse_port else _inherited(address)
@@ -97,47 +96,47 @@ class Listener:
             raise _explained(address, error) from None
 
     def duplicate(self) -> socket.socket:
-        """Another descriptor of the same socket, for a loop's server to own and close."""
+        """Return another descriptor of the same socket, for an asyncio server to own and close."""
         return self._socket.dup()
 
     def fileno(self) -> int:
-        """To be handed to a process that is to accept from it."""
+        """Return the descriptor, to pass to a process that accepts from it."""
         return self._socket.fileno()
 
-    def turn_away(self) -> bool:
-        """Let no new connection begin. True if some that have begun may still be on their way to the backlog.
+    def refuse_new(self) -> bool:
+        """Accept no new TCP handshake. Return True if handshakes in progress may still reach the backlog.
 
-        Between the last accept and the close of a TCP socket lies a gap, and a client whose handshake ends in it is
-        reset. A filter that drops SYN packets closes the gap: the kernel of such a client asks again a second later,
-        and finds a sibling on the same port or an honest refusal. A UNIX socket only needs to lose its name.
+        A client whose handshake ends between the last accept and the close of a TCP socket would be reset. A filter that
+        drops SYN packets prevents that: the client's kernel retries a second later, and finds another process on the same
+        port or a refusal. For a UNIX socket, unlinking its path is enough.
         """
         if self.address.path:
             self._unlink()
             return False
         if self._shared:
-            return False  # who comes now is for the next process
+            return False  # new connections are for the next process
         program = ctypes.create_string_buffer(_DROP_SYN, len(_DROP_SYN))
         try:
             self._socket.setsockopt(
                 socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(_DROP_SYN) // 8, ctypes.addressof(program))
             )
-        except OSError:  # not Linux, or a sandbox that does not know filters: the gap stays, microseconds wide
+        except OSError:  # not Linux, or a sandbox without socket filters: microseconds of risk remain
             return False
         return True
 
-    def take_backlog(self) -> list[socket.socket]:
-        """Accept, without waiting, every connection the kernel has completed."""
-        taken: list[socket.socket] = []
+    def accept_backlog(self) -> list[socket.socket]:
+        """Accept, without waiting, every connection that the kernel has completed."""
+        accepted: list[socket.socket] = []
         while True:
             try:
-                taken.append(self._socket.accept()[0])
+                accepted.append(self._socket.accept()[0])
             except (ConnectionAbortedError, InterruptedError):
                 continue
-            except OSError:  # EAGAIN: there are no more; EMFILE: we can take no more
-                return taken
+            except OSError:  # EAGAIN: no more connections; EMFILE: no more descriptors
+                return accepted
 
     def close(self) -> None:
-        """Stop listening and remove the UNIX path, if it is still ours."""
+        """Stop listening; remove the UNIX path if this process still owns it."""
         self._unlink()
         self._socket.close()
 
@@ -151,8 +150,8 @@ class Listener:
 def reserve_port(address: Address) -> tuple[Address, socket.socket]:
     """Bind, without listening, the TCP port that several processes will share; call it before they are forked.
 
-    The port stays ours as long as the socket is open. SO_REUSEPORT would let a second server of the same user join in
-    silence and take half of the requests, so a port on which somebody listens already is refused here.
+    The port stays reserved as long as the socket is open. SO_REUSEPORT would let a second server of the same user join
+    silently and take half of the requests, so a port on which another process listens already is rejected here.
     """
     if address.path:
         raise InvalidArgument(f"{address} cannot be shared by several processes; use one process or a TCP port")
@@ -164,20 +163,20 @@ def reserve_port(address: Address) -> tuple[Address, socket.socket]:
             raise _explained(address, error) from None
         finally:
             probe.close()
-    held = _bind_tcp(address, reuse_port=True)
-    return replace(address, port=held.getsockname()[1]), held
+    reserved = _bind_tcp(address, reuse_port=True)
+    return replace(address, port=reserved.getsockname()[1]), reserved
 
 
 def _inherited(address: Address) -> socket.socket | None:
-    """The socket of this address that this process was started with, as systemd hands them over (LISTEN_FDS)."""
+    """Return the socket of this address that this process inherited by systemd's protocol (LISTEN_FDS)."""
     count = os.environ.get("LISTEN_FDS", "")
     if os.environ.get("LISTEN_PID") != str(os.getpid()) or not count.isdecimal():
         return None
-    _, where = _resolved(address)
+    _, sockaddr = _resolved(address)
     for descriptor in range(_FIRST_INHERITED, _FIRST_INHERITED + int(count)):
-        with contextlib.suppress(OSError):  # it is closed, or no socket
+        with contextlib.suppress(OSError):  # closed, or not a socket
             sock = socket.socket(fileno=descriptor)
-            if sock.getsockname() == where and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if sock.getsockname() == sockaddr and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 sock.set_inheritable(False)
                 return sock
             sock.detach()
@@ -186,24 +185,24 @@ def _inherited(address: Address) -> socket.socket | None:
 
 def _resolved(address: Address) -> tuple[socket.AddressFamily, Any]:
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except OSError:
         raise InvalidArgument(f"address {address}: the host name does not resolve; {_FORMS}") from None
-    # A name such as localhost may mean both families; one listener has one, and most clients try IPv4.
-    family, _, _, _, where = min(found, key=lambda info: info[0] != socket.AF_INET)
-    return family, where
+    # A name such as localhost may have both families; a listener has one, and most clients try IPv4.
+    family, _, _, _, sockaddr = min(infos, key=lambda info: info[0] != socket.AF_INET)
+    return family, sockaddr
 
 
 def _bind_tcp(address: Address, *, reuse_port: bool) -> socket.socket:
-    family, where = _resolved(address)
+    family, sockaddr = _resolved(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:  # [::] means every address, those of IPv4 too, whatever the machine's default
+        if family == socket.AF_INET6:  # [::] means every address, IPv4 included, whatever the machine's default
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind(where)
+        sock.bind(sockaddr)
     except OSError as error:
         sock.close()
         raise _explained(address, error) from None
@@ -226,7 +225,7 @@ def _bind_unix(address: Address) -> socket.socket:
 
 
 def _remove_stale(path: str) -> bool:
-    """Remove a socket file that no process answers on; leave anything else alone."""
+    """Remove a socket file that no process listens on; leave anything else alone."""
     try:
         before = os.lstat(path)
         if not stat.S_ISSOCK(before.st_mode):
@@ -243,10 +242,10 @@ def _remove_stale(path: str) -> bool:
 
 def _inode(path: str) -> tuple[int, int] | None:
     try:
-        found = os.lstat(path)
+        info = os.lstat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return info.st_dev, info.st_ino
 
 
 def _checked_path(text: str) -> str:
@@ -261,7 +260,7 @@ def _checked_path(text: str) -> str:
 
 
 def _explained(address: Address, error: OSError) -> FailedPrecondition:
-    """Say which address, and what to do next."""
+    """Return an error with the address and what to do next."""
     advice = {
         errno.EADDRINUSE: "it is in use already; stop the program that listens there or choose another port "
         f"(`ss -ltnp 'sport = :{address.port}'` names the program)",

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificate files to a TLS context, and to a new one whenever the files change.
+"""TLS contexts from certificate files, reloaded whenever the files change.
 
-Called by `server.WireServer`: once at the start, then once a second. Knows files and contexts, not connections: a
-connection keeps the context it began with, so a change drops nobody.
+Called by `server.HttpServer`: once at the start, then once a second. A connection keeps the context it started with, so a
+reload drops no connection.
 
-The server gives each new context to a new accept handle on the same listening socket. The usual other way, an outer
-context whose `sni_callback` swaps in the newest, is not used: sessions belong to the outer context, so a client whose
+The server gives each new context to a new asyncio server on the same listening socket. The usual alternative, an outer
+context whose `sni_callback` swaps in the newest one, is not used: sessions belong to the outer context, so a client whose
 CA was withdrawn could resume an old session and never show a certificate again.
 """
 
@@ -21,7 +21,7 @@ from headrace.core.errors import InvalidArgument
 log = logging.getLogger("headrace.wire")
 
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""For TLS 1.2 only: what RFC 9113 (HTTP/2) section 9.2.2 leaves. The suites of TLS 1.3 are all sound."""
+"""For TLS 1.2 only: what RFC 9113 (HTTP/2) section 9.2.2 allows. All suites of TLS 1.3 are good."""
 
 _Stamp = tuple[tuple[int, ...] | None, ...]
 
@@ -40,22 +40,22 @@ class TlsFiles:
     """Protocols offered, the preferred one first."""
 
     def paths(self) -> tuple[str, ...]:
-        """The files to watch."""
+        """Return the files to watch."""
         return (self.certificate, self.key) + ((self.client_ca,) if self.client_ca is not None else ())
 
 
-class TlsContexts:
-    """The newest context that could be made from some files."""
+class ReloadingTlsContext:
+    """The newest valid context of some files."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._stamp = _stamp(files)
         self.context = make_context(files)
-        """For new connections. Replaced, never changed."""
+        """The context for new connections. Replaced on reload, never changed."""
 
     def refresh(self) -> None:
-        """Look at the files; make a new context if they changed. Files that do not work leave the old one in use."""
-        # Taken before the files are read: a change during the reading shows up as another stamp at the next look.
+        """Make a new context if the files changed; keep the old one if the new files are invalid."""
+        # Taken before the files are read: a change while reading shows up as another stamp at the next call.
         stamp = _stamp(self._files)
         if stamp == self._stamp:
             return
@@ -63,13 +63,13 @@ class TlsContexts:
         try:
             self.context = make_context(self._files)
         except InvalidArgument as error:
-            log.error("the changed TLS files do not work, the old ones stay in use: %s", error.message)
+            log.error("changed TLS files are invalid, the old ones stay in use: %s", error.message)
         else:
             log.info("TLS files reloaded: %s", ", ".join(self._files.paths()))
 
 
 def make_context(files: TlsFiles) -> ssl.SSLContext:
-    """A server's context: TLS 1.2 or newer, forward secrecy, ALPN, client certificates when asked for."""
+    """Return a server's context: TLS 1.2 or newer, forward secrecy, ALPN, client certificates if configured."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | ssl.OP_CIPHER_SERVER_PREFERENCE
@@ -89,13 +89,13 @@ def make_context(files: TlsFiles) -> ssl.SSLContext:
 
 def _load_identity(context: ssl.SSLContext, files: TlsFiles) -> None:
     def encrypted() -> str:
-        # Without this, OpenSSL would ask for the passphrase on the terminal and the server would wait for it.
+        # Without this, OpenSSL would prompt for the passphrase on the terminal and the server would wait.
         raise InvalidArgument(f"TLS key {files.key} is encrypted; decrypt it with `openssl pkey -in KEY -out NEW_KEY`")
 
     for path in (files.certificate, files.key):
         try:
             open(path, "rb").close()
-        except OSError as error:  # OpenSSL does not say which of the two it was
+        except OSError as error:  # OpenSSL does not say which of the two failed
             raise InvalidArgument(f"TLS file {path}: {error.strerror}; check the path and its permissions") from None
     try:
         context.load_cert_chain(files.certificate, files.key, password=encrypted)
@@ -116,9 +116,9 @@ def _stamp(files: TlsFiles) -> _Stamp:
 
 
 def _stamp_of(path: str) -> tuple[int, ...] | None:
-    """What changes when a file is rewritten, replaced, or reached by another symbolic link (Kubernetes secrets)."""
+    """Return what changes when a file is rewritten, replaced, or its symbolic link moves (Kubernetes secrets)."""
     try:
-        found = os.stat(path)
+        info = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns

@@ -1,32 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a platform must be able to do for a service: start it, say how it is, tell its log, reach it, stop it.
+"""The contract of a platform driver: start a service, report its status, log and endpoint, and stop it.
 
-`jobs` calls drivers and keeps their handles in its records. A driver finds what it started again by the job's id alone, so
-that a handle that was never recorded, because the gateway was killed, is no loss.
+`jobs` and the launcher call drivers and record their handles. A driver finds a service again by its job id alone, so that a
+handle that was never recorded, because the gateway was killed, is no loss.
 """
 
 from __future__ import annotations
 
+import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from headrace.core.errors import InvalidArgument
+
 PORT = "{port}"
-"""A word of `LaunchSpec.argv` that the driver replaces by the port it chose."""
+"""An argument of `LaunchSpec.argv` that the driver replaces by the port it chose."""
 
 SECRET = "{secret:%s}"  # noqa: S105  # a form, not a secret
-"""A word of `LaunchSpec.argv` for which the started program reads a secret text: `SECRET % "job"`."""
+"""An argument of `LaunchSpec.argv` that the started program replaces by a secret text: `SECRET % "job"`."""
 
 FILE = "{file:%s}"
-"""A word of `LaunchSpec.argv` that the driver replaces by the path of a secret file: `FILE % "credentials"`."""
+"""An argument of `LaunchSpec.argv` that the driver replaces by the path of a secret file: `FILE % "credentials"`."""
 
 Phase = Literal["starting", "running", "ended", "gone"]
-"""`ended`: it ran and does no more, and its log can still be read. `gone`: the platform knows nothing of it."""
+"""`ended`: it ran and does not run any more; its log can still be read. `gone`: the platform does not know it."""
+
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that a platform needs, and whether it is there."""
+    """The result of one preflight check of a platform."""
 
     name: str
     passed: bool
@@ -36,7 +42,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A folder or file of the host that a container sees, to be read only."""
+    """A folder or file of the host that is mounted read-only into a container."""
 
     host: str
     inside: str
@@ -44,39 +50,39 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What platforms run that are given a command and not a function of this package."""
+    """What the platforms other than `process` run: an image and a command."""
 
     image: str
-    """"" where the platform is to run the command without a container: bare processes of Slurm."""
+    """"" to run the command without a container: bare processes of Slurm."""
     command: str
-    """One line for a POSIX shell, the same on all platforms; it has nothing secret in it."""
+    """One line for a POSIX shell, the same on all platforms; it contains no secrets."""
     port: int = 8080
-    """Where the command listens."""
+    """The port that the command listens on."""
     mounts: tuple[Mount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """One service to be started."""
+    """One service to start."""
 
     job_id: str
     """A UUID: it names the service on every platform."""
     target: str = ""
     """For `process`: the function that is the program, "module:function"."""
     argv: tuple[str, ...] = ()
-    """Its words, with `PORT` and `SECRET` for what is filled in. Everybody on the machine may read the others."""
+    """Its arguments, with placeholders `PORT`, `SECRET` and `FILE`. Every user of the machine can read them."""
     container: Container | None = None
     """For every other platform."""
     host_port: int | None = None
-    """Where the service is to be reached on the machine that publishes or forwards it; None: the driver chooses."""
+    """The port of the service on the machine that publishes or forwards it; None: the driver chooses."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables to set, beside the few that are passed on. For `process` they may be secret."""
+    """Variables to set in addition to the few that are inherited. For `process` they may be secret."""
     secret_environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables to set that nobody may see: not on a command line, in a manifest, or where the platform shows a service."""
+    """Secret variables: never on a command line, in a manifest, or in what the platform shows of a service."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Texts for the words `SECRET % name`: neither on the command line nor in the environment."""
+    """Texts for the arguments `SECRET % name`: neither on the command line nor in the environment."""
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
-    """JSON for the words `FILE % name`: each is a file that its owner alone may read, and is gone with the service."""
+    """JSON for the arguments `FILE % name`: files that only their owner can read, removed with the service."""
     gpus: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     """For platforms that have labels: org, experiment."""
@@ -84,60 +90,97 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Something that was started, as a record keeps it."""
+    """A started service, as a record stores it."""
 
     job_id: str
     driver: str
     data: Mapping[str, Any] = field(default_factory=dict)
-    """For people and for the registry: pid, port, the platform's own id, node. A driver does without it where it can."""
+    """For people and for the registry: pid, port, the platform's own id, node. A driver works without it where it can."""
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """How something is just now."""
+class PlatformStatus:
+    """The status of a service, as its platform reports it."""
 
     phase: Phase
     name: str = ""
-    """What the platform calls it: a pod's name, a process's number."""
-    word: str = "Unknown"
+    """The platform's name for it: the name of a pod, the number of a process."""
+    pod_phase: str = "Unknown"
     """The platform's status in Kubernetes' words: Pending, Running, Succeeded, Failed, Terminating, Unknown."""
     exit_code: int | None = None
     reason: str = ""
-    """Why it ended, where the platform tells."""
+    """Why it ended, if the platform reports it."""
 
 
 class Driver(Protocol):
     """A platform. Every method may be called at any time, in any order, and again after a crash at any point.
 
-    All raise classes of `core.errors`: FailedPrecondition where the platform is not as it must be, ResourceExhausted where
-    there is no room, Unavailable where it does not answer.
+    Methods raise classes of `core.errors`: FailedPrecondition if the platform is not set up, ResourceExhausted if it has no
+    capacity, Unavailable if it does not answer.
     """
 
     name: str
     """`process`, ..."""
     place: str
-    """Which machine, cluster or account this is: drivers of the same place see the same services."""
+    """The machine, cluster or account: drivers of the same place see the same services."""
 
     async def preflight(self) -> list[Check]:
-        """What must be there before anything is started."""
+        """Check what the platform needs before a service is started."""
 
     async def start(self, spec: LaunchSpec) -> Handle:
-        """Start a service; it need not answer yet. Raises AlreadyExists if this job's was started before."""
+        """Start a service; it need not answer yet. Raises AlreadyExists if the job's service was started before."""
 
-    async def status(self, handle: Handle) -> Observed:
-        """Look at it. `handle.data` may be empty."""
+    async def status(self, handle: Handle) -> PlatformStatus:
+        """Return its status. `handle.data` may be empty."""
 
     async def logs(self, handle: Handle, tail: int) -> str:
-        """The last `tail` lines; "" where there are none."""
+        """Return the last `tail` lines of its log; "" if there are none."""
 
     async def endpoint(self, handle: Handle) -> str | None:
-        """Where it listens, "http://host:port"; None if it is not there."""
+        """Return its URL, "http://host:port"; None if it does not run."""
 
     async def stop(self, handle: Handle, grace_seconds: float) -> None:
-        """End it and remove every trace of it, the log too. Nothing to end is success."""
+        """Stop it and remove everything of it, the log too. Succeeds if there is nothing to stop."""
 
-    async def found(self) -> dict[str, Observed]:
-        """Everything of this place that was started and not stopped, by job id, and how it is. One look for all."""
+    async def list_services(self) -> dict[str, PlatformStatus]:
+        """Return the status of every service of this place that was started and not stopped, by job id, in one query."""
 
     async def close(self) -> None:
-        """Let go of this process's own means; what was started runs on."""
+        """Release the threads and connections of this process; services keep running."""
+
+
+def is_job_id(text: str) -> bool:
+    """Whether a text is a UUID in its canonical form, and so safe as the name of a file."""
+    try:
+        return str(uuid.UUID(text)) == text
+    except ValueError:
+        return False
+
+
+def check_job_id(job_id: str) -> str:
+    """Return the job id. Raises InvalidArgument if it is not a UUID: it names objects of platforms and folders."""
+    if not is_job_id(job_id):
+        raise InvalidArgument("a service's job id is a UUID, written in lower case")
+    return job_id
+
+
+def check_spec(spec: LaunchSpec) -> None:
+    """Raise InvalidArgument for values that no platform can pass on. The message contains no value: it may be secret."""
+    check_job_id(spec.job_id)
+    for name, value in (*spec.environment.items(), *spec.secret_environment.items()):
+        if not _VARIABLE_NAME.fullmatch(name):
+            raise InvalidArgument(
+                f"{name!a} cannot be the name of a variable: use ASCII letters, digits and _, and no digit first"
+            )
+        if "\0" in value:
+            raise InvalidArgument(f"the variable {name} has a zero byte in its value; no program can be given that")
+    both = spec.environment.keys() & spec.secret_environment.keys()
+    if both:
+        raise InvalidArgument(f"{', '.join(sorted(both))}: given as a plain and as a secret variable; give it once")
+    if spec.container is not None:
+        texts = [spec.container.image, spec.container.command]
+        texts += [path for mount in spec.container.mounts for path in (mount.host, mount.inside)]
+        if any("\0" in text for text in texts):
+            raise InvalidArgument("an image, a command or a mount cannot have a zero byte")
+    if any("\0" in text for pair in spec.labels.items() for text in pair):
+        raise InvalidArgument("a label cannot have a zero byte")

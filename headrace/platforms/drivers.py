@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A platform's name and what was told about it, as its driver. Called by `launcher`.
+"""The driver of each platform, created from its name and settings.
 
-Drivers are imported when they are asked for: none of them should cost those who use another one.
+A driver is imported when it is needed: users of one platform do not pay for the others.
 """
 
 from __future__ import annotations
@@ -22,123 +22,123 @@ from headrace.platforms.registry import DEFAULT_PATH
 
 PROCESS = "process"
 PORTS = (8080, 8199)
-_ROOMS: Mapping[str, tuple[str, str]] = {
+_PACKAGES: Mapping[str, tuple[str, str]] = {
     "local-docker": ("docker", "Docker"),
     "slurm": ("slurm", "Slurm"),
     "kubernetes": ("kubernetes", "Kubernetes"),
     "lepton": ("lepton", "Lepton"),
     "brev": ("brev", "Brev"),
 }
-PLATFORMS = (PROCESS, *_ROOMS)
-"""`process`: no container at all; the others as the seed names them."""
-_FOLDERS = ("state", "state_dir")
-"""What drivers call their own folder on this machine."""
+PLATFORMS = (PROCESS, *_PACKAGES)
+"""`process` runs without containers; the other names are TAO's."""
+_FOLDER_SETTINGS = ("state", "state_dir")
+"""Settings that name the driver's folder on this machine."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 @dataclass(frozen=True, slots=True)
 class DriverOptions:
-    """What a driver is made with."""
+    """What a driver is created with."""
 
     state_dir: Path
-    """For `process`: where the services' files lie."""
+    """For `process`: the folder of the services' files."""
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the platform, by the names of its settings class; texts are read as its types."""
+    """Settings of the platform, by the fields of its settings class; texts are parsed to their types."""
 
 
 def check_platform(text: str) -> str:
-    """Raises InvalidArgument for a platform that is not known."""
+    """Return the platform. Raises InvalidArgument if it is unknown."""
     if text not in PLATFORMS:
-        raise InvalidArgument(f"the platform {text[:64]!a} is not known: use one of {', '.join(PLATFORMS)}")
+        raise InvalidArgument(f"unknown platform {text[:64]!a}: use one of {', '.join(PLATFORMS)}")
     return text
 
 
 def default_state_dir(registry: Path, environ: Mapping[str, str]) -> Path:
-    """Where the files of services of this machine lie: in the user's state for TAO's registry, else beside the file."""
+    """Return the folder of local services: in the user's state folder for TAO's registry, else beside the registry file."""
     if registry != DEFAULT_PATH:
         return registry.with_name(registry.name + ".services")
     base = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local/state")
     return Path(base) / "headrace" / "services"
 
 
-def check_own(folder: Path) -> None:
-    """Raises PermissionDenied for a folder of somebody else's, who could put programs' files there: /tmp is shared."""
+def check_owner(folder: Path) -> None:
+    """Raise PermissionDenied if another user owns a folder or may write to it, and so could change programs' files."""
     try:
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except OSError:
         return
-    if found.st_uid != os.geteuid() or (found.st_mode & 0o022 and not found.st_mode & 0o1000):
+    if status.st_uid != os.geteuid() or (status.st_mode & 0o022 and not status.st_mode & 0o1000):
         raise PermissionDenied(
             f"{folder} belongs to another user, or others may write there: name a folder of your own with --state-dir"
         )
 
 
-def driver_of(platform: str, options: DriverOptions) -> Driver:
-    """Raises InvalidArgument for what is not known, FailedPrecondition where the driver cannot be had."""
+def create_driver(platform: str, options: DriverOptions) -> Driver:
+    """Return the driver of a platform. Raises InvalidArgument for unknown settings, FailedPrecondition if not installed."""
     if check_platform(platform) == PROCESS:
         from headrace.platforms.process import ProcessDriver
 
-        check_own(options.state_dir)
+        check_owner(options.state_dir)
         if options.given:
             raise InvalidArgument(f"the platform process has no setting {min(options.given)[:64]!a}")
         return ProcessDriver(options.state_dir, ports=PORTS, environ=options.environ)
-    room, word = _ROOMS[platform]
-    kind = _named(f"headrace.platforms.{room}.driver", f"{word}Driver", platform)
+    package, prefix = _PACKAGES[platform]
+    kind = _load(f"headrace.platforms.{package}.driver", f"{prefix}Driver", platform)
     return cast("Driver", kind(_settings_of(platform, options)))
 
 
 def recorded_settings(platform: str, options: DriverOptions) -> dict[str, Any]:
-    """What a driver is made with and is not its default, as JSON: whoever has it reaches the same place without variables.
+    """Return the settings that differ from their defaults, as JSON: with them the same place is reached without variables.
 
-    Nothing secret is among it.
+    Secrets are left out.
     """
     if platform == PROCESS:
         return {}
     settings = _settings_of(platform, options)
-    made: dict[str, Any] = {}
-    for each in dataclasses.fields(settings):
-        value = getattr(settings, each.name)
-        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        if each.repr and each.name not in _FOLDERS and value != default:
-            made[each.name] = (
+    recorded: dict[str, Any] = {}
+    for setting in dataclasses.fields(settings):
+        value = getattr(settings, setting.name)
+        default = setting.default if setting.default_factory is dataclasses.MISSING else setting.default_factory()
+        if setting.repr and setting.name not in _FOLDER_SETTINGS and value != default:
+            recorded[setting.name] = (
                 str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
             )
-    return made
+    return recorded
 
 
 def _settings_of(platform: str, options: DriverOptions) -> Any:
-    room, word = _ROOMS[platform]
-    settings = _named(f"headrace.platforms.{room}.settings", f"{word}Settings", platform)
-    given = read_settings(settings, options.given, platform)
-    for each in dataclasses.fields(settings):
-        if each.name in _FOLDERS:
-            # Beside the services' other files, so that whoever has the record finds it.
-            given.setdefault(each.name, options.state_dir / room)
+    package, prefix = _PACKAGES[platform]
+    settings = _load(f"headrace.platforms.{package}.settings", f"{prefix}Settings", platform)
+    given = parse_settings(settings, options.given, platform)
+    for setting in dataclasses.fields(settings):
+        if setting.name in _FOLDER_SETTINGS:
+            # Beside the other files of services, so that the registry entry leads to it.
+            given.setdefault(setting.name, options.state_dir / package)
     return settings.from_environment(options.environ, **given)
 
 
-def read_settings(settings: type[Any], given: Mapping[str, Any], platform: str) -> dict[str, Any]:
-    """Texts as the types of a settings class; what is of its type already is left as it is."""
+def parse_settings(settings: type[Any], given: Mapping[str, Any], platform: str) -> dict[str, Any]:
+    """Return settings with texts parsed to the types of a settings class."""
     kinds = typing.get_type_hints(settings)
-    known = [each.name for each in dataclasses.fields(settings)]
-    secret = {each.name for each in dataclasses.fields(settings) if not each.repr}
-    read: dict[str, Any] = {}
+    known = [setting.name for setting in dataclasses.fields(settings)]
+    secret = {setting.name for setting in dataclasses.fields(settings) if not setting.repr}
+    parsed: dict[str, Any] = {}
     for name, value in given.items():
         key = name.replace("-", "_")
         if key not in known:
             raise InvalidArgument(
-                f"the platform {platform} has no setting {name[:64]!a}: it knows {', '.join(sorted(known))}"
+                f"the platform {platform} has no setting {name[:64]!a}: it has {', '.join(sorted(known))}"
             )
         if key in secret:
             raise InvalidArgument(f"{name} is secret: set the variable that the platform's own tools read it from")
-        read[key] = _read(value, kinds[key], name) if isinstance(value, str) else _unlisted(value)
-    return read
+        parsed[key] = _parse(value, kinds[key], name) if isinstance(value, str) else _as_tuple(value)
+    return parsed
 
 
-def _read(text: str, kind: Any, name: str) -> Any:
+def _parse(text: str, kind: Any, name: str) -> Any:
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    origins = [typing.get_origin(each) or each for each in kinds]
+    origins = [typing.get_origin(kind_) or kind_ for kind_ in kinds]
     if str in origins or Path in origins or typing.Literal in origins:
         return Path(text) if str not in origins and Path in origins else text
     if bool in origins:
@@ -152,14 +152,14 @@ def _read(text: str, kind: Any, name: str) -> Any:
     try:
         return (int if int in origins else float)(text)
     except ValueError:
-        raise InvalidArgument(f"{name}: {text[:64]!a} is no number") from None
+        raise InvalidArgument(f"{name}: {text[:64]!a} is not a number") from None
 
 
-def _unlisted(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _named(module: str, name: str, platform: str) -> Any:
+def _load(module: str, name: str, platform: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which image a service runs in: TAO's by its keys and versions.yaml, or ours. Called by the launcher.
+"""The container image of a service: TAO's, by its keys and versions.yaml, or ours.
 
-Reads versions.yaml and nothing else. Whether an image can be had is the platform's business.
+It reads versions.yaml and nothing else; the platform finds out whether the image can be pulled.
 """
 
 from __future__ import annotations
@@ -16,64 +16,61 @@ from typing import Any
 import yaml
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound
-from headrace.platforms.architecture_files import VERSIONS
-from headrace.platforms.catalogue import Architecture
+from headrace.platforms.catalogue import VERSIONS, Architecture
 from headrace.version import __version__
 
 OWN = "headrace"
 OWN_VARIABLE = "HEADRACE_IMAGE"
-"""Its value is our image under another name, and its presence asks for ours."""
+"""Selects our image; its value is the image's name."""
 VERSIONS_VARIABLE = "TAO_VERSIONS_FILE"
 BANK_VARIABLE = "TAO_SKILL_BANK_PATH"
 
 _DOTTED = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+")
-# What registries, Enroot (`registry#name`, /path/to.sqsh) and Apptainer (docker://) write, and no shell or flag can misread.
+# The forms of registries, Enroot (`registry#name`, /path/to.sqsh) and Apptainer (docker://), safe for shells and flags.
 _IMAGE = re.compile(r"(/|\./|[a-z]+://)?[A-Za-z0-9][A-Za-z0-9._:/@#+-]{0,510}")
-_MOST_BYTES = 1024 * 1024
+_MAX_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What is run."""
+    """The image to run."""
 
     name: str
     own: bool
-    """Whether the program in it is `headrace`."""
+    """Whether it is our image, with the program `headrace`."""
 
 
 def choose_image(
     arch: Architecture, environ: Mapping[str, str], image: str = "", versions_file: Path | None = None
 ) -> Image:
-    """The image that was asked for, by `image` or by the variables; else TAO's for the architecture.
+    """Return the requested image, by `image` or the variables; else TAO's image of the architecture.
 
-    `image`: "headrace" for ours, a key of versions.yaml, or an image. Raises InvalidArgument, NotFound or
-    FailedPrecondition that says what to set.
+    `image`: "headrace" for ours, a key of versions.yaml, or an image. Raises InvalidArgument, NotFound or FailedPrecondition
+    with what to set.
     """
     own = environ.get(OWN_VARIABLE, "")
     if image == OWN or (not image and own):
-        return Image(_checked(own or f"{OWN}:{__version__}", OWN_VARIABLE), True)
-    if not image:
-        name = resolve_image(arch, environ, versions_file)
-    else:
-        name = _resolved(image, environ, versions_file, "the image")
+        return Image(_check_name(own or f"{OWN}:{__version__}", OWN_VARIABLE), True)
+    resolved = _resolve(image, environ, versions_file, "the image") if image else ""
+    name = resolved or resolve_image(arch, environ, versions_file)
     return Image(name, name == own or _repository(name) == OWN)
 
 
 def resolve_image(arch: Architecture, environ: Mapping[str, str], versions_file: Path | None = None) -> str:
-    """TAO's image for an architecture: `IMAGE_<KEY>`, else the default; keys are looked up in versions.yaml."""
+    """Return TAO's image of an architecture: `IMAGE_<KEY>`, else the default; keys are looked up in versions.yaml."""
     variable = f"IMAGE_{arch.image_key}"
     value = environ.get(variable) or arch.image_default
     if not value:
         raise FailedPrecondition(f"there is no default image for {arch.name}: set {variable}, or name an image")
-    return _resolved(value, environ, versions_file, variable if environ.get(variable) else arch.source or arch.name)
+    return _resolve(value, environ, versions_file, variable if environ.get(variable) else arch.source or arch.name)
 
 
 def find_versions(environ: Mapping[str, str], versions_file: Path | None = None, here: Path = Path()) -> Path:
-    """The versions.yaml that counts: the given one, `TAO_VERSIONS_FILE`, this folder's, the skill bank's, ours."""
+    """Return the versions.yaml in use: the given one, `TAO_VERSIONS_FILE`, this folder's, the skill bank's, ours."""
     named = versions_file or (Path(environ[VERSIONS_VARIABLE]) if environ.get(VERSIONS_VARIABLE) else None)
     if named is not None:
         if not named.is_file():
-            raise NotFound(f"{named} is no file: name the {VERSIONS} to be used, or none")
+            raise NotFound(f"{named} is not a file: name the {VERSIONS} to use, or none")
         return named
     places = [here / VERSIONS]
     if environ.get(BANK_VARIABLE):
@@ -84,42 +81,44 @@ def find_versions(environ: Mapping[str, str], versions_file: Path | None = None,
     return Path(str(files("headrace.platforms") / "architectures" / VERSIONS))
 
 
-def _resolved(value: str, environ: Mapping[str, str], versions_file: Path | None, origin: str) -> str:
+def _resolve(value: str, environ: Mapping[str, str], versions_file: Path | None, origin: str) -> str:
     if not _DOTTED.fullmatch(value):
-        return _checked(value, origin)
+        return _check_name(value, origin)
     path = find_versions(environ, versions_file)
-    found: Any = _document(path)
+    entry: Any = _read_yaml(path)
     for key in ("images", *value.split(".")):
-        found = found.get(key) if isinstance(found, dict) else None
-    if not isinstance(found, str) or not found:
+        entry = entry.get(key) if isinstance(entry, dict) else None
+    if not isinstance(entry, str) or not entry:
         raise NotFound(
-            f"{path} has no image images.{value}, which {origin} asks for: "
+            f"{path} has no image images.{value}, which {origin} needs: "
             "add it, or name an image, such as registry.example/name:tag"
         )
-    return _checked(found, f"{path}: images.{value}")
+    return _check_name(entry, f"{path}: images.{value}")
 
 
-def _document(path: Path) -> Any:
+def _read_yaml(path: Path) -> Any:
     try:
         with path.open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
-        if len(raw) > _MOST_BYTES:
-            raise InvalidArgument(f"{path} has more than {_MOST_BYTES} bytes: it is no {VERSIONS}")
+            raw = file.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise InvalidArgument(f"{path} has more than {_MAX_BYTES} bytes: it is not a {VERSIONS}")
         return yaml.safe_load(raw)
     except OSError as error:
         raise NotFound(f"{path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"
-        raise InvalidArgument(f"{path}{line}: not YAML that can be read") from None
+        raise InvalidArgument(f"{path}{line}: not valid YAML") from None
 
 
-def _checked(name: str, origin: str) -> str:
+def _check_name(name: str, origin: str) -> str:
     if not _IMAGE.fullmatch(name):
-        raise InvalidArgument(f"{origin}: {name[:100]!a} is no name of an image, such as registry.example/name:tag")
+        raise InvalidArgument(
+            f"{origin}: {name[:100]!a} is not the name of an image, such as registry.example/name:tag"
+        )
     return name
 
 
 def _repository(name: str) -> str:
-    """The last part of an image's name, without tag and digest."""
+    """Return the last part of an image's name, without tag and digest."""
     return name.split("@", 1)[0].rsplit("/", 1)[-1].split(":", 1)[0]

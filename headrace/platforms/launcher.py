@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts services on any platform, and finds, asks and stops them again by what is recorded of them.
+"""The launcher: starts services on any platform, and finds, queries and stops them by their registry entries.
 
-Called by `headrace service` and by whoever writes Python:
+`headrace service` uses it, and Python programs:
 
     async with Launcher() as launcher:
         entry = await launcher.start(StartRequest("tao-dataservices", "hf_model://org/name"))
 
-A service is recorded before it is launched, and a start that fails is undone: whatever is killed at whatever moment, the
-record shows what may be left. What each platform does is its driver's business.
+A service is registered before it is launched, and a start that fails is rolled back: whatever is killed at any moment, the
+registry shows what may be left. Drivers know the platforms.
 """
 
 from __future__ import annotations
@@ -19,43 +19,44 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from headrace.core.errors import AlreadyExists, DeadlineExceeded, FailedPrecondition, HeadraceError, NotFound
 from headrace.core.telemetry.progress import Progress, silent
-from headrace.platforms import asking, catalogue, readiness, variables
-from headrace.platforms.contract import Check, Driver, Handle, Observed
-from headrace.platforms.drivers import DriverOptions, check_platform, default_state_dir, driver_of, recorded_settings
-from headrace.platforms.following import follow
-from headrace.platforms.http_asking import Told, get
-from headrace.platforms.identity import own_name
-from headrace.platforms.planning import GRACE_SECONDS, Plan, StartRequest, plan_of, spec_of
-from headrace.platforms.readiness import NeverReady, Patience
-from headrace.platforms.registry import DEFAULT_PATH, RUNNING, Entry, Registry
-from headrace.platforms.services import OVER, Preflight, Service, handle_of, service_of, with_handle
-from headrace.platforms.starting import (
-    LAST_LINES,
-    SETTLE_SECONDS,
-    Existed,
-    StartFailed,
-    check_platform_ready,
-    described,
-    first_steps,
-    launch,
-    undo,
+from headrace.platforms import catalogue, payloads, service_client
+from headrace.platforms.commands import run_to_end
+from headrace.platforms.contract import Check, Driver, Handle, LaunchSpec, PlatformStatus
+from headrace.platforms.drivers import (
+    DriverOptions,
+    check_platform,
+    create_driver,
+    default_state_dir,
+    recorded_settings,
 )
+from headrace.platforms.http_client import Response, get
+from headrace.platforms.launch_plan import GRACE_SECONDS, LaunchPlan, StartRequest, launch_spec, plan_launch
+from headrace.platforms.log_files import follow_log
+from headrace.platforms.processes import process_name
+from headrace.platforms.registry import DEFAULT_PATH, RUNNING, Entry, Registry
+from headrace.platforms.service_client import NeverReady, WaitPolicy
+from headrace.platforms.services import ENDED_STATES, Preflight, Service, handle_of, service_of, with_handle
 
-__all__ = ["Launcher", "Patience", "Preflight", "Service", "StartFailed", "StartRequest"]
+__all__ = ["Launcher", "Preflight", "Service", "StartFailed", "StartRequest", "WaitPolicy"]
 
 log = logging.getLogger("headrace.launch")
 
 WITH_PORT = ("process", "local-docker", "brev", "slurm")
-"""Platforms whose services have a port of 8080..8199 at a machine that they share with others."""
+"""Platforms whose services get a port of 8080..8199 on a machine that they share with others."""
 Services = list[Service]
+SETTLE_SECONDS = 5.0
+"""How long a start waits for the service to answer, or to fail at once. It does not wait for a queue."""
+LAST_LINES = 20
+_LIVENESS = "/api/v1/health/liveness"
+_ROLLBACK_SECONDS = 5.0
 
 
 class Launcher:
-    """One registry. Use it as a context manager: drivers have threads and connections to let go of."""
+    """The services of one registry. Use it as a context manager: drivers have threads and connections to close."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Launcher:
         config_folders: tuple[Path, ...] = (),
         versions_file: Path | None = None,
         progress: Progress = silent,
-        make_driver: Callable[[str, DriverOptions], Driver] = driver_of,
+        make_driver: Callable[[str, DriverOptions], Driver] = create_driver,
         settle_seconds: float = SETTLE_SECONDS,
     ) -> None:
         self._environ = os.environ if environ is None else environ
@@ -83,7 +84,7 @@ class Launcher:
         self._drivers: dict[str, Driver] = {}
 
     async def __aenter__(self) -> Launcher:
-        """It is open as it is."""
+        """Return the launcher."""
         return self
 
     async def __aexit__(
@@ -93,18 +94,18 @@ class Launcher:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of the drivers; services run on."""
+        """Close the drivers; services keep running."""
         drivers, self._drivers = list(self._drivers.values()), {}
         await asyncio.gather(*(driver.close() for driver in drivers))
 
     def architectures(self) -> Mapping[str, catalogue.Architecture]:
-        """Those that can be started. Raises InvalidArgument for a file of the user's folder that is wrong."""
+        """Return the architectures that can be started. Raises InvalidArgument for an invalid file of the user's folder."""
         return catalogue.load(self._architectures)
 
     async def preflight(self, platform: str, settings: Mapping[str, Any] | None = None) -> Preflight:
-        """Look whether all is there that the platform needs. Starts nothing."""
+        """Check what the platform needs. Starts nothing."""
         check_platform(platform)
-        present = variables.presence(self._environ, variables.wanted_on(platform))
+        present = payloads.presence(self._environ, payloads.platform_variables(platform))
         try:
             checks = await self._driver(platform, settings or {}).preflight()
         except HeadraceError as error:
@@ -112,59 +113,64 @@ class Launcher:
         return Preflight(platform, tuple(checks), tuple(present))
 
     async def start(
-        self, request: StartRequest, *, wait: bool = False, patience: Patience | None = None, preflight: bool = True
+        self,
+        request: StartRequest,
+        *,
+        wait: bool = False,
+        wait_policy: WaitPolicy | None = None,
+        preflight: bool = True,
     ) -> Entry:
-        """Start a service, and with `wait` return when its model is ready; `preflight` looks at the platform first.
+        """Start a service; with `wait`, return when its model is ready. `preflight` checks the platform first.
 
-        Raises what is wrong with the request before anything is done; StartFailed with the last lines of the log if the
-        service ends; what the platform says otherwise. What was begun is undone. A service that merely takes longer than
-        `patience` runs on: that is DeadlineExceeded.
+        Raises InvalidArgument and the like for an invalid request, before anything is done; StartFailed with the last
+        lines of the log if the service ends; else the error of the platform. A failed start is rolled back. A service that
+        takes longer than `wait_policy` keeps running: that is DeadlineExceeded.
         """
         plan = await asyncio.to_thread(self._plan, request)
         driver = self._driver(plan.platform, request.settings)
         if preflight:
-            await check_platform_ready(driver)
-        await self._mark_stale(driver, plan.platform)
+            await check_preflight(driver)
+        await self._log_stale(driver, plan.platform)
         entry = await asyncio.to_thread(self._record, plan)
         handle = Handle(plan.job_id, plan.platform)
         try:
-            spec = spec_of(plan, entry.host_port, self._state_dir)
-            handle = await launch(driver, spec)
+            spec = launch_spec(plan, entry.host_port, self._state_dir)
+            handle = await start_service(driver, spec)
             entry = with_handle(entry, handle.data)
-            url = await first_steps(driver, handle, self._settle_seconds)
+            url = await wait_settled(driver, handle, self._settle_seconds)
             if url:
-                entry = with_handle(entry, (await described(driver, handle)).data)
+                entry = with_handle(entry, (await describe(driver, handle)).data)
             entry = await asyncio.to_thread(self._running, entry, url)
             if wait:
-                await self._wait(driver, entry, patience)
-        except Existed as error:
+                await self._wait(driver, entry, wait_policy)
+        except AlreadyStarted as error:
             await asyncio.to_thread(self.registry.remove, plan.job_id)
             raise AlreadyExists(error.message) from None
         except BaseException as error:
             if not isinstance(error, DeadlineExceeded):
-                await undo(driver, handle, lambda: self.registry.remove(plan.job_id))
+                await roll_back(driver, handle, lambda: self.registry.remove(plan.job_id))
             raise
         return entry if not wait else self._entry(plan.job_id)
 
     async def list(self) -> Services:
-        """All that are recorded, in the order in which they were started, as they really are."""
+        """Return all registered services with their current states, in the order of their start."""
         entries = await asyncio.to_thread(self.registry.entries)
         groups: dict[str, list[Entry]] = {}
         for entry in entries.values():
-            groups.setdefault(_place(entry), []).append(entry)
-        seen = await asyncio.gather(*(self._observe(group) for group in groups.values()))
-        found = {service.entry.job_id: service for each in seen for service in each}
-        return [found[job_id] for job_id in entries]
+            groups.setdefault(_location(entry), []).append(entry)
+        results = await asyncio.gather(*(self._query_place(group) for group in groups.values()))
+        services = {service.entry.job_id: service for result in results for service in result}
+        return [services[job_id] for job_id in entries]
 
     async def status(self, job_id: str) -> Service:
-        """One that is recorded. Raises NotFound."""
+        """Return a registered service. Raises NotFound."""
         entry = await asyncio.to_thread(self._entry, job_id)
         driver = self._driver_of(entry)
         handle = handle_of(entry)
         return service_of(await self._with_url(driver, entry, handle), await driver.status(handle))
 
-    async def told(self, job_id: str, seconds: float = 5.0) -> Mapping[str, Any] | None:
-        """What the service itself says at /api/v1/status; None if it says nothing."""
+    async def fetch_status(self, job_id: str, seconds: float = 5.0) -> Mapping[str, Any] | None:
+        """Return the answer of the service at /api/v1/status; None if there is none."""
         entry = await asyncio.to_thread(self._entry, job_id)
         if not entry.host_url:
             return None
@@ -172,39 +178,39 @@ class Launcher:
         return answer.body if answer is not None and answer.status == 200 else None
 
     async def logs(self, job_id: str, tail: int = 1000) -> str:
-        """The last lines."""
+        """Return the last lines of its log."""
         entry = await asyncio.to_thread(self._entry, job_id)
         return await self._driver_of(entry).logs(handle_of(entry), tail)
 
     async def follow(self, job_id: str, tail: int = 100) -> AsyncIterator[str]:
-        """The last lines, and each new one until the service ends."""
+        """Yield the last lines of its log, and each new line until the service ends."""
         entry = await asyncio.to_thread(self._entry, job_id)
         driver, handle = self._driver_of(entry), handle_of(entry)
 
-        async def lives() -> bool:
+        async def is_alive() -> bool:
             return (await driver.status(handle)).phase in ("starting", "running")
 
-        async for line in follow(lambda lines: driver.logs(handle, lines), lives, tail):
+        async for line in follow_log(lambda lines: driver.logs(handle, lines), is_alive, tail):
             yield line
 
-    async def wait_ready(self, job_id: str, patience: Patience | None = None) -> None:
-        """Return when its model is ready. Raises StartFailed, DeadlineExceeded."""
+    async def wait_ready(self, job_id: str, wait_policy: WaitPolicy | None = None) -> None:
+        """Wait until its model is ready. Raises StartFailed, DeadlineExceeded."""
         entry = await asyncio.to_thread(self._entry, job_id)
-        await self._wait(self._driver_of(entry), entry, patience)
+        await self._wait(self._driver_of(entry), entry, wait_policy)
 
-    async def ask(
+    async def send_chat(
         self,
         job_id: str,
         body: Mapping[str, Any],
         *,
-        seconds: float = asking.SECONDS,
-        on_piece: asking.OnPiece | None = None,
-    ) -> asking.Answer:
-        """Send a chat request; see `asking.ask` for what it raises."""
+        seconds: float = service_client.CHAT_SECONDS,
+        on_piece: service_client.OnPiece | None = None,
+    ) -> service_client.ChatAnswer:
+        """Send a chat request; raises what `service_client.send_chat` raises."""
         entry = await asyncio.to_thread(self._entry, job_id)
         if not entry.host_url:
-            raise asking.NotReadyYet(f"service {job_id} has no address yet; ask again later")
-        return await asking.ask(
+            raise service_client.NotReadyYet(f"service {job_id} has no address yet; try again later")
+        return await service_client.send_chat(
             entry.host_url,
             body,
             f"service {job_id}",
@@ -214,9 +220,9 @@ class Launcher:
         )
 
     async def stop(self, job_id: str, grace_seconds: float = GRACE_SECONDS, *, forget: bool = False) -> None:
-        """End it, remove what it left on its platform, then its record. Raises NotFound for one that is not recorded.
+        """Stop it, remove what is left on its platform, then its registry entry. Raises NotFound if it is not registered.
 
-        With `forget` the record goes even where the platform cannot do its part: what it still has is left to others.
+        `forget`: remove the entry even if the platform cannot stop the service.
         """
         entry = await asyncio.to_thread(self._entry, job_id)
         try:
@@ -224,25 +230,25 @@ class Launcher:
         except HeadraceError as error:
             if not forget:
                 raise
-            log.warning("service %s is forgotten, and may still be there: %s", job_id, error.message)
+            log.warning("Removed the entry of service %s, which may still run: %s", job_id, error.message)
         await asyncio.to_thread(self.registry.remove, job_id)
 
     async def prune(self) -> Services:
-        """Remove what has ended or is not there any more; returns it."""
-        over = [service for service in await self.list() if service.state in OVER]
-        await asyncio.gather(*(self.stop(service.entry.job_id) for service in over))
-        return over
+        """Remove services that have ended or do not exist any more; return them."""
+        ended = [service for service in await self.list() if service.state in ENDED_STATES]
+        await asyncio.gather(*(self.stop(service.entry.job_id) for service in ended))
+        return ended
 
     # The steps of a start
 
-    def _plan(self, request: StartRequest) -> Plan:
+    def _plan(self, request: StartRequest) -> LaunchPlan:
         known = self.architectures()
         arch = catalogue.configured(catalogue.find(known, request.arch), self._config_folders, known)
         options = DriverOptions(self._state_dir, self._environ, request.settings)
         settings = recorded_settings(check_platform(request.platform), options)
-        return plan_of(replace(request, settings=settings), arch, self._environ, self._versions_file)
+        return plan_launch(replace(request, settings=settings), arch, self._environ, self._versions_file)
 
-    def _record(self, plan: Plan) -> Entry:
+    def _record(self, plan: LaunchPlan) -> Entry:
         settings = plan.settings
         more: dict[str, Any] = {
             "model_path": plan.payload.model_path,
@@ -250,7 +256,7 @@ class Launcher:
             "image": "" if plan.image is None else plan.image.name,
             "settings": dict(settings),
             "state_dir": str(self._state_dir),
-            "launcher": own_name(),
+            "launcher": process_name(),
         }
         entry = Entry(
             plan.job_id,
@@ -262,62 +268,64 @@ class Launcher:
         return self.registry.begin(entry, wants_port=plan.platform in WITH_PORT)
 
     def _running(self, entry: Entry, url: str) -> Entry:
-        found = self.registry.update(
+        updated = self.registry.update(
             entry.job_id,
             lambda old: replace(
                 entry, started_at=old.started_at, host_url=url, state=RUNNING, more={**old.more, **entry.more}
             ),
         )
-        if found is None:
-            raise FailedPrecondition(f"service {entry.job_id} was stopped by somebody else while it was starting")
-        return found
+        if updated is None:
+            raise FailedPrecondition(f"service {entry.job_id} was stopped by another process while it was starting")
+        return updated
 
-    async def _wait(self, driver: Driver, entry: Entry, patience: Patience | None) -> None:
+    async def _wait(self, driver: Driver, entry: Entry, wait_policy: WaitPolicy | None) -> None:
         handle = handle_of(entry)
-        bounds = patience or Patience()
+        policy = wait_policy or WaitPolicy()
         name = f"service {entry.job_id}"
 
-        async def look() -> Observed:
+        async def poll() -> PlatformStatus:
             return await driver.status(handle)
 
-        async def ask_at(_: str, path: str, seconds: float) -> Told | None:
+        async def get_at(_: str, path: str, seconds: float) -> Response | None:
             nonlocal entry
             url = entry.host_url
-            told = await get(url, path, seconds, self._headers(entry)) if url else None
-            if told is None:
-                # Where it is may be known only after a queue or a pull; and the tunnel to it may have to be made again.
+            response = await get(url, path, seconds, self._headers(entry)) if url else None
+            if response is None:
+                # Its address may be known only after a queue or a pull, and its tunnel may have to be opened again.
                 entry = await self._located(driver, entry, handle)
                 if entry.host_url and entry.host_url != url:
-                    told = await get(entry.host_url, path, seconds, self._headers(entry))
-            return told
+                    response = await get(entry.host_url, path, seconds, self._headers(entry))
+            return response
 
         try:
-            await readiness.wait_ready("", name, look, patience=bounds, progress=self._progress, ask=ask_at)
+            await service_client.wait_ready(
+                "", name, poll, wait_policy=policy, progress=self._progress, get_response=get_at
+            )
         except NeverReady as error:
             lines = await driver.logs(handle, LAST_LINES)
             raise StartFailed(error.message, lines) from None
 
-    # What is recorded
+    # Registry entries
 
     def _entry(self, job_id: str) -> Entry:
-        found = self.registry.entries().get(job_id)
-        if found is None:
+        entry = self.registry.entries().get(job_id)
+        if entry is None:
             raise NotFound(
                 f"no service has the job id {job_id[:64]!a} in {self.registry.path}: "
                 "`headrace service list` shows those there are"
             )
-        return found
+        return entry
 
     async def _with_url(self, driver: Driver, entry: Entry, handle: Handle) -> Entry:
-        """The entry with its address, if none is recorded yet."""
+        """Return the entry with its address, if it has none yet."""
         return entry if entry.host_url else await self._located(driver, entry, handle)
 
     async def _located(self, driver: Driver, entry: Entry, handle: Handle) -> Entry:
-        """The entry with its address as it is now, which is recorded."""
+        """Return the entry with its current address, and store it."""
         url = await driver.endpoint(handle)
         if url is None:
             return entry
-        data = (await described(driver, handle)).data
+        data = (await describe(driver, handle)).data
 
         def located(old: Entry) -> Entry:
             return replace(with_handle(old, data), host_url=url, state=RUNNING)
@@ -326,42 +334,44 @@ class Launcher:
             return entry
         return await asyncio.to_thread(self.registry.update, entry.job_id, located) or located(entry)
 
-    async def _observe(self, entries: Sequence[Entry]) -> Services:
-        """All of one place, by one look."""
+    async def _query_place(self, entries: Sequence[Entry]) -> Services:
+        """Return the services of one place, with one query."""
         try:
             driver = self._driver_of(entries[0])
-            seen = await driver.found()
+            statuses = await driver.list_services()
         except HeadraceError as error:
             return [Service(entry, "unknown", error.message) for entry in entries]
-        return [await self._one(driver, entry, seen.get(entry.job_id)) for entry in entries]
+        return [await self._service_state(driver, entry, statuses.get(entry.job_id)) for entry in entries]
 
-    async def _one(self, driver: Driver, entry: Entry, observed: Observed | None) -> Service:
+    async def _service_state(self, driver: Driver, entry: Entry, status: PlatformStatus | None) -> Service:
         handle = handle_of(entry)
         try:
-            # Asked for by its name before it is called stale: a Brev instance that sleeps tells nothing of what it has.
-            observed = observed or await driver.status(handle)
-            if observed.phase == "running":
+            # Query it by name before it is called stale: a stopped Brev instance does not list its services.
+            status = status or await driver.status(handle)
+            if status.phase == "running":
                 entry = await self._with_url(driver, entry, handle)
-            return service_of(entry, observed)
+            return service_of(entry, status)
         except HeadraceError as error:
             return Service(entry, "unknown", error.message)
 
-    async def _mark_stale(self, driver: Driver, platform: str) -> None:
-        """Say what is recorded and not there any more: its port stays taken until it is pruned."""
+    async def _log_stale(self, driver: Driver, platform: str) -> None:
+        """Log services that do not exist any more: their ports stay taken until they are pruned."""
         entries = await asyncio.to_thread(self.registry.entries)
-        mine = [entry for entry in entries.values() if entry.platform == platform]
-        if not mine:
+        registered = [entry for entry in entries.values() if entry.platform == platform]
+        if not registered:
             return
-        for service in await self._observe([entry for entry in mine if _place(entry) == _place(mine[0])]):
+        for service in await self._query_place(
+            [entry for entry in registered if _location(entry) == _location(registered[0])]
+        ):
             if service.state == "stale":
                 log.warning(
-                    "service %s is stale (%s): `headrace service prune` removes it",
+                    "Service %s is stale (%s): `headrace service prune` removes it",
                     service.entry.job_id,
                     service.reason,
                 )
 
     def _headers(self, entry: Entry) -> dict[str, str]:
-        """What a service's address asks for beside the request: Lepton's endpoints want a token."""
+        """Return the headers that the address needs: Lepton's endpoints need a token."""
         token = self._environ.get("LEPTON_ENDPOINT_TOKEN") or self._environ.get("LEPTON_AUTH_TOKEN")
         if entry.platform != "lepton" or not token or not entry.host_url.startswith(("https://", "http://127.0.0.1:")):
             return {}
@@ -382,6 +392,93 @@ class Launcher:
         return self._drivers[key]
 
 
-def _place(entry: Entry) -> str:
-    """The same for entries that one driver can be asked for."""
+def _location(entry: Entry) -> str:
+    """Return a key that is equal for entries of the same driver."""
     return f"{entry.platform} {entry.more.get('state_dir')} {entry.more.get('settings')}"
+
+
+class StartFailed(FailedPrecondition):
+    """Raise when a service ends by itself instead of becoming ready."""
+
+    def __init__(self, message: str, last_lines: str = "") -> None:
+        super().__init__(message)
+        self.last_lines = last_lines
+        """The last lines of its log."""
+
+
+class AlreadyStarted(Exception):
+    """The platform has a service of this name already, which a rollback must not stop."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+@runtime_checkable
+class Describing(Protocol):
+    """A driver that knows more of a service once it has an address: its node, its tunnel."""
+
+    async def describe(self, handle: Handle) -> Handle:
+        """Return the handle with what is known by now."""
+
+
+async def describe(driver: Driver, handle: Handle) -> Handle:
+    """Return the handle with what the driver knows of it by now."""
+    return await driver.describe(handle) if isinstance(driver, Describing) else handle
+
+
+async def check_preflight(driver: Driver) -> None:
+    """Raise FailedPrecondition with all failed checks, before anything is registered or started."""
+    missing = [check for check in await driver.preflight() if not check.passed]
+    if missing:
+        problems = "; ".join(f"{check.name}: {check.message}" for check in missing)
+        raise FailedPrecondition(f"{driver.name} is not ready for services. {problems}")
+
+
+async def start_service(driver: Driver, spec: LaunchSpec) -> Handle:
+    """Start it. Raises AlreadyStarted, or the error of the platform."""
+    try:
+        return await driver.start(spec)
+    except AlreadyExists as error:
+        raise AlreadyStarted(error.message) from None
+
+
+async def wait_settled(driver: Driver, handle: Handle, settle_seconds: float = SETTLE_SECONDS) -> str:
+    """Return its URL as soon as it answers, or after the time limit; "" if it has none yet. Raises StartFailed."""
+    loop = asyncio.get_running_loop()
+    limit = loop.time() + settle_seconds
+    pause, url = 0.02, None
+    while True:
+        status = await driver.status(handle)
+        if status.phase in ("ended", "gone"):
+            raise await failed_start(driver, handle, status)
+        url = url or await driver.endpoint(handle)
+        if url is not None and await get(url, _LIVENESS, 1.0) is not None:
+            return url
+        if loop.time() >= limit:
+            return url or ""
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.5, 0.5)
+
+
+async def failed_start(driver: Driver, handle: Handle, status: PlatformStatus) -> StartFailed:
+    """Return the error of a service that did not stay up, with the last lines of its log."""
+    lines = await driver.logs(handle, LAST_LINES)
+    reason = status.reason or ("it is gone" if status.phase == "gone" else "it has ended")
+    last = next((line for line in reversed(lines.splitlines()) if line.strip()), "")
+    message = f"service {handle.job_id} did not stay up: {reason}"
+    return StartFailed(f"{message}; its log ends with: {last.strip()[:300]}" if last else message, lines)
+
+
+async def roll_back(driver: Driver, handle: Handle, remove_entry: Callable[[], bool]) -> None:
+    """Stop it and remove its entry; not interrupted by a cancellation. A service that cannot be stopped stays registered."""
+
+    async def work() -> None:
+        try:
+            await driver.stop(handle, _ROLLBACK_SECONDS)
+        except HeadraceError as error:
+            log.error("Cannot remove service %s: %s; it stays registered", handle.job_id, error.message)
+            return
+        await asyncio.to_thread(remove_entry)
+
+    await run_to_end(work())

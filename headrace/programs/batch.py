@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job from its settings to its summary. Called by `headrace batch` (`run_batch`) and by runners of jobs (`run_job`)."""
+"""The batch program: run a batch job from its settings to its summary.
+
+Called by `headrace batch` (`run_batch`) and by tests and runners (`run_job`).
+"""
 
 from __future__ import annotations
 
@@ -20,66 +23,65 @@ import uvloop
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, InvalidArgument, NotFound
 from headrace.core.telemetry.progress import Progress, Reporter, silent
-from headrace.jobs.batch.delivering import Target, deliver, target_of
-from headrace.jobs.batch.job_file import JobFile, State, job_path, read_job
 from headrace.jobs.batch.ledger import Ledger, check_same, open_ledger
-from headrace.jobs.batch.opening import OpenModel, bring_to, open_model
-from headrace.jobs.batch.running import Runner
+from headrace.jobs.batch.model import OpenModel, fetch_to_path, open_model
+from headrace.jobs.batch.output import OutputTarget, deliver, parse_output
+from headrace.jobs.batch.progress import BatchSummary, ProgressFile, State, progress_file_path, read_progress_file
+from headrace.jobs.batch.runner import BatchRunner
 from headrace.jobs.batch.settings import BatchSettings
 from headrace.jobs.batch.sources import Source, open_source
-from headrace.jobs.batch.summary import BatchSummary
-from headrace.jobs.microservice.threads import in_thread
+from headrace.jobs.concurrency import run_in_thread
 from headrace.models.storage.cache import CacheUse
-from headrace.models.storage.locations import HubPlace, LocalPlace, ObjectPlace, parse_location
+from headrace.models.storage.locations import HubLocation, LocalLocation, ObjectLocation, parse_location
 
 log = logging.getLogger("headrace.batch")
 
-_GO_ON = "run the same again to go on"
-_TOLD_SECONDS = 0.5
+_CONTINUE_HINT = "run the same command again to continue"
+_REPORT_SECONDS = 0.5
 _SWITCH_SECONDS = 0.0001
 
 
 class Interrupted(Cancelled):
-    """A signal ended the job before it had begun, or before what was under way was done. It can go on."""
+    """A signal stopped the job before its first item, or a second signal stopped items in flight. It can continue."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.number = number
-        """Of the signal."""
+        """The number of the signal."""
 
 
-class Stopping:
-    """How a job is told to stop, from the loop's thread."""
+class StopSignal:
+    """Stops a job, from the loop's thread."""
 
     def __init__(self) -> None:
         self.reason = ""
         self._listeners: list[Callable[[], None]] = []
 
     @property
-    def asked(self) -> bool:
-        """Whether it was."""
+    def requested(self) -> bool:
+        """Return whether `stop` was called."""
         return bool(self.reason)
 
     def stop(self, reason: str = "cancelled") -> None:
-        """Begin no more; what is under way may finish. The job can go on later."""
+        """Start no more items; items in flight may finish. The job can continue later."""
         self.reason = self.reason or reason
         for listener in self._listeners:
             listener()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call this when it is asked, or now if it was."""
+        """Call the listener at a stop, or now if it has happened."""
         self._listeners.append(listener)
-        if self.asked:
+        if self.requested:
             listener()
 
 
 def run_batch(settings: BatchSettings, progress: Progress = silent) -> tuple[BatchSummary, int]:
-    """Run a job in a loop of its own; SIGTERM and SIGINT stop it. Gives the signal too, 0 for none.
+    """Run a job in its own loop; SIGTERM and SIGINT stop it. Return the summary and the signal, 0 for none.
 
-    Raises what kept it from beginning; `Interrupted` if that was a signal, or a second one.
+    Raises errors before the first item; `Interrupted` for a signal before it, or for a second signal.
     """
     before = sys.getswitchinterval()
-    # A model's thread that has computed a batch waits so long for those that read and write, while nothing computes.
+    # After a batch, the model's thread waits this long for the threads that read and write.
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         return uvloop.run(_with_signals(settings, progress))
@@ -89,81 +91,81 @@ def run_batch(settings: BatchSettings, progress: Progress = silent) -> tuple[Bat
 
 async def _with_signals(settings: BatchSettings, progress: Progress) -> tuple[BatchSummary, int]:
     loop = asyncio.get_running_loop()
-    stopping = Stopping()
-    job = asyncio.create_task(run_job(settings, progress, stopping))
-    got = 0
+    stop_signal = StopSignal()
+    job = asyncio.create_task(run_job(settings, progress, stop_signal))
+    received = 0
 
     def stop(number: int) -> None:
-        nonlocal got
-        if got:
-            job.cancel()  # the second one does not wait for what is under way
-        got = got or number
-        stopping.stop(f"stopped by {signal.Signals(number).name}")
+        nonlocal received
+        if received:
+            job.cancel()  # a second signal does not wait for items in flight
+        received = received or number
+        stop_signal.stop(f"stopped by {signal.Signals(number).name}")
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     try:
-        return await job, got
+        return await job, received
     except (asyncio.CancelledError, Cancelled) as error:
-        if not got:
+        if not received:
             raise
-        words = error.message if isinstance(error, Cancelled) else f"{stopping.reason}: {_GO_ON}"
-        raise Interrupted(words, got) from None
+        message = error.message if isinstance(error, Cancelled) else f"{stop_signal.reason}: {_CONTINUE_HINT}"
+        raise Interrupted(message, received) from None
 
 
 async def run_job(
     settings: BatchSettings,
     progress: Progress = silent,
-    stopping: Stopping | None = None,
+    stop_signal: StopSignal | None = None,
     clock: Clock | None = None,
 ) -> BatchSummary:
-    """Compute what is not done yet. Raises what kept it from beginning; what came after is in the summary."""
+    """Compute the missing items. Raises errors before the first item; later errors are in the summary."""
     with CacheUse() as use:
-        return await _run_job(settings, progress, stopping or Stopping(), clock or SystemClock(), use)
+        return await _run_job(settings, progress, stop_signal or StopSignal(), clock or SystemClock(), use)
 
 
 async def _run_job(
-    settings: BatchSettings, progress: Progress, stopping: Stopping, clock: Clock, use: CacheUse
+    settings: BatchSettings, progress: Progress, stop_signal: StopSignal, clock: Clock, use: CacheUse
 ) -> BatchSummary:
-    began = clock.monotonic()
-    target = target_of(settings)
-    input_path, base, brought = await _unless_stopped(_bring_input(settings, progress, stopping, use), stopping)
+    started = clock.monotonic()
+    target = parse_output(settings)
+    input_path, base, is_copy = await _unless_stopped(_fetch_input(settings, progress, stop_signal, use), stop_signal)
     folders = () if base and "://" in base else (Path(base),)
-    opening = open_model(settings, folders, progress, lambda: stopping.asked, use)
-    model = await _unless_stopped(opening.__aenter__(), stopping)
+    opening = open_model(settings, folders, progress, lambda: stop_signal.requested, use)
+    model = await _unless_stopped(opening.__aenter__(), stop_signal)
     try:
-        source = await in_thread(
-            partial(open_source, input_path, model.shape, base, brought=brought), "headrace-batch-input"
+        source = await run_in_thread(
+            partial(open_source, input_path, model.shape, base, is_copy=is_copy), "headrace-batch-input"
         )
-        job = _Job(settings, target, source, model, clock, clock.monotonic() - began)
-        return await job.run(progress, stopping)
+        job = _Job(settings, target, source, model, clock, clock.monotonic() - started)
+        return await job.run(progress, stop_signal)
     finally:
         await opening.__aexit__(None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """All that a run needs."""
+    """Everything that a run needs."""
 
     settings: BatchSettings
-    target: Target
+    target: OutputTarget
     source: Source
     model: OpenModel
     clock: Clock
     load_seconds: float
 
-    async def run(self, progress: Progress, stopping: Stopping) -> BatchSummary:
-        """From the ledger to the summary."""
+    async def run(self, progress: Progress, stop_signal: StopSignal) -> BatchSummary:
+        """Run the job; return its summary."""
         settings = self.settings
-        described, total = self._described()
-        known = self._delivered(described, total)
-        if known is not None:
-            return known
-        ledger = await in_thread(
+        identity, total = self._identity()
+        delivered = self._delivered_summary(identity, total)
+        if delivered is not None:
+            return delivered
+        ledger = await run_in_thread(
             partial(
                 open_ledger,
                 self.target.results,
-                described,
+                identity,
                 total,
                 settings.shard,
                 overwrite=settings.overwrite,
@@ -173,56 +175,56 @@ class _Job:
             "headrace-batch-ledger",
         )
         try:
-            return await self._run(ledger, progress, stopping)
+            return await self._run(ledger, progress, stop_signal)
         finally:
             ledger.close()
 
-    async def _run(self, ledger: Ledger, progress: Progress, stopping: Stopping) -> BatchSummary:
+    async def _run(self, ledger: Ledger, progress: Progress, stop_signal: StopSignal) -> BatchSummary:
         total = ledger.job.total
         reporter = Reporter(progress, self.clock, f"batch {self.target}", total=total, unit="items")
-        told = _Told(reporter, self.clock, ledger.resumed)
-        runner = Runner(self.settings, self.source, self.model.asker, ledger, self.clock, told)
-        stopping.listen(runner.stop)
+        progress_report = _ProgressReport(reporter, self.clock, ledger.resumed)
+        runner = BatchRunner(self.settings, self.source, self.model.client, ledger, self.clock, progress_report)
+        stop_signal.listen(runner.stop)
         if ledger.job.state != "running":
-            ledger.checkpoint()  # whoever looks is to see that it goes on
-        began = self.clock.monotonic()
+            ledger.checkpoint()  # show that it continues
+        started = self.clock.monotonic()
         state: State = "finished"
         reason = ""
         with reporter:
-            told.say(ledger.marks.finished, ledger.marks.failed)
+            progress_report.report(ledger.marks.finished, ledger.marks.failed)
             try:
                 await runner.run()
-                told.say(ledger.marks.finished, ledger.marks.failed)
+                progress_report.report(ledger.marks.finished, ledger.marks.failed)
                 if ledger.marks.finished < total:
-                    state, reason = "cancelled", stopping.reason or "cancelled"
-                elif self.target.delivers:
+                    state, reason = "cancelled", stop_signal.reason or "cancelled"
+                elif self.target.needs_delivery:
                     reporter.update(message=f"writing {self.target}")
-                    await in_thread(
+                    await run_in_thread(
                         partial(deliver, self.target, self.settings, self.model.outputs), "headrace-batch-deliver"
                     )
             except HeadraceError as error:
                 state, reason = "failed", error.message
             except OSError as error:
-                log.error("the job failed", exc_info=error)
-                state, reason = "failed", f"the input cannot be read: {error.strerror}; {_GO_ON}"
-            seconds = self.clock.monotonic() - began
+                log.error("The batch job failed.", exc_info=error)
+                state, reason = "failed", f"the input cannot be read: {error.strerror}; {_CONTINUE_HINT}"
+            seconds = self.clock.monotonic() - started
             summary = self._summary(ledger, runner, state, reason, seconds)
-            self._write_down(ledger, summary)
+            self._write_end(ledger, summary)
             if state == "failed":
                 reporter.fail(reason)
         return summary
 
-    def _write_down(self, ledger: Ledger, summary: BatchSummary) -> None:
+    def _write_end(self, ledger: Ledger, summary: BatchSummary) -> None:
         try:
             ledger.checkpoint(summary.state, summary.reason, summary.as_json())
         except HeadraceError as error:
-            # The lines are there, which is what counts when it goes on.
-            log.warning("the end of the job is not written down: %s", error.message)
+            # The results are written, which is enough to continue.
+            log.warning("Could not write the end of the job: %s", error.message)
             return
-        if summary.state == "finished" and self.target.delivers:
+        if summary.state == "finished" and self.target.needs_delivery:
             ledger.path.unlink(missing_ok=True)
 
-    def _summary(self, ledger: Ledger, runner: Runner, state: State, reason: str, seconds: float) -> BatchSummary:
+    def _summary(self, ledger: Ledger, runner: BatchRunner, state: State, reason: str, seconds: float) -> BatchSummary:
         marks = ledger.marks
         done_now = marks.finished - ledger.resumed
         return BatchSummary(
@@ -241,19 +243,19 @@ class _Job:
             failures=tuple(runner.failures),
         )
 
-    def _described(self) -> tuple[Mapping[str, Any], int]:
-        """What the results are of, for comparing; and how many items they are to be."""
+    def _identity(self) -> tuple[Mapping[str, Any], int]:
+        """Return what the results belong to, and the number of items."""
         settings = self.settings
-        chosen = {
+        settings_used = {
             "parameters": settings.parameters,
             "specs": settings.specs,
             "network_arch": settings.network_arch,
             "task": settings.task,
         }
         try:
-            text = json.dumps(chosen, sort_keys=True)
+            text = json.dumps(settings_used, sort_keys=True)
         except (TypeError, ValueError):
-            raise InvalidArgument("the parameters are no JSON") from None
+            raise InvalidArgument("the parameters are not JSON") from None
         total = self.source.total if settings.limit is None else min(self.source.total, settings.limit)
         return {
             "model": self.model.fingerprint,
@@ -264,78 +266,81 @@ class _Job:
             "ordered": settings.ordered,
         }, settings.shard.size(total)
 
-    def _delivered(self, described: Mapping[str, Any], total: int) -> BatchSummary | None:
-        """The summary of a job whose results have left; None if there is something to do."""
-        if not self.target.delivers or self.settings.overwrite:
+    def _delivered_summary(self, identity: Mapping[str, Any], total: int) -> BatchSummary | None:
+        """Return the summary of a job that is finished and delivered; None otherwise."""
+        if not self.target.needs_delivery or self.settings.overwrite:
             return None
-        known = read_job(job_path(self.target.results))
-        if known is None or known.state != "finished":
+        progress = read_progress_file(progress_file_path(self.target.results))
+        if progress is None or progress.state != "finished":
             return None
-        check_same(self.target.results, known, JobFile(described, total))
+        check_same(self.target.results, progress, ProgressFile(identity, total))
         if self.settings.retry_failed:
             raise FailedPrecondition(f"{self.target} is finished and written: start over with --overwrite")
-        said = dict(known.summary)
-        said.update(resumed=total, seconds=0.0, items_per_second=0.0, failures=())
-        return BatchSummary(**said)
+        summary = dict(progress.summary)
+        summary.update(resumed=total, seconds=0.0, items_per_second=0.0, failures=())
+        return BatchSummary(**summary)
 
 
-class _Told:
-    """Progress for people: not too often, with a rate and what is left."""
+class _ProgressReport:
+    """Reports progress at intervals, with the rate and the remaining time."""
 
     def __init__(self, reporter: Reporter, clock: Clock, resumed: int) -> None:
         self._reporter = reporter
         self._clock = clock
         self._resumed = resumed
-        self._began = clock.monotonic()
-        self._due = self._began
+        self._started = clock.monotonic()
+        self._due = self._started
 
     def __call__(self, finished: int, failed: int) -> None:
-        """So many items are done."""
+        """Report progress, unless the last report is recent."""
         if self._clock.monotonic() >= self._due:
-            self.say(finished, failed)
+            self.report(finished, failed)
 
-    def say(self, finished: int, failed: int) -> None:
-        """The same, now."""
+    def report(self, finished: int, failed: int) -> None:
+        """Report progress now."""
         now = self._clock.monotonic()
-        self._due = now + _TOLD_SECONDS
-        rate = (finished - self._resumed) / max(now - self._began, 1e-9)
-        words = [f"{finished} of {self._reporter.total:g} items"]
+        self._due = now + _REPORT_SECONDS
+        rate = (finished - self._resumed) / max(now - self._started, 1e-9)
+        parts = [f"{finished} of {self._reporter.total:g} items"]
         if failed:
-            words.append(f"{failed} failed")
+            parts.append(f"{failed} failed")
         if finished > self._resumed:
-            left = ((self._reporter.total or 0) - finished) / rate
-            words += [f"{rate:.1f} items/s", f"{left:.0f} s left"]
-        self._reporter.update(done=finished, message=", ".join(words))
+            seconds_left = ((self._reporter.total or 0) - finished) / rate
+            parts += [f"{rate:.1f} items/s", f"{seconds_left:.0f} s left"]
+        self._reporter.update(done=finished, message=", ".join(parts))
 
 
-async def _bring_input(
-    settings: BatchSettings, progress: Progress, stopping: Stopping, use: CacheUse
+async def _fetch_input(
+    settings: BatchSettings, progress: Progress, stop_signal: StopSignal, use: CacheUse
 ) -> tuple[Path, str, bool]:
-    """The input as a local path; where the paths in it begin; whether it is a copy."""
-    place = parse_location(settings.input)
-    if isinstance(place, HubPlace):
-        raise InvalidArgument("the input is a model of the Hugging Face Hub: name a folder or a manifest")
-    if isinstance(place, LocalPlace):
-        path = place.path.absolute()
+    """Return the input as a local path, the base of its relative paths, and whether it is a download."""
+    location = parse_location(settings.input)
+    if isinstance(location, HubLocation):
+        raise InvalidArgument("the input is a model on the Hugging Face Hub: use a folder or a manifest")
+    if isinstance(location, LocalLocation):
+        path = location.path.absolute()
         if not path.exists():
-            raise NotFound(f"the input {settings.input} does not exist: give a folder, a .jsonl or a .parquet file")
+            raise NotFound(f"the input {settings.input} does not exist: use a folder, a .jsonl or a .parquet file")
         return path, str(path if path.is_dir() else path.parent), False
-    path = await in_thread(
-        lambda: bring_to(settings, place, progress, lambda: stopping.asked, use), "headrace-batch-download"
+    path = await run_in_thread(
+        lambda: fetch_to_path(settings, location, progress, lambda: stop_signal.requested, use),
+        "headrace-batch-download",
     )
     if path.is_dir():
         return path, str(path), True
-    above = str(place).rpartition("/")[0] if isinstance(place, ObjectPlace) else settings.input.rpartition("/")[0]
-    return path, above, True
+    parent = (
+        str(location).rpartition("/")[0] if isinstance(location, ObjectLocation) else settings.input.rpartition("/")[0]
+    )
+    return path, parent, True
 
 
-async def _unless_stopped(work: Any, stopping: Stopping) -> Any:
-    """Wait for something that can be given up."""
+async def _unless_stopped(work: Any, stop_signal: StopSignal) -> Any:
+    """Await something; cancel it at a stop."""
     task = asyncio.ensure_future(work)
-    stopping.listen(task.cancel)
+    stop_signal.listen(task.cancel)
     try:
         return await task
     except (asyncio.CancelledError, Cancelled):
-        if not stopping.asked:
+        if not stop_signal.requested:
             raise
-        raise Cancelled(f"{stopping.reason} before the first item: {_GO_ON}") from None
+        raise Cancelled(f"{stop_signal.reason} before the first item: {_CONTINUE_HINT}") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a program of a cluster runs, the operator as the model agent: connected, until a signal, with an exit code."""
+"""Run a program that is connected to an API server, the operator or the model agent, until a signal."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable
 
-from headrace.core.errors import HeadraceError
-from headrace.core.exit_codes import BAD_CONFIGURATION
-from headrace.fleet.cluster.api import Api, connect
+from headrace.core.errors import BAD_CONFIGURATION, HeadraceError
+from headrace.platforms.kubernetes_client.api import ApiClient, connect
 
-Work = Callable[[Api, asyncio.Event], Awaitable[int]]
-"""Works until the event is set; returns the exit code."""
+Work = Callable[[ApiClient, asyncio.Event], Awaitable[int]]
+"""Runs until the event is set; returns the exit code."""
 
 
 def run_until_signal(kubeconfig: str, context: str, work: Work, log: logging.Logger) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code."""
-    # They tell of every single call.
+    """Run until SIGTERM or SIGINT; return the exit code."""
+    # They log every call.
     for name in ("httpx2", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:

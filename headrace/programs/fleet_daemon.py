@@ -1,38 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The daemon of this machine's fleet: puts the parts together, runs until a signal, leaves what runs running.
+"""The daemon of the local fleet: assembles its parts, runs until a signal, and leaves services running.
 
-Called by `headrace up`.
+`headrace up` runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from typing import IO
 
 import uvloop
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition, HeadraceError
-from headrace.fleet.local.benchmarking import BENCHMARK, Benchmarks
-from headrace.fleet.local.control import Control
+from headrace.core.files import FileLock, list_folders, read_json, write_json
+from headrace.fleet.local.api_server import ApiServer
+from headrace.fleet.local.benchmark_controller import BENCHMARK, BenchmarkController
+from headrace.fleet.local.container_runtime import ContainerRuntime
 from headrace.fleet.local.controller import Controller
-from headrace.fleet.local.driving import Driver
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
-from headrace.fleet.local.machine import Machine
-from headrace.fleet.local.objects import Objects
-from headrace.fleet.local.process_driver import ProcessDriver
-from headrace.fleet.local.routing import Routers
+from headrace.fleet.local.object_store import DocumentStore, ServiceObjects
+from headrace.fleet.local.process_runtime import ProcessRuntime
+from headrace.fleet.local.scheduler import Scheduler
+from headrace.fleet.local.service_proxy import Routers
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.store import Store, each_folder, read_json, write_json
 from headrace.fleet.local.system import System
-from headrace.fleet.words import Document, kind_of
-from headrace.net.server import WireServer, run_until_signal
-from headrace.platforms.ports import Ports
+from headrace.net.server import HttpServer, run_until_signal
+from headrace.platforms.kubernetes_client.objects import Document, kind_of
+from headrace.platforms.node_resources import PortAllocator
 
 log = logging.getLogger("headrace.fleet")
 
@@ -40,105 +38,104 @@ FAILED = 1
 
 
 class Daemon:
-    """All parts. Used from one loop."""
+    """All parts of the daemon. Used from one loop."""
 
     def __init__(
         self,
         settings: LocalSettings,
-        machine: Machine | None = None,
-        driver: Driver | None = None,
+        scheduler: Scheduler | None = None,
+        runtime: ContainerRuntime | None = None,
         system: System | None = None,
     ) -> None:
         self.settings = settings
-        self._lock: IO[bytes] | None = None
+        self._lock = FileLock(settings.root / "lock")
         root = settings.root
         self.system = system = system or System(SystemClock())
         self.events = Events(root / "events.json", settings.events, system.now)
-        self.store = Store(root / "documents", system.now)
-        self.objects = Objects(root / "objects", system.now)
+        self.store = DocumentStore(root / "documents", system.now)
+        self.objects = ServiceObjects(root / "objects", system.now)
         self.routers = Routers(settings, system)
-        ports = Ports(root / "ports" / "pods", settings.host, *settings.pod_ports)
-        self.driver = driver or _driver(settings)
+        ports = PortAllocator(root / "ports" / "pods", settings.host, *settings.pod_ports)
+        self.runtime = runtime or _runtime(settings)
         self.kubelet = Kubelet(
-            settings, self.store, machine or Machine(ports), self.routers, self.events, self.driver, system
+            settings, self.store, scheduler or Scheduler(ports), self.routers, self.events, self.runtime, system
         )
         self.controller = Controller(
             settings, self.store, self.kubelet, self.routers, self.objects, self.events, system
         )
-        self.benchmarks = Benchmarks(settings, self.store, self.kubelet, self.events, lambda: self.controller.facts)
-        self.store.on_change = self._changed
+        self.benchmarks = BenchmarkController(
+            settings, self.store, self.kubelet, self.events, lambda: self.controller.facts
+        )
+        self.store.on_change = self._document_changed
         parts = (self.store, self.kubelet, self.controller, self.benchmarks, self.events)
-        self.control = Control(settings, *parts)
-        self.server = self.control.server()
+        self.api = ApiServer(settings, *parts)
+        self.server = self.api.server()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Find what is there, and begin. Raises FailedPrecondition."""
-        self._take()
-        _check_driver(self.settings)
-        await self.driver.open({each.name for each in each_folder(self.settings.root / "pods")})
-        for each in (self.events, self.store, self.objects, self.routers, self.kubelet, self.benchmarks):
-            each.load()
-        self._tasks = [asyncio.ensure_future(each.run()) for each in (self.controller, self.benchmarks)]
+        """Adopt what runs, and start. Raises FailedPrecondition."""
+        self._lock_root()
+        _check_runtime(self.settings)
+        await self.runtime.open({folder.name for folder in list_folders(self.settings.root / "pods")})
+        for part in (self.events, self.store, self.objects, self.routers, self.kubelet, self.benchmarks):
+            part.load()
+        self._tasks = [asyncio.ensure_future(part.run()) for part in (self.controller, self.benchmarks)]
         await self.server.start()
 
     async def close(self) -> None:
-        """Let go of everything; what runs goes on, unless it was meant to end with the daemon."""
+        """Close everything; services keep running, unless the daemon is ephemeral."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.settings.ephemeral:
-            await self.benchmarks.end_all()
-            await self.kubelet.end_all()
-            await self.routers.end_all()
+            await self.benchmarks.remove_all()
+            await self.kubelet.delete_all()
+            await self.routers.stop_all()
         await self.benchmarks.close()
         await self.kubelet.close()
-        await self.driver.close()
+        await self.runtime.close()
         await self.routers.close()
         self.events.flush()
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.release()
 
-    def _changed(self, document: Document) -> None:
-        self.benchmarks.changed(document)
-        if kind_of(document) != BENCHMARK:  # no service depends on one
-            self.controller.changed(document)
+    def _document_changed(self, document: Document) -> None:
+        self.benchmarks.document_changed(document)
+        if kind_of(document) != BENCHMARK:  # no service depends on a BenchmarkJob
+            self.controller.document_changed(document)
 
-    def _take(self) -> None:
+    def _lock_root(self) -> None:
         root = self.settings.root
         try:
-            root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = (root / "lock").open("ab")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._lock.acquire(0.0)
+        except TimeoutError:
             raise FailedPrecondition(f"a fleet runs in {root} already: stop it, or name another --state-dir") from None
         except OSError as error:
-            said = os.strerror(error.errno or 0)
-            raise FailedPrecondition(f"{root} cannot be used: {said}; name another --state-dir") from None
+            message = os.strerror(error.errno or 0)
+            raise FailedPrecondition(f"{root} cannot be used: {message}; name another --state-dir") from None
 
 
-def _driver(settings: LocalSettings) -> Driver:
+def _runtime(settings: LocalSettings) -> ContainerRuntime:
     if settings.driver == "process":
-        return ProcessDriver()
-    from headrace.fleet.local.docker_driver import DockerDriver
+        return ProcessRuntime()
+    from headrace.fleet.local.docker_runtime import DockerRuntime
     from headrace.platforms.docker.settings import DockerSettings
 
-    return DockerDriver(DockerSettings.from_environment(os.environ), settings)
+    return DockerRuntime(DockerSettings.from_environment(os.environ), settings)
 
 
-def _check_driver(settings: LocalSettings) -> None:
-    """What runs by one driver cannot be followed by another."""
+def _check_runtime(settings: LocalSettings) -> None:
+    """Check that the pods were started by the same runtime: another one cannot adopt them."""
     path = settings.root / "driver.json"
     before = str((read_json(path) or {}).get("driver", settings.driver))
-    if before != settings.driver and any(each_folder(settings.root / "pods")):
+    if before != settings.driver and any(list_folders(settings.root / "pods")):
         raise FailedPrecondition(
-            f"pods in {settings.root} run by --driver {before}: start it with that, or delete their services first"
+            f"pods in {settings.root} were started with --driver {before}: use that, or delete their services first"
         )
     write_json(path, {"driver": settings.driver})
 
 
-Beside = Callable[[Daemon], Awaitable[WireServer | None]]
-"""Starts one more server over a daemon that runs, if one is wanted: a room above this one knows how."""
+Beside = Callable[[Daemon], Awaitable[HttpServer | None]]
+"""Starts one more server beside a running daemon, such as the console."""
 
 
 def run_local(
@@ -160,6 +157,6 @@ async def _run(settings: LocalSettings, on_ready: Callable[[Daemon], None] | Non
         servers = [daemon.server] if more is None else [daemon.server, more]
         if on_ready is not None:
             on_ready(daemon)
-        return await run_until_signal(servers, 1.0, on_signal=daemon.controller.questions.close)
+        return await run_until_signal(servers, 1.0, on_signal=daemon.controller.watches.close)
     finally:
         await daemon.close()

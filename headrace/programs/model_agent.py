@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent as a program: works until a signal. Called by the CLI."""
+"""The model agent program: run the agent of one node until a signal."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ import asyncio
 import logging
 
 from headrace.core.errors import HeadraceError
-from headrace.fleet.agent.agent import Agent
-from headrace.fleet.agent.serving import AgentMetrics, server_of
-from headrace.fleet.agent.settings import AgentSettings
-from headrace.fleet.cluster.api import Api
+from headrace.fleet.agent.agent import Agent, AgentSettings
+from headrace.fleet.metrics import AgentMetrics, metrics_server
 from headrace.net.sockets import Address
+from headrace.platforms.kubernetes_client.api import ApiClient
 from headrace.programs.cluster_program import run_until_signal
 
 log = logging.getLogger("headrace.agent")
 
 
 def run_agent(settings: AgentSettings) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code."""
+    """Run until SIGTERM or SIGINT; return the exit code."""
     return run_until_signal(settings.kubeconfig, settings.context, lambda api, stop: work(api, settings, stop), log)
 
 
-async def work(api: Api, settings: AgentSettings, stop: asyncio.Event) -> int:
-    """Work until told to stop. Returns the exit code; raises HeadraceError for what cannot work."""
+async def work(api: ApiClient, settings: AgentSettings, stop: asyncio.Event) -> int:
+    """Run until `stop` is set. Return the exit code. Raises HeadraceError."""
     metrics = AgentMetrics(api)
-    server = server_of(metrics, Address.parse(settings.address)) if settings.address else None
+    server = metrics_server(metrics, Address.parse(settings.address)) if settings.address else None
     agent = Agent(api, settings, metrics)
     try:
         if server is not None:

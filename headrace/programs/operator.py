@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller as a program: waits until it leads, follows the cluster, works until a signal. Called by the CLI."""
+"""The operator program: watch the cluster, wait for leadership, reconcile until a signal."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.core.errors import FailedPrecondition, HeadraceError
-from headrace.fleet.agent.summing import ModelStatuses
-from headrace.fleet.cluster.api import Api, Refused, Unreachable
-from headrace.fleet.cluster.configuration import CONFIG_MAP, configured
-from headrace.fleet.cluster.events import Recorder
-from headrace.fleet.cluster.leading import Leader, LeaseSettings
-from headrace.fleet.cluster.queue import Queue
-from headrace.fleet.cluster.reconciling import Reconciler, utc_now
-from headrace.fleet.cluster.resources import SETTINGS, Served
-from headrace.fleet.cluster.serving import OperatorMetrics, server_of
-from headrace.fleet.cluster.view import View
-from headrace.fleet.cluster.webhooks.reviews import Sight
+from headrace.fleet.agent.model_status import ModelStatuses
+from headrace.fleet.cluster.configuration import CONFIG_MAP, settings_from
+from headrace.fleet.cluster.events import EventRecorder
+from headrace.fleet.cluster.reconciler import Reconciler, utc_now
+from headrace.fleet.cluster.view import ClusterView
+from headrace.fleet.cluster.webhooks.reviews import ClusterSnapshot
 from headrace.fleet.cluster.webhooks.settings import WebhookSettings
+from headrace.fleet.documents import FleetSettings
+from headrace.fleet.metrics import OperatorMetrics, metrics_server
 from headrace.fleet.names import NAMESPACE
-from headrace.fleet.words import FleetSettings
 from headrace.net.sockets import Address
+from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable
+from headrace.platforms.kubernetes_client.leader_election import LeaderElector, LeaseSettings
+from headrace.platforms.kubernetes_client.objects import CONFIG_MAPS
+from headrace.platforms.kubernetes_client.work_queue import WorkQueue
 from headrace.programs.cluster_program import run_until_signal
 
 if TYPE_CHECKING:
-    from headrace.fleet.cluster.webhooks.running import Webhooks
+    from headrace.fleet.cluster.webhooks.server import Webhooks
 
 log = logging.getLogger("headrace.operator")
 
@@ -41,64 +41,66 @@ LOST_LEAD = 3
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """What the operator is told."""
+    """Settings of the operator."""
 
     kubeconfig: str = ""
     """"": in a pod its service account, else KUBECONFIG or ~/.kube/config."""
     context: str = ""
     namespace: str = NAMESPACE
-    """Its own: where its Lease and `inferenceservice-config` are."""
+    """The operator's own namespace, with its Lease and `inferenceservice-config`."""
     elect: bool = True
-    """Off for a single one: then an idle operator writes nothing at all."""
+    """Leader election. Off for a single operator: then it writes nothing while idle."""
     workers: int = 4
     address: str = ""
-    """Where `/metrics` and `/healthz` are, `host:port`; "": nowhere."""
+    """`host:port` of `/metrics` and `/healthz`; "": do not serve them."""
     discover_seconds: float = 60.0
-    """How often to look whether Knative, KEDA and the like came or went, and what `inferenceservice-config` says."""
+    """Interval of the discovery of optional resource types (Knative, KEDA) and of reading `inferenceservice-config`."""
     fleet: FleetSettings = field(default_factory=FleetSettings)
     webhooks: WebhookSettings | None = None
-    """Where the API server may ask about documents before it keeps them; None: it does not."""
+    """Admission webhooks; None: do not serve them."""
 
 
 class Controller:
-    """Follows a cluster and brings its services to what they ask for."""
+    """Watches a cluster and reconciles its services, benchmarks and models."""
 
-    def __init__(self, api: Api, settings: OperatorSettings, metrics: OperatorMetrics | None = None) -> None:
+    def __init__(self, api: ApiClient, settings: OperatorSettings, metrics: OperatorMetrics | None = None) -> None:
         self.api = api
         self.metrics = metrics or OperatorMetrics(api)
         self._settings = settings
-        self._queue = Queue(self._reconcile, settings.workers)
-        self._view = View(api, settings.fleet, self._queue.add)
-        self._reconciler = Reconciler(api, self._view, Recorder(api, utc_now), later=self._queue.add_later)
+        self._queue = WorkQueue(self._reconcile, settings.workers)
+        self._view = ClusterView(api, settings.fleet, self._queue.add)
+        self._reconciler = Reconciler(api, self._view, EventRecorder(api, utc_now), add_after=self._queue.add_after)
         self._models = ModelStatuses(api, settings.namespace)
         self._seen = asyncio.Event()
 
     @property
     def settled(self) -> bool:
-        """Whether everything was seen, and nothing is left to do."""
+        """Whether the caches are synced and the queues are empty."""
         return self._view.complete and self._queue.idle and self._models.settled
 
     @property
-    def sight(self) -> Sight:
-        """What is known of the cluster."""
-        return Sight(self._view.facts, self._view.complete)
+    def snapshot(self) -> ClusterSnapshot:
+        """The cached state of the cluster, for the webhooks."""
+        return ClusterSnapshot(self._view.facts, self._view.complete)
 
     async def run(self) -> None:
-        """Follow and work until cancelled."""
+        """Watch and reconcile until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.follow())
             group.create_task(self.work())
 
     async def follow(self) -> None:
-        """Keep the view up to date until cancelled.
+        """Keep the cache up to date until cancelled.
 
-        Those that do not lead do so, too: for their webhooks, and to be quick when their time comes.
+        Replicas that do not lead do so, too: for their webhooks, and to take over quickly.
         """
         try:
             while not self._view.complete:
                 await self._discover()
                 if not self._view.complete:
-                    log.warning("waiting for our kinds: run `headrace operator manifests | kubectl apply -f -`")
+                    log.warning(
+                        "waiting for the custom resource definitions: run `headrace operator manifests | kubectl apply -f -`"
+                    )
                     await asyncio.sleep(min(5.0, self._settings.discover_seconds))
             self._seen.set()
             while True:
@@ -108,7 +110,7 @@ class Controller:
             await self._view.close()
 
     async def work(self) -> None:
-        """Bring services to what they ask for, and models to what the nodes tell, once all was seen, until cancelled."""
+        """Reconcile services and models until cancelled, once the cache is synced."""
         await self._seen.wait()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._queue.run())
@@ -122,40 +124,39 @@ class Controller:
         return done
 
     async def _discover(self) -> None:
-        """Never raises for what the API server says or does not say: what is known stays."""
+        """Discover resource types and read the settings. Errors of the API server are logged: the cache stays."""
         try:
             config = await self._api_config()
             self._view.set_settings(config)
             if await self._view.discover():
-                # A kind that is taken away just now is never listed: only another look finds that out.
+                # A type that was just removed never syncs: the next discovery notices.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._settings.discover_seconds):
-                        await self._view.listed()
-                self._view.ask_all()
-        except (Refused, Unreachable) as error:
-            log.warning("cannot look which kinds the cluster has: %s", error)
+                        await self._view.wait_synced()
+                self._view.enqueue_all()
+        except (ApiError, Unreachable) as error:
+            log.warning("cannot discover the resource types of the cluster: %s", error)
 
     async def _api_config(self) -> FleetSettings:
-        where = Served(SETTINGS, "v1")
         try:
-            found = await self.api.get(where, self._settings.namespace, CONFIG_MAP)
-        except Refused as refused:
-            log.warning("%s/%s cannot be read: %s", self._settings.namespace, CONFIG_MAP, refused)
-            found = None
-        return configured(self._settings.fleet, found)
+            config_map = await self.api.get(CONFIG_MAPS, self._settings.namespace, CONFIG_MAP)
+        except ApiError as error:
+            log.warning("cannot read %s/%s: %s", self._settings.namespace, CONFIG_MAP, error)
+            config_map = None
+        return settings_from(self._settings.fleet, config_map)
 
 
 def run_operator(settings: OperatorSettings) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code."""
+    """Run until SIGTERM or SIGINT; return the exit code."""
     return run_until_signal(settings.kubeconfig, settings.context, lambda api, stop: operate(api, settings, stop), log)
 
 
-async def operate(api: Api, settings: OperatorSettings, stop: asyncio.Event) -> int:
-    """Lead, and work, until told to stop or until another leads. Returns the exit code."""
+async def operate(api: ApiClient, settings: OperatorSettings, stop: asyncio.Event) -> int:
+    """Run until `stop` is set or leadership is lost. Return the exit code."""
     identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
-    leader = Leader(api, LeaseSettings(settings.namespace, identity), utc_now) if settings.elect else None
+    leader = LeaderElector(api, LeaseSettings(settings.namespace, identity), utc_now) if settings.elect else None
     metrics = OperatorMetrics(api)
-    server = server_of(metrics, Address.parse(settings.address)) if settings.address else None
+    server = metrics_server(metrics, Address.parse(settings.address)) if settings.address else None
     controller = Controller(api, settings, metrics)
     webhooks = _webhooks(controller, settings.webhooks.checked()) if settings.webhooks is not None else None
     tasks: list[asyncio.Task[Any]] = []
@@ -169,9 +170,9 @@ async def operate(api: Api, settings: OperatorSettings, stop: asyncio.Event) -> 
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return 0 if tasks[0] in ended else _code(next(iter(ended)))
     finally:
-        # Whatever works ends before another may lead.
-        for each in reversed(tasks):
-            each.cancel()
+        # All work stops before another replica may lead.
+        for task in reversed(tasks):
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if leader is not None:
             await leader.release()
@@ -181,34 +182,34 @@ async def operate(api: Api, settings: OperatorSettings, stop: asyncio.Event) -> 
 
 def _webhooks(controller: Controller, settings: WebhookSettings) -> Webhooks:
     try:
-        from headrace.fleet.cluster.webhooks.running import Webhooks
+        from headrace.fleet.cluster.webhooks.server import Webhooks
     except ImportError:
         raise FailedPrecondition("webhooks need cryptography: pip install 'headrace[kubernetes]'") from None
-    return Webhooks(controller.api, settings, lambda: controller.sight, controller.metrics.registry, utc_now)
+    return Webhooks(controller.api, settings, lambda: controller.snapshot, controller.metrics.registry, utc_now)
 
 
-async def _lead(controller: Controller, leader: Leader | None, webhooks: Webhooks | None) -> int:
-    """Work while this process leads."""
+async def _lead(controller: Controller, leader: LeaderElector | None, webhooks: Webhooks | None) -> int:
+    """Reconcile while this process is the leader."""
     if leader is not None:
         await leader.acquire()
     controller.metrics.leads.set(1)
     if webhooks is not None:
         webhooks.lead()
     work = asyncio.create_task(controller.work())
-    lost = asyncio.create_task(leader.keep() if leader is not None else asyncio.Event().wait())
+    lost = asyncio.create_task(leader.renew() if leader is not None else asyncio.Event().wait())
     try:
         await asyncio.wait([work, lost], return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             await work
         return LOST_LEAD
     finally:
-        for each in (work, lost):
-            each.cancel()
+        for task in (work, lost):
+            task.cancel()
         await asyncio.gather(work, lost, return_exceptions=True)
 
 
 def _code(ended: asyncio.Task[Any]) -> int:
-    """The exit code for a part that ended by itself. Raises HeadraceError, which says what to do."""
+    """Return the exit code after a task that ended by itself. Raises its HeadraceError."""
     error = ended.exception()
     if isinstance(error, HeadraceError):
         raise error

@@ -1,139 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as a program: puts the proxies of `headrace.router` on a port, serves until a signal, and drains.
-
-Called by `headrace router`.
-"""
+"""The program `headrace router`: serve the proxies on one port, reload settings, and drain on a signal."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import uvloop
 
-from headrace.core.errors import HeadraceError
-from headrace.core.exit_codes import BAD_CONFIGURATION
+from headrace.core.errors import BAD_CONFIGURATION, HeadraceError
 from headrace.core.limits import Limits
-from headrace.core.telemetry.access import log_access
+from headrace.core.telemetry.logs import log_access
 from headrace.core.telemetry.tracing import NO_TRACING, open_tracing
-from headrace.fleet.router.h2.proxy import GrpcProxy
+from headrace.fleet.router.discovery import file_changes, file_signature
+from headrace.fleet.router.grpc.proxy import GrpcProxy
 from headrace.fleet.router.proxy import RouterProxy
+from headrace.fleet.router.scale_targets import Scaler
 from headrace.fleet.router.settings import RouterSettings
-from headrace.fleet.router.waking.scaler import Scaler
 from headrace.net.http.routes import Routes
 from headrace.net.negotiation import NegotiatingProtocol
-from headrace.net.server import WireServer, run_until_signal
+from headrace.net.server import HttpServer, run_until_signal
 from headrace.net.site import Site
 from headrace.net.sockets import Address
 from headrace.net.tls import TlsFiles
-from headrace.programs.router_reloading import Reloading
 
 log = logging.getLogger("headrace.apps")
+
+_FIXED = ("address", "tls", "limits", "grace_seconds", "access_log", "trace_endpoint")
+"""Settings that need a restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterAppSettings:
-    """What `headrace router` can be told."""
+    """Settings of `headrace router`."""
 
     router: RouterSettings
     address: Address
     tls: TlsFiles | None = None
     limits: Limits = field(default_factory=Limits)
     grace_seconds: float = 30.0
-    """How long a request in flight may take after SIGTERM."""
+    """How long open requests may take after SIGTERM."""
     access_log: bool = False
     trace_endpoint: str = ""
-    """An OTLP/HTTP collector for the cold starts of what sleeps; "": none."""
+    """OTLP/HTTP collector for the traces of cold starts; "": none."""
     config: str = ""
-    """The file that they come from, if any: they are read anew when it changes, and on SIGHUP."""
+    """The configuration file, if any. Settings are read again when it changes, and on SIGHUP."""
 
 
 OnReady = Callable[[RouterProxy, Address], None]
+ReadSettings = Callable[[], RouterAppSettings]
 
 
-Reread = Callable[[], RouterAppSettings]
+def run_router(
+    settings: RouterAppSettings, on_ready: OnReady | None = None, read_settings: ReadSettings | None = None
+) -> int:
+    """Run the router until a signal; returns the exit code.
 
-
-def run_router(settings: RouterAppSettings, on_ready: OnReady | None = None, reread: Reread | None = None) -> int:
-    """Route until a signal; returns the exit code.
-
-    `on_ready` is called once the port is open, `reread` when the settings may be others.
+    on_ready: called once the port is open. read_settings: called when the settings may have changed.
     """
     try:
-        return uvloop.run(_run(settings, on_ready, reread))
+        return uvloop.run(_run(settings, on_ready, read_settings))
     except HeadraceError as error:
         log.error("%s", error.message)
         return BAD_CONFIGURATION
 
 
-async def _run(settings: RouterAppSettings, on_ready: OnReady | None, reread: Reread | None) -> int:
+async def _run(settings: RouterAppSettings, on_ready: OnReady | None, read_settings: ReadSettings | None) -> int:
     tracer = open_tracing(settings.trace_endpoint, "headrace-router") if settings.trace_endpoint else NO_TRACING
-    proxy = RouterProxy(settings.router, _scaler(settings.router), tracer, _scaler)
-    _tell_of_wakes(proxy)
+    proxy = RouterProxy(settings.router, make_scaler(settings.router), tracer, make_scaler)
+    report_cold_starts(proxy)
     grpc = GrpcProxy(proxy.backends, settings.router, budget=proxy.budget)
-    grpc.waking = proxy.waking
-    grpc.line = proxy.line
-    proxy.on_renew.append(grpc.renew)
+    grpc.activator = proxy.activator
+    grpc.queue = proxy.queue
+    proxy.on_update.append(grpc.update_settings)
 
-    def wake_alike(_: RouterSettings) -> None:
-        grpc.waking = proxy.waking
-        _tell_of_wakes(proxy)
+    def share_activator(_: RouterSettings) -> None:
+        grpc.activator = proxy.activator
+        report_cold_starts(proxy)
 
-    proxy.on_renew.append(wake_alike)
+    proxy.on_update.append(share_activator)
     site = build_router_site(proxy, grpc, settings)
-    server = WireServer(site, settings.address, partial(NegotiatingProtocol, site), tls=settings.tls)
-    stop = partial(proxy.stop_being_ready, settings.grace_seconds)
-    reloading = Reloading(settings, proxy, reread) if reread is not None else None
+    server = HttpServer(site, settings.address, partial(NegotiatingProtocol, site), tls=settings.tls)
+    on_signal = partial(proxy.drain, settings.grace_seconds)
+    reloader = SettingsReloader(settings, proxy, read_settings) if read_settings is not None else None
     try:
-        # Who is up is known before the first request comes.
+        # The state of the backends is known before the first request.
         await proxy.start()
         grpc.start()
         await server.start()
-        # What exists now lives as long as the process: the collector need not look at it again.
+        # Objects that exist now live as long as the process: the garbage collector need not scan them again.
         gc.collect()
         gc.freeze()
         if on_ready is not None:
             on_ready(proxy, server.address)
-        if reloading is not None:
-            reloading.start()
-        return await run_until_signal([server], settings.grace_seconds, on_signal=stop)
+        if reloader is not None:
+            reloader.start()
+        return await run_until_signal([server], settings.grace_seconds, on_signal=on_signal)
     finally:
-        if reloading is not None:
-            await reloading.close()
+        if reloader is not None:
+            await reloader.close()
         await grpc.close()
         await proxy.close()
         tracer.close()
 
 
-def _scaler(settings: RouterSettings) -> Scaler | None:
+def make_scaler(settings: RouterSettings) -> Scaler | None:
+    """Return the scaler for the activation targets; None without activation."""
     if settings.activation is None:
         return None
     if settings.activation.local is not None:
-        from headrace.fleet.router.waking.local import LocalScaler
+        from headrace.programs.router_scalers import LocalScaler
 
         return LocalScaler(settings.activation.local)
-    from headrace.fleet.router.waking.kubernetes import connect
+    from headrace.programs.router_scalers import connect_kubernetes
 
-    return connect()
+    return connect_kubernetes()
 
 
-def _tell_of_wakes(proxy: RouterProxy) -> None:
-    """The daemon of this machine has a place for them: `headrace describe` shows the last one."""
-    waking = proxy.waking
-    if waking is None or waking.settings.local is None:
+def report_cold_starts(proxy: RouterProxy) -> None:
+    """Report cold starts to the fleet daemon of this machine: `headrace describe` shows the last one."""
+    activator = proxy.activator
+    if activator is None or activator.settings.local is None:
         return
-    from headrace.fleet.router.waking.local import LocalScaler
+    from headrace.programs.router_scalers import LocalScaler
 
-    scaler, first = waking.scaler, waking.settings.targets[0]
+    scaler, target = activator.scaler, activator.settings.targets[0]
     if isinstance(scaler, LocalScaler):
-        waking.told.on_woken = lambda wake: scaler.tell(first, wake.seconds())
+        activator.cold_starts.on_cold_start = lambda cold_start: scaler.report(target, cold_start.seconds())
 
 
 def build_router_site(proxy: RouterProxy, grpc: GrpcProxy | None, settings: RouterAppSettings) -> Site:
-    """Both proxies on one site: any port of it speaks HTTP/1.1, HTTP/2 and gRPC."""
+    """Return a site with both proxies: any port of it serves HTTP/1.1, HTTP/2 and gRPC."""
     routes = Routes()
     proxy.add_to(routes)
     return Site(
@@ -142,3 +144,58 @@ def build_router_site(proxy: RouterProxy, grpc: GrpcProxy | None, settings: Rout
         limits=settings.limits,
         access_log=log_access if settings.access_log else None,
     )
+
+
+class SettingsReloader:
+    """Reads the settings again when their file changes, and on SIGHUP.
+
+    Invalid settings are logged and the old ones stay; settings that need a restart are logged too.
+    """
+
+    def __init__(self, settings: RouterAppSettings, proxy: RouterProxy, read_settings: ReadSettings) -> None:
+        self._settings = settings
+        self._proxy = proxy
+        self._read_settings = read_settings
+        self._requested = asyncio.Event()
+        self._signature = file_signature(settings.config) if settings.config else None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start to watch the file and SIGHUP."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._requested.set)
+        self._tasks = [loop.create_task(self._run())]
+        if self._settings.config:
+            self._tasks.append(loop.create_task(self._watch()))
+
+    async def close(self) -> None:
+        """Stop watching."""
+        if self._tasks:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        async for _ in file_changes(self._settings.config, known=self._signature):
+            self._requested.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._requested.wait()
+            self._requested.clear()
+            try:
+                await self._reload()
+            except HeadraceError as error:
+                log.warning("Settings not reloaded, the old ones stay: %s", error.message)
+            except Exception:
+                log.exception("Settings not reloaded, the old ones stay")
+
+    async def _reload(self) -> None:
+        settings = self._read_settings()
+        fixed = [name for name in _FIXED if getattr(settings, name) != getattr(self._settings, name)]
+        fixed += await self._proxy.update_settings(settings.router)
+        if fixed:
+            log.warning("Settings reloaded, but these need a restart of the router: %s", ", ".join(fixed))
+        else:
+            log.info("Settings reloaded")

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from headrace.api.openai.errors import _KINDS as OPENAI
-from headrace.api.v1.accounts import _CODES as V1
+from headrace.api.v1.status import _CODES as V1
 from headrace.core.errors import Code
 from headrace.net.grpc.status import GRPC_STATUS
-from headrace.net.http.status import HTTP_STATUS
+from headrace.net.http.heads import HTTP_STATUS
 
 REQUEST, SERVER = "invalid_request_error", "server_error"
 EXPECTED = {

@@ -57,7 +57,7 @@ def memory_of(process: psutil.Process) -> int:
     return int(process.memory_info().rss)
 
 
-def check_told(served: Served, case: Case, what: str) -> None:
+def check_shapes_known(served: Served, case: Case, what: str) -> None:
     """A load must fail, with a reason that names the file and says what to do."""
     error = refusal(served.load, case.name)
     assert isinstance(error, InvalidArgument | FailedPrecondition | NotFound), f"{what}: {error!r}"

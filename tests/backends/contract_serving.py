@@ -24,7 +24,7 @@ from headrace.backends.contract import EngineServices, Model, ModelFiles, Placem
 from headrace.backends.table import backend_named
 from headrace.core.dtypes import BF16, dtype_named
 from headrace.core.errors import HeadraceError
-from headrace.core.messages import InferRequest, InferResponse, RequestedOutput
+from headrace.core.requests import InferRequest, InferResponse, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine, EngineSettings, open_engine
@@ -141,7 +141,7 @@ class Served:
 
     def opened(self, name: str) -> tuple[Model, Any]:
         """A model and an instance of it beside the engine's own, made as the engine makes them."""
-        services: EngineServices = self._engine._opener._services
+        services: EngineServices = self._engine._loader._services
         model = backend_named(self.config(name).backend).load(self.config(name), self.files(name), services)
         return model, model.open(self.placement(name))
 

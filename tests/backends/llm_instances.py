@@ -20,9 +20,9 @@ from headrace.backends.llm.instance import LlmInstance
 from headrace.core.clock import SystemClock
 from headrace.core.errors import HeadraceError
 from headrace.core.generation import Generation, GenerationRequest
-from headrace.core.handing import HandingSettings
-from headrace.core.messages import InferRequest
-from headrace.core.telemetry.registry import Registry
+from headrace.core.kv_transfer import KvTransferSettings
+from headrace.core.requests import InferRequest
+from headrace.core.telemetry.metrics import Registry
 from headrace.models.config.types import ModelConfig, OutputSpec
 from support import llm_models
 
@@ -76,10 +76,10 @@ class Caller:
 class Services:
     """Of the server's engine: only what is used."""
 
-    def __init__(self, handing: HandingSettings | None = None) -> None:
+    def __init__(self, handing: KvTransferSettings | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.metrics = Registry(SystemClock())
-        self.handing = handing or HandingSettings()
+        self.kv_transfer = handing or KvTransferSettings()
 
 
 class Served:
@@ -107,7 +107,7 @@ class Served:
 
     async def quiet(self) -> None:
         """Until the engine has nothing to do."""
-        while self.engine._jobs:
+        while self.engine._requests:
             await asyncio.sleep(0.005)
 
     def value(self, name: str) -> float:
@@ -117,7 +117,7 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    folder: Path | None = None, handing: HandingSettings | None = None, **parameters: str
+    folder: Path | None = None, handing: KvTransferSettings | None = None, **parameters: str
 ) -> AsyncIterator[Served]:
     with TemporaryDirectory() as place:
         version = folder or llm_models.tiny_llama(Path(place) / "tiny" / "1")

@@ -7,8 +7,8 @@ import json
 from functools import cache
 from typing import Any
 
-from headrace.backends.llm.text.templates import ChatTemplate
-from headrace.backends.llm.text.tokenizer import Tokenizer
+from headrace.backends.llm.chat_template import ChatTemplate
+from headrace.backends.llm.tokenizer import Tokenizer
 
 _TEXTS = [
     "the quick brown fox jumps over the lazy dog; the river runs to the sea, and back again",

@@ -18,12 +18,11 @@ import onnxruntime as ort
 
 from headrace.backends.contract import ModelFiles, Placement
 from headrace.backends.netdef.backend import NetDefBackend
-from headrace.backends.netdef.files import Pair, parse_net
-from headrace.backends.netdef.schema import caffe2_message
+from headrace.backends.netdef.files import Pair, caffe2_message, parse_net
 from headrace.backends.netdef.translation import InputTensor, translate
 from headrace.backends.onnx.backend import OnnxInstance
 from headrace.core.dtypes import FP32, DType, dtype_of
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec
 
 Array = np.ndarray[Any, Any]

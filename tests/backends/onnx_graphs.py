@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.backends.onnx.backend import OnnxBackend, OnnxInstance
 from headrace.core.dtypes import DTYPES, FP32, DType
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec
 
 CPU = Placement("test_0_cpu")

@@ -17,7 +17,7 @@ from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.backends.pytorch.backend import PyTorchBackend
 from headrace.backends.pytorch.instance import TorchInstance
 from headrace.core.dtypes import FP32, DType
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec
 
 CPU = Placement("test_0_cpu")

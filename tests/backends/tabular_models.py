@@ -13,7 +13,7 @@ from typing import Any, cast
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.backends.table import backend_named
 from headrace.core.dtypes import DType
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec
 
 Tensors = Mapping[str, tuple[DType, Dims]]

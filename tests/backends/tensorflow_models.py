@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.core.dtypes import DTYPES, FP32, DType
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec
 from support.late_imports import late
 

@@ -17,7 +17,7 @@ from fake_tensorrt import REAL_CUDA, install
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.core.dtypes import FP32, DType
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec
 
 IS_REAL = bool(os.environ.get(REAL_CUDA))

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from case import Arrays, Case
-from contract_bench import Bench, bits_of, check_told, memory_of, replace_file, shape_of
+from contract_bench import Bench, bits_of, check_shapes_known, memory_of, replace_file, shape_of
 from contract_cases import MODULES, cases_of, for_each, write_cases
 from contract_files import Canary, cut_and_emptied, impostors, scratched
 from contract_serving import Served, as_received, check, dtype_other_than, refusal
@@ -348,7 +348,7 @@ def test_a_file_that_is_no_model_is_told_and_can_be_replaced(bench: Bench, tmp_p
         try:
             for what, content in {**cut_and_emptied(whole), **impostors(canary), "nothing": None}.items():
                 replace_file(file, content)
-                check_told(served, case, what)
+                check_shapes_known(served, case, what)
                 assert not canary.sang, f"{what} was executed"
             if neighbour is not case:
                 given = neighbour.inputs(1, 1)
@@ -377,7 +377,7 @@ def test_a_file_that_is_no_model_is_told_without_a_configuration(bench: Bench, t
         try:
             for what, content in {**cut_and_emptied(whole), **impostors(canary)}.items():
                 replace_file(file, content)
-                check_told(served, case, what)
+                check_shapes_known(served, case, what)
                 assert not canary.sang, f"{what} was executed"
         finally:
             replace_file(file, whole)

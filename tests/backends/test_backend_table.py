@@ -16,7 +16,7 @@ from contract_cases import MODULES, cases_of
 from contract_serving import Served
 
 from headrace.backends.contract import Backend
-from headrace.backends.table import BACKENDS, BY_HAND, EXTRAS, backend_named
+from headrace.backends.table import BACKENDS, EXTRAS, INSTALL_HINTS, backend_named
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.drafts import read_draft
 from headrace.models.config.formats import FORMATS
@@ -67,7 +67,7 @@ def test_every_format_has_a_case(tmp_path: Path) -> None:
 
 def test_every_backend_has_its_methods_and_says_how_to_install_it() -> None:
     for name in BACKENDS:
-        if name in BY_HAND:
+        if name in INSTALL_HINTS:
             continue
         with warnings.catch_warnings(action="ignore"):  # of the frameworks, about themselves
             backend = backend_named(name)
@@ -110,8 +110,8 @@ for name in BACKENDS:
     told = dict(line.split(": ", 1) for line in run_python(code).splitlines())
     assert told.keys() == BACKENDS.keys()
     for name, text in told.items():
-        if name in BY_HAND:
-            assert "not installed" in text and BY_HAND[name] in text
+        if name in INSTALL_HINTS:
+            assert "not installed" in text and INSTALL_HINTS[name] in text
         elif name in EXTRAS:
             assert "not installed" in text and f"pip install 'headrace[{EXTRAS[name]}]'" in text
         else:
@@ -168,7 +168,7 @@ def test_a_backend_that_several_threads_ask_for_first_is_made_once(
     (tmp_path / "slow_to_make.py").write_text(SLOW_TO_MAKE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(BACKENDS, "slow_to_make", "slow_to_make:SlowBackend")
-    monkeypatch.setattr("headrace.backends.table._MADE", {})
+    monkeypatch.setattr("headrace.backends.table._LOADED", {})
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(backend_named, ["slow_to_make"] * 4))
     assert len({id(backend) for backend in made}) == 1

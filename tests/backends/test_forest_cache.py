@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from tabular_models import configured, opened, placed, told
 
-from headrace.backends.tabular import checked_files, lightgbm_text, lightgbm_trees, remembering, ubjson, xgboost_file
-from headrace.backends.tabular.xgboost_trees import PackedTrees, _Passed
+from headrace.backends.tabular import check_cache, lightgbm_file, ubjson, xgboost_file
+from headrace.backends.tabular.xgboost_file import PackedTrees, _Passed
 from headrace.core.dtypes import FP32, FP64
 from headrace.core.errors import InvalidArgument
 from support.late_imports import late
@@ -49,10 +49,10 @@ def answer_of(kind: str, folder: Path, content: bytes | None, **parameters: str)
 def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Path]]:
     """What is in the cache, which is the test's own and takes small files too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(checked_files.SWITCH, raising=False)
-    monkeypatch.setattr(remembering, "LEAST_BYTES", 0)
+    monkeypatch.delenv(check_cache.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(check_cache, "MIN_FILE_BYTES", 0)
     # No file of a test is old enough for its digest to be remembered, however slow the machine.
-    monkeypatch.setattr(remembering, "SETTLED_SECONDS", 1e9)
+    monkeypatch.setattr(check_cache, "SETTLED_SECONDS", 1e9)
     folder = tmp_path / "cache" / "headrace" / "checked"
     return lambda: sorted(folder.iterdir()) if folder.exists() else []
 
@@ -73,8 +73,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     counted(_Passed, "are_trees")
     counted(xgboost_file, "_tree")
-    counted(lightgbm_text, "read_trees")
-    counted(lightgbm_trees, "_checked")
+    counted(lightgbm_file, "read_trees")
+    counted(lightgbm_file, "_checked")
     return seen
 
 
@@ -99,13 +99,13 @@ def test_the_second_load_checks_no_tree_and_answers_the_same(
 def hashes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each file that was read was hashed."""
     seen: list[bool] = []
-    genuine = remembering.read_whole
+    genuine = check_cache.read_file
 
-    def read_whole(file: Path, *, hashed: bool = True) -> tuple[bytearray, str]:
+    def read_file(file: Path, *, hashed: bool = True) -> tuple[bytearray, str]:
         seen.append(hashed)
         return genuine(file, hashed=hashed)
 
-    monkeypatch.setattr(remembering, "read_whole", read_whole)
+    monkeypatch.setattr(check_cache, "read_file", read_file)
     return seen
 
 
@@ -113,7 +113,7 @@ def test_a_file_that_lies_untouched_is_not_even_hashed(
     tmp_path: Path, entries: Any, checks: list[str], hashes: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = answer_of("ubj", tmp_path, content_of("ubj"))
-    monkeypatch.setattr(remembering, "SETTLED_SECONDS", -1e9)
+    monkeypatch.setattr(check_cache, "SETTLED_SECONDS", -1e9)
     looks = len(checks)
     for _ in range(3):
         np.testing.assert_array_equal(answer_of("ubj", tmp_path, None), first)
@@ -135,16 +135,16 @@ def test_a_file_that_lies_untouched_is_not_even_hashed(
 def test_a_file_that_changes_while_it_is_read_is_hashed_after_all(
     tmp_path: Path, entries: Any, checks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remembering, "SETTLED_SECONDS", -1e9)
+    monkeypatch.setattr(check_cache, "SETTLED_SECONDS", -1e9)
     answer_of("ubj", tmp_path, content_of("ubj"))
     other = bytes(xgboost_case.booster("binary:logistic").save_raw("ubj"))
-    genuine = remembering.read_whole
+    genuine = check_cache.read_file
 
     def overtaken(file: Path, *, hashed: bool = True) -> tuple[bytearray, str]:
         file.write_bytes(other)
         return genuine(file, hashed=hashed)
 
-    monkeypatch.setattr(remembering, "read_whole", overtaken)
+    monkeypatch.setattr(check_cache, "read_file", overtaken)
     looks = len(checks)
     answer_of("ubj", tmp_path, None)
     assert len(checks) > looks
@@ -196,7 +196,7 @@ def test_other_checks_and_another_library_check_again(
     backend = import_module(f"headrace.backends.tabular.{'lightgbm' if kind == 'txt' else 'xgboost'}")
     library = backend.lgb if kind == "txt" else backend.xgb
     for count, (owner, name, value) in enumerate(
-        [(backend, "CHECKS", 999), (library, "__version__", "0.0"), (remembering, "__version__", "9.9")], 2
+        [(backend, "CHECKS", 999), (library, "__version__", "0.0"), (check_cache, "__version__", "9.9")], 2
     ):
         monkeypatch.setattr(owner, name, value)
         looks = len(checks)
@@ -213,15 +213,15 @@ def test_the_switches_keep_nothing(
     assert entries() == []
     with pytest.raises(InvalidArgument, match="parameter checked_file_cache is 'perhaps'"):
         answer_of(kind, tmp_path, None, checked_file_cache="perhaps")
-    monkeypatch.setenv(checked_files.SWITCH, "0")
+    monkeypatch.setenv(check_cache.ENVIRONMENT_VARIABLE, "0")
     answer_of(kind, tmp_path, None)
     assert entries() == []
-    monkeypatch.delenv(checked_files.SWITCH)
-    monkeypatch.setattr(remembering, "LEAST_BYTES", 10**6)
+    monkeypatch.delenv(check_cache.ENVIRONMENT_VARIABLE)
+    monkeypatch.setattr(check_cache, "MIN_FILE_BYTES", 10**6)
     answer_of(kind, tmp_path, None)
     assert entries() == []
     # An entry that is there is not looked at, either.
-    monkeypatch.setattr(remembering, "LEAST_BYTES", 0)
+    monkeypatch.setattr(check_cache, "MIN_FILE_BYTES", 0)
     answer_of(kind, tmp_path, None)
     looks = len(checks)
     answer_of(kind, tmp_path, None, checked_file_cache="0")
@@ -247,10 +247,10 @@ import os, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from test_forest_cache import answer_of, content_of
-from headrace.backends.tabular import remembering
-from headrace.backends.tabular.checked_files import usual_folder
-remembering.LEAST_BYTES, remembering.SETTLED_SECONDS = 0, 1e9
-folder, here = Path(sys.argv[1], str(os.getpid())), usual_folder(os.environ)
+from headrace.backends.tabular import check_cache
+from headrace.backends.tabular.check_cache import default_folder
+check_cache.MIN_FILE_BYTES, check_cache.SETTLED_SECONDS = 0, 1e9
+folder, here = Path(sys.argv[1], str(os.getpid())), default_folder(os.environ)
 kinds = ("ubj", "txt")
 expected = {kind: answer_of(kind, folder, content_of(kind), checked_file_cache="0").tolist() for kind in kinds}
 print("ready", flush=True)

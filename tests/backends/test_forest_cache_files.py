@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from test_forest_cache import KINDS, answer_of, checks, content_of, entries
 
-from headrace.backends.tabular import checked_files
-from headrace.backends.tabular.checked_files import CheckedFiles, usual_folder
-from headrace.backends.tabular.remembering import read_whole
+from headrace.backends.tabular import check_cache
+from headrace.backends.tabular.check_cache import CheckCache, default_folder, read_file
 
 __all__ = ["checks", "entries"]
 
@@ -141,10 +140,10 @@ def test_a_folder_of_another_user_is_not_used(tmp_path: Path, entries: Any, monk
     folder = entries()[0].parent
     entry = entries()[0]
     key = json.loads(entry.read_bytes()[40:])["key"]
-    assert CheckedFiles(folder).find(key) is not None
-    monkeypatch.setattr(checked_files.os, "geteuid", lambda: os.getuid() + 1)
-    assert CheckedFiles(folder).find(key) is None
-    CheckedFiles(folder).keep(KEY, {})
+    assert CheckCache(folder).find(key) is not None
+    monkeypatch.setattr(check_cache.os, "geteuid", lambda: os.getuid() + 1)
+    assert CheckCache(folder).find(key) is None
+    CheckCache(folder).keep(KEY, {})
     assert entries() == [entry]
 
 
@@ -160,28 +159,28 @@ def test_a_disk_that_refuses_leaves_nothing_half_written(
 
     folder = tmp_path / "cache" / "headrace" / "checked"
     with monkeypatch.context() as patched:
-        patched.setattr(checked_files.os, call, refuse)
-        CheckedFiles(folder).keep(KEY, {}, b"content")
+        patched.setattr(check_cache.os, call, refuse)
+        CheckCache(folder).keep(KEY, {}, b"content")
     assert entries() == []
     answer_of("ubj", tmp_path, None)
     assert len(entries()) == 1
 
 
 def test_what_was_kept_is_found_and_what_is_forgotten_is_gone(tmp_path: Path) -> None:
-    files = CheckedFiles(tmp_path / "a" / "b")
+    files = CheckCache(tmp_path / "a" / "b")
     assert files.find(KEY) is None
-    files.forget(KEY)
+    files.remove(KEY)
     files.keep(KEY, {"columns": 3, "names": ["é"]}, b"content")
     found = files.find(KEY)
     assert found is not None
     assert (found.facts, bytes(found.content)) == ({"columns": 3, "names": ["é"]}, b"content")
     assert files.find({"digest": "of another"}) is None
-    files.forget(KEY)
+    files.remove(KEY)
     assert files.find(KEY) is None
 
 
 def test_the_longest_unwanted_goes_first_and_nothing_of_others(tmp_path: Path) -> None:
-    files = CheckedFiles(tmp_path, most_bytes=50_000)
+    files = CheckCache(tmp_path, max_bytes=50_000)
     tmp_path.chmod(0o700)
     (tmp_path / "notes.txt").write_bytes(bytes(60_000))
     keys = [{"digest": str(number)} for number in range(5)]
@@ -200,7 +199,7 @@ def test_the_longest_unwanted_goes_first_and_nothing_of_others(tmp_path: Path) -
 
 def test_what_is_old_goes_and_so_does_what_was_never_finished(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    files = CheckedFiles(tmp_path, longest_seconds=1000)
+    files = CheckCache(tmp_path, max_age_seconds=1000)
     files.keep(KEY, {})
     (old,) = tmp_path.iterdir()
     unfinished, recent = tmp_path / ".new-1-ab", tmp_path / ".new-2-cd"
@@ -216,13 +215,13 @@ def test_what_is_old_goes_and_so_does_what_was_never_finished(tmp_path: Path) ->
 
 
 def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert usual_folder({"XDG_CACHE_HOME": "/there"}) == Path("/there/headrace/checked")
+    assert default_folder({"XDG_CACHE_HOME": "/there"}) == Path("/there/headrace/checked")
     monkeypatch.setenv("HOME", "/home/her")
     for base in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "not/absolute"}):
-        assert usual_folder(base) == Path("/home/her/.cache/headrace/checked")
-    monkeypatch.setattr(checked_files.os.path, "expanduser", lambda path: path)
-    assert usual_folder({}) is None
-    assert usual_folder({"XDG_CACHE_HOME": "/there", checked_files.SWITCH: "off"}) is None
+        assert default_folder(base) == Path("/home/her/.cache/headrace/checked")
+    monkeypatch.setattr(check_cache.os.path, "expanduser", lambda path: path)
+    assert default_folder({}) is None
+    assert default_folder({"XDG_CACHE_HOME": "/there", check_cache.ENVIRONMENT_VARIABLE: "off"}) is None
 
 
 @pytest.mark.parametrize("size", [0, 1, 5 << 20, (8 << 20) + 3])
@@ -230,8 +229,8 @@ def test_a_file_is_read_whole_with_the_digest_of_what_was_read(tmp_path: Path, s
     content = random.Random(size).randbytes(size)
     file = tmp_path / "file"
     file.write_bytes(content)
-    data, digest = read_whole(file)
+    data, digest = read_file(file)
     assert data == content
     assert digest == hashlib.sha256(content).hexdigest()
     data += b"more"  # nothing holds on to it
-    assert read_whole(file, hashed=False) == (content, "")
+    assert read_file(file, hashed=False) == (content, "")

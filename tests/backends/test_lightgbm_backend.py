@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tabular_models import configured, in_a_process, opened, placed, told
 
-from headrace.backends.tabular.lightgbm_numbers import check_numbers, whole_of
+from headrace.backends.tabular.lightgbm_file import check_numbers, parse_integers
 from headrace.core.dtypes import FP32, FP64
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from support.late_imports import late
@@ -220,11 +220,11 @@ def test_lines_of_numbers_are_taken_as_python_reads_them() -> None:
             with pytest.raises(ValueError, match="number|float"):
                 check_numbers([line.encode()], counts)
         if expected and whole.fullmatch(line):
-            numbers = whole_of([line.encode()], counts, -many, many)
+            numbers = parse_integers([line.encode()], counts, -many, many)
             assert numbers.tolist() == [int(token) for token in line.split(" ")]
         else:
             with pytest.raises(ValueError, match="number"):
-                whole_of([line.encode()], counts, -many, many)
+                parse_integers([line.encode()], counts, -many, many)
     assert min(verdicts.values()) > 1000
 
 
@@ -232,7 +232,7 @@ def test_a_number_too_many_in_one_line_does_not_make_up_for_one_too_few_in_anoth
     counts = np.array([2, 2])
     check_numbers([b"1 2", b"3 4"], counts)
     for lines in ([b"1 2 3", b"4"], [b"1", b"2 3 4"], [b"1 2", b"3 " + b"4" * 49], [b"1 2 ", b"3"]):
-        with pytest.raises(ValueError, match="a line of numbers"):
+        with pytest.raises(ValueError, match="a line has an invalid number"):
             check_numbers(lines, counts)
-    with pytest.raises(ValueError, match="a line of numbers"):
-        whole_of([b"1 2", b"3 4"], counts, np.array([0, 0]), np.array([4, 3]))
+    with pytest.raises(ValueError, match="a line has an invalid number"):
+        parse_integers([b"1 2", b"3 4"], counts, np.array([0, 0]), np.array([4, 3]))

@@ -15,7 +15,7 @@ from netdef_nets import Nets, config_of, files_of, opened, rows
 from headrace.backends.netdef.backend import NetDefBackend
 from headrace.core.dtypes import BYTES, FP32, FP64, INT64, UINT32, UINT64
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import (
     ControlInput,
     InputSpec,
@@ -147,7 +147,7 @@ def test_outputs_are_told_once_the_inputs_are_declared(tmp_path: Path) -> None:
     assert told is not None
     assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in told.output] == [("y", 11, [4])]
     for inputs in ({}, {"data": (None, ())}):
-        with pytest.raises(InvalidArgument, match="model 'test': a NetDef does not tell .* declare 'data' in `input`"):
+        with pytest.raises(InvalidArgument, match="model 'test': a NetDef does not contain .* declare 'data' in `input`"):
             NetDefBackend().complete(config_of(inputs, {}), files)  # type: ignore[arg-type]
 
 

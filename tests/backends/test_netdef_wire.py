@@ -11,10 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from netdef_nets import Nets, rows
 
-from headrace.backends.netdef.files import parse_net
+from headrace.backends.netdef.files import caffe2_message, extract_weights, parse_net
 from headrace.backends.netdef.operator import Operator
-from headrace.backends.netdef.schema import caffe2_message
-from headrace.backends.netdef.wire import set_weights_aside
 from headrace.core.errors import InvalidArgument
 
 
@@ -32,7 +30,7 @@ def read(content: bytes) -> tuple[Operator, ...]:
 def test_large_weights_are_set_aside_and_small_ones_are_not() -> None:
     large, small = rows(70, 80), rows(5)
     content = filled(small, large, small).SerializeToString()
-    light, weights = set_weights_aside(content)
+    light, weights = extract_weights(content)
     assert list(weights) == [(1, 1)]
     assert len(light) < 500
     first, second, third = read(content)
@@ -63,7 +61,7 @@ def test_numbers_may_be_packed_or_have_something_behind_them() -> None:
         body = b"\x22\x0fGivenTensorFill\x2a" + length(len(argument)) + argument
         for tag in (b"\x12", b"\x92\x00"):  # the second is a longer way to write the first
             content = tag + length(len(body)) + body
-            _, weights = set_weights_aside(content)
+            _, weights = extract_weights(content)
             assert bool(weights) is aside
             (operator,) = read(content)
             assert operator.type == "GivenTensorFill"

@@ -16,7 +16,7 @@ from onnx_graphs import NO_SERVICES, configured, graph, identity, opened, placed
 from headrace.backends.contract import ModelFiles
 from headrace.backends.onnx import session as onnx_session
 from headrace.backends.onnx.backend import OnnxBackend
-from headrace.backends.onnx.reading import read_outline
+from headrace.backends.onnx.model_file import read_outline
 from headrace.backends.onnx.session import read_signature
 from headrace.core.dtypes import FP32, INT64
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
@@ -38,7 +38,7 @@ def test_the_signature_is_read_without_the_weights(tmp_path: Path) -> None:
     file = files.version_folder / "model.onnx"
     outline = read_outline(file)
     assert outline is not None
-    assert outline.weights == {"W"} and outline.optional == frozenset() and outline.is_whole
+    assert outline.weights == {"W"} and outline.optional == frozenset() and outline.is_complete
     assert len(outline.model) < 1000 < file.stat().st_size
     told = read_signature(SILENT, file, outline)
     assert told == read_signature(SILENT, file, None)

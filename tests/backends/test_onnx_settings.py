@@ -10,10 +10,10 @@ import pytest
 from onnx_graphs import configured
 
 from headrace.backends.contract import Placement
-from headrace.backends.onnx import settings as onnx_settings
+from headrace.backends.onnx import session as onnx_settings
 from headrace.backends.onnx.backend import OnnxBackend
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import ModelConfig
 
 GPU = Placement("test_0_gpu1", "gpu", 1)

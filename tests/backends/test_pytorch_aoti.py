@@ -75,5 +75,5 @@ def test_a_package_computes_when_it_is_allowed_to(tmp_path: Path, package: bytes
         opened(configured({**INPUTS, "third": (FP32, (4,))}, OUTPUTS, parameters=ALLOWED), files)
     with pytest.raises(InvalidArgument, match="take the parameter precision away"):
         opened(configured(INPUTS, OUTPUTS, parameters={**ALLOWED, "precision": "bf16"}), files)
-    with pytest.raises(InvalidArgument, match="a compiled package, which does not tell types and shapes"):
+    with pytest.raises(InvalidArgument, match="a compiled package, which does not declare types and shapes"):
         PyTorchBackend().complete(configured({}, {}, parameters=ALLOWED), files)

@@ -28,14 +28,13 @@ from pytorch_models import (
     traced,
 )
 
-from headrace.backends.contract import ComputeInstance, DeviceComputing, ModelFiles, Placement
+from headrace.backends.contract import ComputeInstance, DeviceComputeInstance, ModelFiles, Placement
 from headrace.backends.pytorch.archive import open_archive
 from headrace.backends.pytorch.backend import PyTorchBackend
-from headrace.backends.pytorch.cuda_instance import CudaInstance
-from headrace.backends.pytorch.dtypes import TORCH_TYPES
-from headrace.backends.pytorch.naming import plan_of
-from headrace.backends.pytorch.script import load_script
+from headrace.backends.pytorch.instance import CudaInstance
+from headrace.backends.pytorch.model_function import TORCH_TYPES, plan_of
 from headrace.backends.pytorch.settings import settings_of
+from headrace.backends.pytorch.torchscript import load_script
 from headrace.backends.signature import DEFAULT_MAX_BATCH_SIZE
 from headrace.core.dtypes import BF16, BYTES, FP16, FP32, FP64, INT64, DType
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument, Unimplemented
@@ -379,7 +378,7 @@ def test_a_program_tells_its_configuration(tmp_path: Path) -> None:
 
 def test_torchscript_does_not_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(
-        InvalidArgument, match="TorchScript, which does not tell types and shapes: write input and output"
+        InvalidArgument, match="TorchScript, which does not declare types and shapes: write input and output"
     ):
         PyTorchBackend().complete(configured({}, {}), placed(tmp_path, script(Scaled())))
 
@@ -525,7 +524,7 @@ def on_fake_gpu(config: ModelConfig, files: ModelFiles) -> CudaInstance:
 def test_a_gpu_instance_waits_for_its_stream_alone(tmp_path: Path, gpu_steps: None) -> None:
     net = Scaled()
     instance = on_fake_gpu(configured(), placed(tmp_path, script(net)))
-    assert isinstance(instance, DeviceComputing)
+    assert isinstance(instance, DeviceComputeInstance)
     with torch.inference_mode():
         expected = net(torch.from_numpy(ROWS)).numpy()
     answer = instance.compute({"x": ROWS}, ["OUTPUT__0"])["OUTPUT__0"]

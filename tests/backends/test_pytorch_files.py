@@ -34,7 +34,7 @@ from pytorch_models import (
 from headrace.backends.pytorch import archive as archives
 from headrace.backends.pytorch.archive import open_archive
 from headrace.backends.pytorch.backend import PyTorchBackend
-from headrace.backends.pytorch.program_check import NotPlain, check_expression, checked_program, keys_of_tree
+from headrace.backends.pytorch.exported_program import UnsafeProgram, check_expression, checked_program, keys_of_tree
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from support.poisoned import poisoned_pickle
 
@@ -264,7 +264,7 @@ def test_sizes_are_arithmetic(text: str) -> None:
      "Max(*s0)", "Max(1, key=s0)", "(" * 3000, "__builtins__", "Symbol('s0', name=open('x'))"],
 )  # fmt: skip
 def test_and_nothing_else(text: str) -> None:
-    with pytest.raises(NotPlain):
+    with pytest.raises(UnsafeProgram):
         check_expression(text)
 
 
@@ -273,10 +273,10 @@ def test_a_description_that_is_none(tmp_path: Path) -> None:
     for _ in range(400):
         deep = [deep]
     for described_as in ([], "text", {"a": deep}):
-        with pytest.raises(NotPlain):
+        with pytest.raises(UnsafeProgram):
             checked_program(described_as)
     for tree in ("", "[]", "[2, {}]", '[1, {"type": "builtins.tuple", "context": "[]", "children_spec": []}]'):
-        with pytest.raises(NotPlain):
+        with pytest.raises(UnsafeProgram):
             keys_of_tree(tree)
     for content in (b"{}", b"[]", b"\xff", b'{"graph_module": 3}', b"null"):
         refused(tmp_path, changed(a_program(), "models/model.json", lambda _, content=content: content), "model.pt2")

@@ -253,7 +253,7 @@ def test_something_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_archive_that_unpacks_to_far_more_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.backends.tabular.skops_file._SMALL", 1 << 20)
+    monkeypatch.setattr("headrace.backends.tabular.sklearn._SMALL", 1 << 20)
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("schema.json", b" " * (1 << 24))

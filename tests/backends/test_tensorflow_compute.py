@@ -32,7 +32,7 @@ from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument
 from support.late_imports import late
 
 pytestmark = pytest.mark.worker("frameworks")
-settings = late("headrace.backends.tensorflow.settings")
+settings = late("headrace.backends.tensorflow.session")
 
 
 def same_bits(ours: Any, theirs: Any) -> bool:
@@ -205,7 +205,7 @@ def test_the_placement_decides_on_the_device_and_not_the_file(tmp_path: Path, mo
         with tf.device("/job:trainer/task:7/device:GPU:3"):
             tf.identity(v1.placeholder(tf.float32, [None, 4], name="X"), name="Y")
 
-    monkeypatch.setattr("headrace.backends.tensorflow.settings.gpus", lambda: 2)
+    monkeypatch.setattr("headrace.backends.tensorflow.session.gpus", lambda: 2)
     model = TensorFlowBackend().load(configured(), placed(tmp_path, graph(build)), NO_SERVICES)
     for kind, device, expected in (("cpu", 0, "/device:CPU:0"), ("gpu", 1, "/device:GPU:1")):
         instance = model.open(Placement("a", kind, device))

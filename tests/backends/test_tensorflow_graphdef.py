@@ -51,7 +51,7 @@ def test_the_placeholders_and_the_ends_of_a_graph_are_its_signature(tmp_path: Pa
 
 def test_a_graph_that_does_not_tell_a_shape_needs_a_person(tmp_path: Path) -> None:
     files = placed(tmp_path, identity("FP32", None))
-    with pytest.raises(InvalidArgument, match="does not tell the shape of 'X': write it with its dims"):
+    with pytest.raises(InvalidArgument, match="does not declare the shape of 'X': write it with its dims"):
         TensorFlowBackend().complete(SILENT, files)
     assert opened(configured(), files).compute(ROWS, ["Y"])["Y"].shape == (1, 4)
 
@@ -109,10 +109,10 @@ def test_a_graph_without_placeholders_or_with_strange_operators_is_refused(
 ) -> None:
     with pytest.raises(InvalidArgument, match="has no Placeholder node"):
         opened(configured(), placed(tmp_path, graph(lambda: tf.constant(1.0, name="Y"))))
-    strange = tf.compat.v1.GraphDef.FromString(identity())
-    strange.node[1].op = "SomebodysOwnOperator"
+    foreign = tf.compat.v1.GraphDef.FromString(identity())
+    foreign.node[1].op = "SomebodysOwnOperator"
     with pytest.raises(InvalidArgument, match="has operators of another library") as caught:
-        opened(configured(), placed(tmp_path, strange.SerializeToString()))
+        opened(configured(), placed(tmp_path, foreign.SerializeToString()))
     assert "SomebodysOwnOperator" not in str(caught.value)
     assert "SomebodysOwnOperator" in caplog.text
 

@@ -172,7 +172,7 @@ def test_an_empty_beginning_is_left_out_and_one_that_is_missing_is_not(own: Mode
     assert [step.operation for step in read.setup] == [program.meta_graphs[0].saver_def.restore_op_name]
     init.name = "Gone"
     (folder / "saved_model.pb").write_bytes(program.SerializeToString())
-    with pytest.raises(InvalidArgument, match="could not make 'model.savedmodel' ready"):
+    with pytest.raises(InvalidArgument, match="could not initialise 'model.savedmodel'"):
         opened(CONFIG, own)
 
 

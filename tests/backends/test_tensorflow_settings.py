@@ -14,12 +14,12 @@ from tensorflow_models import CPU, NO_SERVICES, TensorFlowBackend, configured, i
 
 from headrace.backends.contract import Placement
 from headrace.core.errors import InvalidArgument, Unimplemented
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from support.late_imports import late
 
 pytestmark = pytest.mark.worker("frameworks")
 
-settings = late("headrace.backends.tensorflow.settings")
+settings = late("headrace.backends.tensorflow.session")
 GPU = Placement("test_0_gpu1", "gpu", 1)
 
 

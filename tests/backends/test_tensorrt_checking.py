@@ -61,8 +61,8 @@ def test_types_that_no_request_can_carry_are_refused(tmp_path: Path, kind: str) 
 
 def test_a_layout_that_numpy_does_not_have_is_refused(tmp_path: Path) -> None:
     shapes = {"X": ([1, 4], [8, 4], [8, 4])}
-    strange = gives("Y", [-1, 4], format=["LINEAR", "CHW32"])
-    files = placed(tmp_path, plan("identity", [takes("X", [-1, 4]), strange], [profile(shapes)] * 2))
+    foreign = gives("Y", [-1, 4], format=["LINEAR", "CHW32"])
+    files = placed(tmp_path, plan("identity", [takes("X", [-1, 4]), foreign], [profile(shapes)] * 2))
     with pytest.raises(InvalidArgument, match="output 'Y' of model 'test' has the layout CHW32: build the plan"):
         opened(configured(), files)
 

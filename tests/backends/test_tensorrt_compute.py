@@ -28,7 +28,7 @@ from tensorrt_setup import (
 from headrace.backends.contract import Placement
 from headrace.core.dtypes import BF16, BOOL, FP16, FP32, INT8, INT32, INT64, UINT8, DType
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import InputSpec, OutputSpec
 
 TYPES = {
@@ -325,7 +325,7 @@ def test_an_engine_that_fails_is_logged_and_says_nothing_of_itself(
 @needs_fake_cuda
 def test_a_gpu_without_memory_for_an_instance_is_told(tmp_path: Path) -> None:
     DRIVER.gpu_bytes = FAKE_TENSORRT.WEIGHT_BYTES + 100
-    with pytest.raises(FailedPrecondition, match="could not make an instance on GPU 0. Its memory is used up"):
+    with pytest.raises(FailedPrecondition, match="could not create an instance on GPU 0. Its memory is used up"):
         opened(configured(), placed(tmp_path, IDENTITY))
 
 

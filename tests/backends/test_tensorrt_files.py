@@ -24,7 +24,7 @@ from tensorrt_setup import (
 )
 
 from headrace.backends.contract import Placement
-from headrace.backends.tensorrt.settings import Settings, plan_file, settings_of
+from headrace.backends.tensorrt.backend import Settings, plan_file, settings_of
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.models.config.types import ModelConfig
 

@@ -13,10 +13,18 @@ import pytest
 
 from headrace.backends.contract import Placement
 from headrace.backends.tensorrt.buffers import Buffer, Staging, rounded
-from headrace.backends.tensorrt.plan import Binding, Plan, Profile, Range
-from headrace.backends.tensorrt.profiles import chosen_profile, described, most_rows, usable_profiles
+from headrace.backends.tensorrt.plan import (
+    Binding,
+    Plan,
+    Profile,
+    Range,
+    chosen_profile,
+    described,
+    most_rows,
+    usable_profiles,
+)
 from headrace.core.errors import InvalidArgument
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import ModelConfig
 
 
@@ -174,7 +182,7 @@ def test_without_tensorrt_the_backend_says_what_to_install() -> None:
 import sys
 for name in ("tensorrt", "cuda"):
     sys.modules[name] = None
-import headrace.backends.tensorrt.checking, headrace.backends.tensorrt.shaping, headrace.backends.tensorrt.settings
+import headrace.backends.tensorrt.plan, headrace.backends.tensorrt.buffers
 from headrace.backends.table import backend_named
 try:
     backend_named("tensorrt")

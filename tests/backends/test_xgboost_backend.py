@@ -15,7 +15,7 @@ from tabular_models import NO_SERVICES, configured, in_a_process, opened, placed
 from headrace.backends.contract import Placement
 from headrace.backends.tabular import xgboost_file
 from headrace.backends.tabular.ubjson import decode, encode
-from headrace.backends.tabular.xgboost_trees import PackedTrees, packed_trees
+from headrace.backends.tabular.xgboost_file import PackedTrees, packed_trees
 from headrace.core.dtypes import FP32, FP64, INT32, INT64
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument
 from support.late_imports import late

@@ -24,7 +24,7 @@ from tritonclient.utils import InferenceServerException
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import connect
 
-from headrace.api.v1.schema import SERVICE, message_class
+from headrace.api.v1.messages import SERVICE, message_class
 
 PATIENCE_SECONDS = 100.0
 """After which an answer counts as lost. Far above anything that a loaded machine does to one request."""

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from headrace.api.access.api_keys import KeyRing, create_key
 from headrace.api.access.concurrency import InFlight
-from headrace.api.access.keys import KeyRing
-from headrace.api.access.keys_file import create_key
-from headrace.api.access.rates import Rates
+from headrace.api.access.rate_limits import RateLimiter
 from headrace.api.access.settings import RateLimit
 from headrace.core.clock import ManualClock
-from headrace.engine.repository.scan import scan
-from headrace.engine.repository.watching import Watch
+from headrace.engine.repository.scan import ChangeDetector, scan
 
 YEAR = 366 * 86400.0
 JUMPS = (YEAR, -2 * YEAR, 0.5, YEAR, -3600.0)
@@ -28,16 +26,16 @@ class JumpingClock(ManualClock):
 
 def test_rates_and_what_is_in_flight_do_not_notice() -> None:
     clock = JumpingClock(10.0)
-    rates, flow = Rates([RateLimit(requests=2, seconds=60.0)]), InFlight(1, clock)
+    rates, flow = RateLimiter([RateLimit(requests=2, seconds=60.0)]), InFlight(1, clock)
     flow.enter(clock.monotonic(), None)
     assert rates.take([b"a"], clock.monotonic())[1] >= 0
     assert rates.take([b"a"], clock.monotonic())[1] >= 0
     for seconds in JUMPS:
         clock.jump(seconds)
-        rule, owes = rates.take([b"a"], clock.monotonic())
-        assert owes < 0
-        assert b"ratelimit-remaining: 0" in rule.lines(owes, clock.wall())
-        assert rule.refused(owes).retry_after_seconds == pytest.approx(30.0)
+        rule, debt = rates.take([b"a"], clock.monotonic())
+        assert debt < 0
+        assert b"ratelimit-remaining: 0" in rule.header_lines(debt, clock.wall())
+        assert rule.refusal(debt).retry_after_seconds == pytest.approx(30.0)
     clock.advance(31.0)
     assert rates.take([b"a"], clock.monotonic())[1] >= 0
     flow.leave()
@@ -60,7 +58,7 @@ def test_a_model_is_taken_whatever_the_clock_says(tmp_path: Path) -> None:
     (tmp_path / "m" / "config.pbtxt").write_text('backend: "identity"')
     written = scan([tmp_path]).models["m"].changed
     for seconds in JUMPS:
-        watch = Watch(settle_seconds=1.0)
+        watch = ChangeDetector(settle_seconds=1.0)
         found = [len(watch.compare(scan([tmp_path]), written + seconds).serve) for _ in range(2)]
         # At once if it is quiet by the clock; else when it looks the same twice, though that clock says "in a year".
         assert sum(found) == 1

@@ -12,7 +12,7 @@ import pytest
 from chaos_clients import PATIENCE_SECONDS
 from chaos_server import add_model, served
 
-from headrace.api.access.keys_file import create_key
+from headrace.api.access.api_keys import create_key
 
 pytestmark = pytest.mark.slow
 QUIET_REQUESTS, NOISY_CLIENTS, IN_FLIGHT = 200, 24, 12

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from headrace.fleet.client.contract import Applied, Commands, NodeProgress
+from headrace.fleet.documents import ClusterFacts, cluster_facts, namespace_of
 from headrace.fleet.schema.fields import Kind
-from headrace.fleet.words import ClusterFacts, Document, cluster_facts, kind_of, labels_of, name_of, namespace_of
+from headrace.platforms.kubernetes_client.objects import Document, kind_of, labels_of, name_of
 
 Key = tuple[str, str, str]
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from headrace.cli.flags import Flag
-from headrace.cli.flags_ignored import IGNORED
+from headrace.cli.flags import IGNORED
 from headrace.cli.options import FLAGS
 
 PAGE = Path(__file__).parents[2] / "docs/guides/serve-options.md"

@@ -14,7 +14,7 @@ import pytest
 from split_planes import World
 from typer.testing import CliRunner, Result
 
-from headrace.api.admin.http import Admin
+from headrace.api.admin import Admin
 from headrace.cli.ab import ab
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
@@ -67,7 +67,7 @@ def test_a_split_is_set_reported_and_cleared(here: Here) -> None:
     options = ("--sticky-header", "x-user", "--shadow", "3=1", "--rollback-error-rate", "0.05")
     shown = here.told("set", "m", "1=0.5", "v2.0=0.5", *options)
     assert "v2.0 (2)" in shown and "1 (baseline)" in shown and "header x-user" in shown
-    assert "a copy of 100% of the requests goes to version 3" in shown
+    assert "100% of the requests are mirrored to version 3" in shown
     here.infer(200)
     listed = here.told("list")
     assert "50%" in listed and "serving" in listed
@@ -103,9 +103,9 @@ def test_a_report_of_nothing_yet(here: Here) -> None:
     [
         (("set", "m", "1=0.5"), 1, "sum to 0.5"),
         (("set", "m", "1=0.5", "7=0.5"), 1, "no version '7'"),
-        (("set", "m", "1"), 2, "is no VERSION=NUMBER"),
-        (("set", "m", "1=x"), 2, "is no VERSION=NUMBER"),
-        (("set", "m", "1=1", "1=0"), 2, "is there twice"),
+        (("set", "m", "1"), 2, "is not VERSION=NUMBER"),
+        (("set", "m", "1=x"), 2, "is not VERSION=NUMBER"),
+        (("set", "m", "1=1", "1=0"), 2, "is given twice"),
         (("set", "m", "1=1", "--shadow", "2"), 2, "--shadow 2=0.25"),
         (("clear", "m"), 1, "has no split"),
         (("rollback", "m", "2"), 1, "has no split"),

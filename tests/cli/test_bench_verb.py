@@ -54,7 +54,7 @@ def test_texts_small_floats_and_several_inputs_are_made(session_server: Program,
 def test_a_table_bars_and_the_servers_view_are_shown(session_server: Program) -> None:
     done = run("bench", "echo", "--url", session_server.url, *QUICK)
     assert done.returncode == 0
-    assert "closed loop of 4 connections, 1 row a request, 0.2 s" in done.stdout
+    assert "closed loop of 4 connections, 1 row per request, 0.2 s" in done.stdout
     assert "  P50" in done.stdout and "P99.9" in done.stdout
     assert "server: queue " in done.stdout and "batches: " in done.stdout
     assert "client: " in done.stdout
@@ -69,7 +69,7 @@ def test_an_open_loop_sends_at_its_rate_and_says_how_late(session_server: Progra
     assert found["requests"] == pytest.approx(40, abs=1)
     assert found["late_ms"]["p50"] >= 0
     done = run("bench", "echo", "--url", session_server.url, "--rate", "100", "--duration", "0.1", "--warm-up", "0")
-    assert "sent after it was due: p50" in done.stdout
+    assert "sent behind schedule: p50" in done.stdout
 
 
 def test_a_sweep_has_a_row_for_each_number_and_a_picture(session_server: Program, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_model_by_its_path_alone(seen: list[ServerSettings], tmp_path: Path) -
         (["--model-version=v1"], "--model-version: is for the model at model.path, which is not given"),
         (["--device=tpu"], "--device: takes cpu, cuda"),
         (["--config=/no/such/file"], "/no/such/file: cannot be read: No such file"),
-        (["--max-in-flight=-1"], "--max-in-flight is a whole number from 0"),
+        (["--max-in-flight=-1"], "--max-in-flight must be a whole number from 0"),
         (["--api-keys-file=/no/such/file"], "there is no file '/no/such/file'"),
     ],
 )

@@ -15,7 +15,7 @@ import onnxruntime as ort
 import pytest
 from typer.testing import CliRunner
 
-from headrace.backends.netdef.schema import caffe2_message
+from headrace.backends.netdef.files import caffe2_message
 from headrace.cli.convert import convert_netdef, find_net
 from headrace.cli.models import models
 from headrace.core.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
@@ -109,9 +109,9 @@ def test_inputs_may_be_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="reads .* which do not fit"):
         convert_netdef(tmp_path, tmp_path / "b.onnx", inputs=["data=-1,5"])
     for text in ("data", "=1,2", "data=", "data=a,b", "data=-2", "data=99999999999"):
-        with pytest.raises(InvalidArgument, match="is no input: write NAME=SIZES"):
+        with pytest.raises(InvalidArgument, match=": write NAME=SIZES"):
             convert_netdef(tmp_path, tmp_path / "b.onnx", inputs=[text])
-    with pytest.raises(InvalidArgument, match="cannot open what was made|does not fit"):
+    with pytest.raises(InvalidArgument, match="cannot load the result|does not fit"):
         convert_netdef(tmp_path, tmp_path / "b.onnx", inputs=["data=INT64:-1,4"])
     assert not (tmp_path / "b.onnx").exists()
 
@@ -131,7 +131,7 @@ def test_what_is_there_is_not_lost(tmp_path: Path) -> None:
     write_net(tmp_path)
     target = tmp_path / "a.onnx"
     target.write_bytes(b"precious")
-    with pytest.raises(AlreadyExists, match="is there already"):
+    with pytest.raises(AlreadyExists, match="exists already"):
         convert_netdef(tmp_path, target)
     (tmp_path / "model.netdef").write_bytes(b"damaged")
     events: list[ProgressEvent] = []
@@ -156,7 +156,7 @@ def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path: Path, monkeypatc
 
 def test_places_that_cannot_be_are_named(tmp_path: Path) -> None:
     write_net(tmp_path)
-    with pytest.raises(InvalidArgument, match=r"let its name end in \.onnx"):
+    with pytest.raises(InvalidArgument, match=r"use the extension \.onnx"):
         convert_netdef(tmp_path, tmp_path / "a.pb")
     with pytest.raises(NotFound, match="there is no folder"):
         convert_netdef(tmp_path, tmp_path / "nowhere" / "a.onnx")

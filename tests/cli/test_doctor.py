@@ -140,7 +140,7 @@ def test_what_cannot_be_asked() -> None:
     done = run("doctor", "--platform", "moon")
     assert done.returncode == 2 and done.stderr.startswith("headrace: ") and not done.stdout
     for text in ("ftp://there", "http://there:port", "http://"):
-        with pytest.raises(InvalidArgument, match="names no server"):
+        with pytest.raises(InvalidArgument, match="is not a server URL"):
             server_url(text)
     assert server_url("there:8000/") == "http://there:8000"
 

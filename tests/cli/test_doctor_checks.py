@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from headrace.programs.doctor import gpus, machine, packages, places
+from headrace.programs.doctor import machine, machine, packages, folders
 from headrace.programs.doctor.finding import Finding, ok
-from headrace.programs.doctor.ports import Holder, holder_of
-from headrace.programs.doctor.running import diagnose
+from headrace.programs.doctor.servers import Holder, holder_of
+from headrace.programs.doctor.finding import diagnose
 
 
 def states(findings: Any) -> dict[str, str]:
@@ -48,20 +48,20 @@ def test_a_check_that_fails_leaves_the_others() -> None:
 
 def test_repositories(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert states(places.check_repository(tmp_path / "none")) == {"repository": "problem"}
-    assert states(places.check_repository(tmp_path / "file")) == {"repository": "problem"}
+    assert states(folders.check_repository(tmp_path / "none")) == {"repository": "problem"}
+    assert states(folders.check_repository(tmp_path / "file")) == {"repository": "problem"}
     folder = tmp_path / "my models"
     folder.mkdir()
-    assert states(places.check_repository(folder)) == {"repository": "warning"}
+    assert states(folders.check_repository(folder)) == {"repository": "warning"}
     (folder / "one" / "1").mkdir(parents=True)
-    (found,) = places.check_repository(folder)
+    (found,) = folders.check_repository(folder)
     assert found.state == "ok" and found.fix == f"headrace models check '{folder}'"
     late = folder / "one" / "1" / "model.onnx"
     late.write_text("")
     os.utime(late, (time.time() + 3600,) * 2)
-    assert states(places.check_repository(folder)) == {"repository": "ok", "clock and files": "warning"}
+    assert states(folders.check_repository(folder)) == {"repository": "ok", "clock and files": "warning"}
     (folder / "one" / "config.pbtxt").symlink_to(tmp_path / "gone")
-    found = next(places.check_repository(folder))
+    found = next(folders.check_repository(folder))
     assert found.state == "problem" and f"config.pbtxt is a link to {tmp_path}/gone" in found.message
 
 
@@ -70,10 +70,10 @@ def test_what_this_user_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "config.pbtxt").write_text("")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "config.pbtxt")
-    (found,) = places.check_repository(tmp_path)
+    (found,) = folders.check_repository(tmp_path)
     assert found.state == "problem" and found.fix == f"sudo chmod -R a+rX {tmp_path}"
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    (found,) = places.check_repository(tmp_path)
+    (found,) = folders.check_repository(tmp_path)
     assert found.state == "problem" and f"{tmp_path} cannot be read" in found.message
 
 
@@ -81,10 +81,10 @@ def test_folders_that_are_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "open" / "headrace").mkdir(parents=True)
     (tmp_path / "open" / "headrace").chmod(0o777)
-    found = states(places.check_kept({"XDG_CACHE_HOME": f"{tmp_path}/file/x", "XDG_STATE_HOME": f"{tmp_path}/open"}))
+    found = states(folders.check_kept({"XDG_CACHE_HOME": f"{tmp_path}/file/x", "XDG_STATE_HOME": f"{tmp_path}/open"}))
     assert found == {"cache folder": "problem", "state folder": "warning", "temporary folder": "ok"}
     found = states(
-        places.check_kept({"XDG_CACHE_HOME": f"{tmp_path}/a/b", "HEADRACE_STATE_DIR": str(tmp_path / "file")})
+        folders.check_kept({"XDG_CACHE_HOME": f"{tmp_path}/a/b", "HEADRACE_STATE_DIR": str(tmp_path / "file")})
     )
     assert found["cache folder"] == "ok" and found["state folder"] == "problem"
     assert not (tmp_path / "a").exists()
@@ -92,7 +92,7 @@ def test_folders_that_are_written(tmp_path: Path) -> None:
 
 def test_each_disk_once(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
-    names = [each.name for each in places.check_room(environ, tmp_path, tmp_path / "none")]
+    names = [each.name for each in folders.check_room(environ, tmp_path, tmp_path / "none")]
     assert names[0] == f"disk of {tmp_path}" and names[-1] == "shared memory"
     assert sum(name.startswith(f"disk of {tmp_path}") for name in names) == 1
 
@@ -264,10 +264,10 @@ def with_gpu(tmp_path: Path) -> Path:
 
 
 def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "on_the_bus", lambda: 0)
-    assert states(gpus.check_gpus({}, tmp_path)) == {"GPUs": "ok"}
-    monkeypatch.setattr(gpus, "on_the_bus", lambda: 2)
-    (found,) = gpus.check_gpus({}, tmp_path)
+    monkeypatch.setattr(machine, "on_the_bus", lambda: 0)
+    assert states(machine.check_gpus({}, tmp_path)) == {"GPUs": "ok"}
+    monkeypatch.setattr(machine, "on_the_bus", lambda: 2)
+    (found,) = machine.check_gpus({}, tmp_path)
     assert found.state == "problem" and found.message.startswith("2 on the bus")
 
 
@@ -276,21 +276,21 @@ def test_cards_on_the_bus(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(vendor + "\n")
         (tmp_path / name / "class").write_text(kind + "\n")
-    assert gpus.on_the_bus(tmp_path) == 1
+    assert machine.on_the_bus(tmp_path) == 1
 
 
 def test_a_gpu_that_is_hidden(tmp_path: Path) -> None:
-    (found,) = gpus.check_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, with_gpu(tmp_path))
+    (found,) = machine.check_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, with_gpu(tmp_path))
     assert (found.state, found.fix) == ("warning", "unset CUDA_VISIBLE_DEVICES")
 
 
 def test_a_gpu_with_its_library_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    found = {each.name: each for each in gpus.check_gpus({}, with_gpu(tmp_path), tmp_path)}
+    found = {each.name: each for each in machine.check_gpus({}, with_gpu(tmp_path), tmp_path)}
     assert found["GPUs"] == ok("GPUs", "NVIDIA H200 (1.0 GiB of 2.0 GiB free)")
     assert found["GPU driver"] == ok("GPU driver", "550.90.07, for CUDA 12.4")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    found = {each.name: each for each in gpus.check_gpus({}, tmp_path, tmp_path)}
+    found = {each.name: each for each in machine.check_gpus({}, tmp_path, tmp_path)}
     assert found["GPU metrics"].fix == "pip install 'headrace[gpu]'"
 
 
@@ -299,7 +299,7 @@ def test_a_driver_that_was_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise NvmlError("Driver/library version mismatch")
 
     monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=mismatch))
-    (found,) = gpus.check_gpus({}, with_gpu(tmp_path), tmp_path)
+    (found,) = machine.check_gpus({}, with_gpu(tmp_path), tmp_path)
     assert found.state == "problem" and "start it anew" in found.message
 
 
@@ -315,7 +315,7 @@ def test_pytorch_against_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / "torch" / "version.py").write_text(
             f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\nhip = '9'\n"
         )
-        return {each.name: each for each in gpus.check_libraries("550.90", (12, 4))}["PyTorch and CUDA"]
+        return {each.name: each for each in machine.check_libraries("550.90", (12, 4))}["PyTorch and CUDA"]
 
     assert told("'12.8'").state == "ok"
     wrong = told("'13.0'")
@@ -327,6 +327,6 @@ def test_the_driver_in_proc(tmp_path: Path) -> None:
     (tmp_path / "driver/nvidia").mkdir(parents=True)
     text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build  (root@x)\nGCC\n"
     (tmp_path / "driver/nvidia/version").write_text(text)
-    assert gpus.driver_version(tmp_path) == "570.133.20"
-    assert gpus.cuda_of("570.133.20") == (12,) and gpus.cuda_of("580.1") == (13,) and gpus.cuda_of("") == ()
-    assert gpus.driver_version(tmp_path / "none") == ""
+    assert machine.driver_version(tmp_path) == "570.133.20"
+    assert machine.cuda_of("570.133.20") == (12,) and machine.cuda_of("580.1") == (13,) and machine.cuda_of("") == ()
+    assert machine.driver_version(tmp_path / "none") == ""

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from headrace.cli.explain import explain
-from headrace.fleet.documents import parse
+from headrace.fleet.yaml_documents import parse
 
 SERVICE = """\
 apiVersion: ome.io/v1beta1
@@ -146,7 +146,7 @@ def test_what_the_cluster_lacks(files: Path) -> None:
 @pytest.mark.parametrize(("option", "value"), [("-o", "xml"), ("--without", "gravity")])
 def test_bad_use(files: Path, option: str, value: str) -> None:
     result = run("-f", files / "isvc.yaml", option, value)
-    assert result.exit_code == 2 and f"{option} {value}: there are" in result.output
+    assert result.exit_code == 2 and f"{option} {value}: write one of" in result.output
 
 
 def test_names_cannot_paint_on_the_terminal(files: Path) -> None:

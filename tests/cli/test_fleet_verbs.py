@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 
 from headrace.cli.main import app
 from headrace.core.errors import PermissionDenied
-from headrace.fleet.client import opening
+from headrace.fleet import client
 from headrace.fleet.client.contract import Fleet, NodeProgress
-from headrace.fleet.documents import parse
+from headrace.fleet.yaml_documents import parse
 
 
 def headrace(*words: str | Path, input: str | None = None) -> Result:
@@ -29,7 +29,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> MemoryFleet:
     made = MemoryFleet(
         service(), service("bad", ready="False", reason="OOMKilled", message="container x: out of memory")
     )
-    monkeypatch.setattr(opening, "open_fleet", lambda where: made)
+    monkeypatch.setattr(client, "open_fleet", lambda target: made)
     return made
 
 
@@ -98,15 +98,15 @@ def test_changes_are_told_line_by_line(fleet: MemoryFleet) -> None:
     [
         (["get", "pods"], "there are isvc, runtimes"),
         (["get", "modls"], "did you mean models?"),
-        (["get", "isvc", "-o", "xml"], "there are table, wide, json, yaml, name"),
+        (["get", "isvc", "-o", "xml"], "write one of table, wide, json, yaml, name"),
         (["get", "isvc", "x", "-A"], "-A lists all namespaces"),
         (["get", "models", "-w"], "one kind at a time"),
         (["get", "isvc/"], "write KIND/NAME"),
-        (["describe", "isvc"], "say which"),
-        (["apply"], "say what to apply"),
-        (["apply", "-f", "x", "--wait", "--dry-run"], "nothing to --wait for"),
-        (["delete"], "KIND NAME, or -f FILE"),
-        (["delete", "isvc", "a", "-f", "b"], "and not both"),
+        (["describe", "isvc"], "the name is missing"),
+        (["apply"], "nothing to apply"),
+        (["apply", "-f", "x", "--wait", "--dry-run"], "leave --wait out"),
+        (["delete"], "either KIND NAME or -f FILE"),
+        (["delete", "isvc", "a", "-f", "b"], "either KIND NAME or -f FILE"),
         (["rollout", "promote", "digits", "--component", "decoder"], "there are engine"),
     ],
 )
@@ -201,7 +201,7 @@ def test_who_may_not_see_models_is_warned_and_goes_on(fleet: MemoryFleet, tmp_pa
     fleet.denied = PermissionDenied("you may not list models")
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(service("new")))
     result = headrace("apply", "-f", tmp_path, "--kube")
-    assert result.exit_code == 0 and "is not checked: you may not list models" in result.output
+    assert result.exit_code == 0 and "are not checked: you may not list models" in result.output
     assert "new created" in result.output
 
 
@@ -218,7 +218,7 @@ def test_waiting_tells_how_it_goes_and_ends_with_its_outcome(fleet: MemoryFleet,
     fleet.looks = looks
     result = headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "120")
     assert result.exit_code == 0, result.output
-    assert "new: 0/0 ready: the operator has not looked at it yet" in result.stderr
+    assert "new: 0/0 ready: the operator has not reconciled it yet" in result.stderr
     assert "Pending: pod a: it has not been started yet" in result.stderr
     assert "new is ready: http://new.default.svc.cluster.local:8080" in result.stdout
 
@@ -238,7 +238,7 @@ def test_deleting_waits_for_pods_and_says_what_is_left(fleet: MemoryFleet, file:
     assert (result.exit_code, result.output) == (0, "inferenceservice.ome.io/digits deleted\n")
     fleet.running = [{"metadata": {"name": "bad-engine-1"}}]
     result = headrace("delete", "isvc", "bad", "--kube", "--timeout", "0")
-    assert result.exit_code == 1 and "after 0 s these still end: pod bad-engine-1" in result.output
+    assert result.exit_code == 1 and "still terminating after 0 s: pod bad-engine-1" in result.output
     result = headrace("delete", "isvc", "bad", "other", "--kube")
     assert result.exit_code == 1 and "there is no InferenceService bad" in result.output
     assert headrace("delete", "isvc", "bad", "--kube", "--ignore-not-found").exit_code == 0

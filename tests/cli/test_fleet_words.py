@@ -22,18 +22,17 @@ from headrace.core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from headrace.fleet.client.advice import next_steps
-from headrace.fleet.client.checking import checked, gathered, with_documents
-from headrace.fleet.client.faults import conflicts_with_us, fault
-from headrace.fleet.client.kinds import kinds_of, split
+from headrace.fleet.client.contract import kinds_named, parse_targets
+from headrace.fleet.client.describe import next_steps
+from headrace.fleet.client.kubernetes import conflicts_with_us, explain_error
+from headrace.fleet.client.manifests import validate, collect, with_documents
+from headrace.fleet.client.readiness import WaitSettings, wait_until_deleted, wait_until_ready
 from headrace.fleet.client.rollouts import promotion, rollback, rollouts_of
-from headrace.fleet.client.rows import cells, columns_of
-from headrace.fleet.client.summaries import age, reason_of, summary, verdict
-from headrace.fleet.client.waiting import Patience, until_gone, until_ready
-from headrace.fleet.cluster.api import Refused, Unreachable
-from headrace.fleet.documents import parse, write
+from headrace.fleet.client.tables import age, cells, columns_of, reason_of, summary, progress_of
+from headrace.fleet.documents import ClusterFacts, cluster_facts
 from headrace.fleet.schema.kinds import KINDS
-from headrace.fleet.words import ClusterFacts, cluster_facts
+from headrace.fleet.yaml_documents import parse, write
+from headrace.platforms.kubernetes_client.api import ApiError, Unreachable
 
 NOW = datetime(2024, 1, 1, 12, tzinfo=UTC)
 
@@ -56,18 +55,18 @@ NOW = datetime(2024, 1, 1, 12, tzinfo=UTC)
     ],
 )
 def test_words_for_kinds(word: str, names: list[str]) -> None:
-    assert [each.name for each in kinds_of(word)] == names
+    assert [each.name for each in kinds_named(word)] == names
 
 
 def test_kinds_and_names() -> None:
     assert (
-        split([])[1] == []
-        and split(["isvc", "a", "b"])[1] == ["a", "b"]
-        and split(["isvc/a", "isvc/b"])[1] == ["a", "b"]
+        parse_targets([])[1] == []
+        and parse_targets(["isvc", "a", "b"])[1] == ["a", "b"]
+        and parse_targets(["isvc/a", "isvc/b"])[1] == ["a", "b"]
     )
     for words in (["isvc/a", "model/b"], ["isvc/"], ["pods"]):
         with pytest.raises(InvalidArgument):
-            split(words)
+            parse_targets(words)
 
 
 @pytest.mark.parametrize(
@@ -95,15 +94,15 @@ def edited(**changes: Any) -> Any:
 
 
 def test_how_far_a_service_is() -> None:
-    assert verdict(service()) == "ready" and reason_of(service()) == ""
-    assert verdict(edited()) == "waiting" and reason_of(edited()) == "Pending: pod a: it waits"
-    assert verdict(edited(observedGeneration=0)) == "waiting" and "last change" in reason_of(
+    assert progress_of(service()) == "ready" and reason_of(service()) == ""
+    assert progress_of(edited()) == "waiting" and reason_of(edited()) == "Pending: pod a: it waits"
+    assert progress_of(edited(observedGeneration=0)) == "waiting" and "last change" in reason_of(
         edited(observedGeneration=0)
     )
-    assert verdict({"metadata": {}}) == "waiting" and "not looked" in reason_of({"metadata": {}})
-    assert verdict(edited(modelStatus={"transitionStatus": "InvalidSpec"})) == "invalid"
-    assert verdict(edited(modelStatus={"transitionStatus": "BlockedByFailedLoad"})) == "failing"
-    assert verdict(service(ready="False", reason="ReconcileError", message="refused")) == "failing"
+    assert progress_of({"metadata": {}}) == "waiting" and "not reconciled" in reason_of({"metadata": {}})
+    assert progress_of(edited(modelStatus={"transitionStatus": "InvalidSpec"})) == "invalid"
+    assert progress_of(edited(modelStatus={"transitionStatus": "BlockedByFailedLoad"})) == "failing"
+    assert progress_of(service(ready="False", reason="ReconcileError", message="refused")) == "failing"
     assert (
         reason_of(service(ready="Unknown", reason="Waiting", message="EngineReady: Waiting")) == "EngineReady: Waiting"
     )
@@ -111,7 +110,9 @@ def test_how_far_a_service_is() -> None:
     rolling["status"]["conditions"].append(
         {"type": "LatestDeploymentReady", "status": "Unknown", "reason": "Progressing"}
     )
-    assert verdict(rolling) == "waiting" and reason_of(rolling) == "Progressing" and summary(rolling).ready == "True"
+    assert (
+        progress_of(rolling) == "waiting" and reason_of(rolling) == "Progressing" and summary(rolling).ready == "True"
+    )
 
 
 def test_modes_and_shares() -> None:
@@ -145,7 +146,7 @@ def test_whatever_a_document_is_it_is_shown(status: Any, spec: Any, metadata: An
     document = {"kind": kind, "metadata": metadata, "spec": spec, "status": status}
     row = cells(document, columns_of([kind], wide=True, spaces=True), NOW)
     assert all(isinstance(each, str) and each for each in row)
-    assert verdict(document) in ("ready", "invalid", "failing", "waiting") and next_steps(document, [document])
+    assert progress_of(document) in ("ready", "invalid", "failing", "waiting") and next_steps(document, [document])
     rollouts_of(document)
 
 
@@ -153,33 +154,33 @@ def test_whatever_a_document_is_it_is_shown(status: Any, spec: Any, metadata: An
     ("refused", "kind", "said"),
     [
         (Unreachable("ConnectError"), Unavailable, "https://it does not answer (ConnectError)"),
-        (Refused(401, "Unauthorized", ""), Unauthenticated, "log in"),
-        (Refused(403, "Forbidden", 'User "x" cannot list y'), PermissionDenied, "ask for that right"),
-        (Refused(403, "Forbidden", "exceeded quota"), FailedPrecondition, "a rule of the cluster"),
+        (ApiError(401, "Unauthorized", ""), Unauthenticated, "log in"),
+        (ApiError(403, "Forbidden", 'User "x" cannot list y'), PermissionDenied, "ask for that permission"),
+        (ApiError(403, "Forbidden", "exceeded quota"), FailedPrecondition, "a policy of the cluster"),
         (
-            Refused(404, "", "404 page not found"),
+            ApiError(404, "", "404 page not found"),
             FailedPrecondition,
             "headrace operator manifests | kubectl apply -f -",
         ),
-        (Refused(404, "NotFound", 'namespaces "a" not found'), FailedPrecondition, "create it first"),
-        (Refused(409, "Conflict", 'conflict with "kubectl": .spec.a'), FailedPrecondition, "--force-conflicts"),
-        (Refused(409, "Conflict", "the object has been modified"), Unavailable, "try again"),
-        (Refused(422, "Invalid", "spec.a: Invalid\nvalue"), InvalidArgument, "spec.a: Invalid value"),
-        (Refused(429, "", ""), Unavailable, "try again later"),
-        (Refused(503, "", ""), Unavailable, "try again later"),
+        (ApiError(404, "NotFound", 'namespaces "a" not found'), FailedPrecondition, "create it first"),
+        (ApiError(409, "Conflict", 'conflict with "kubectl": .spec.a'), FailedPrecondition, "--force-conflicts"),
+        (ApiError(409, "Conflict", "the object has been modified"), Unavailable, "try again"),
+        (ApiError(422, "Invalid", "spec.a: Invalid\nvalue"), InvalidArgument, "spec.a: Invalid value"),
+        (ApiError(429, "", ""), Unavailable, "try again later"),
+        (ApiError(503, "", ""), Unavailable, "try again later"),
     ],
 )
 def test_refusals_say_what_to_do(refused: Any, kind: type[HeadraceError], said: str) -> None:
-    found = fault(refused, "doing it", "https://it")
+    found = explain_error(refused, "doing it", "https://it")
     assert type(found) is kind and said in found.message and "\n" not in found.message
 
 
 def test_our_own_verbs_are_no_conflict() -> None:
-    assert conflicts_with_us(Refused(409, "Conflict", 'conflict with "headrace-cli" using v1: .spec.a'))
+    assert conflicts_with_us(ApiError(409, "Conflict", 'conflict with "headrace-cli" using v1: .spec.a'))
     assert not conflicts_with_us(
-        Refused(409, "Conflict", 'conflict with "headrace-cli": .a, conflict with "kubectl": .b')
+        ApiError(409, "Conflict", 'conflict with "headrace-cli": .a, conflict with "kubectl": .b')
     )
-    assert not conflicts_with_us(Refused(409, "Conflict", "modified"))
+    assert not conflicts_with_us(ApiError(409, "Conflict", "modified"))
 
 
 def test_a_canary_is_promoted_or_taken_back_by_its_share() -> None:
@@ -190,7 +191,7 @@ def test_a_canary_is_promoted_or_taken_back_by_its_share() -> None:
         rollback(service())
     with pytest.raises(FailedPrecondition, match="undone already"):
         rollback(canary(percent=0))
-    with pytest.raises(FailedPrecondition, match="its pods are all the same"):
+    with pytest.raises(FailedPrecondition, match="its pods are all of one revision"):
         single = service()
         single["spec"]["engine"]["canaryTrafficPercent"] = 10
         promotion(single)
@@ -236,7 +237,7 @@ def test_next_steps_of_models_operators_and_ready_services() -> None:
 def test_files_are_gathered_in_order_with_their_namespaces() -> None:
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "models"}}
     job = {"apiVersion": "ome.io/v1beta1", "kind": "BenchmarkJob", "metadata": {"name": "j"}}
-    found = gathered(parse(write([job, service(), model(), claim]), "a.yaml"), "mine")
+    found = collect(parse(write([job, service(), model(), claim]), "a.yaml"), "mine")
     assert not found.errors
     assert [each.document["kind"] for each in found.sources] == [
         "PersistentVolumeClaim",
@@ -251,7 +252,7 @@ def test_files_are_gathered_in_order_with_their_namespaces() -> None:
         "mine",
     ]
     assert "status" not in found.sources[2].document and "uid" not in found.sources[2].document["metadata"]
-    other = gathered(parse(write([service()]), "a.yaml"), "mine", "theirs")
+    other = collect(parse(write([service()]), "a.yaml"), "mine", "theirs")
     assert other.errors[0].problem.field == "metadata.namespace" and other.errors[0].place.startswith("a.yaml:")
 
 
@@ -265,29 +266,29 @@ def test_files_are_gathered_in_order_with_their_namespaces() -> None:
     ],
 )
 def test_what_cannot_be_sent_is_told(text: str, field: str) -> None:
-    (error,) = gathered(parse(text, "a.yaml"), "default").errors
+    (error,) = collect(parse(text, "a.yaml"), "default").errors
     assert error.problem.field == field
 
 
 def test_what_comes_along_counts_and_what_only_the_cluster_lacks_is_a_warning() -> None:
-    asked = gathered(parse(write([service(), model()]), "a.yaml"), "default")
-    found = checked(asked, ClusterFacts())
+    asked = collect(parse(write([service(), model()]), "a.yaml"), "default")
+    found = validate(asked, ClusterFacts())
     assert not found.errors and any("runtime" in str(each) for each in found.warnings), found.warnings
-    alone = gathered(parse(write([service()]), "a.yaml"), "default")
-    assert [each.problem.field for each in checked(alone, ClusterFacts()).errors] == ["spec.model.name"]
-    assert not checked(alone, cluster_facts([model()])).errors
-    assert not checked(alone, None).errors
+    alone = collect(parse(write([service()]), "a.yaml"), "default")
+    assert [each.problem.field for each in validate(alone, ClusterFacts()).errors] == ["spec.model.name"]
+    assert not validate(alone, cluster_facts([model()])).errors
+    assert not validate(alone, None).errors
     newer = {**model(), "spec": {"modelFormat": {"name": "other"}}}
     assert with_documents(cluster_facts([model()]), [newer]).models == (newer,)
 
 
-QUICK = Patience(seconds=30, invalid_seconds=0.05, failing_seconds=0.1, look_seconds=0.01)
+QUICK = WaitSettings(seconds=30, invalid_seconds=0.05, failing_seconds=0.1, poll_seconds=0.01)
 
 
 def test_waiting_ends_when_it_must_be_edited_or_keeps_failing() -> None:
     for transition in ("InvalidSpec", "BlockedByFailedLoad"):
         fleet = MemoryFleet(edited(modelStatus={"transitionStatus": transition}))
-        (found,) = asyncio.run(until_ready(fleet, [service()], [].append, QUICK))
+        (found,) = asyncio.run(wait_until_ready(fleet, [service()], [].append, QUICK))
         assert not found.ready and found.reason == "Pending: pod a: it waits"
 
 
@@ -299,9 +300,9 @@ def test_waiting_outlives_a_server_that_is_away_and_sees_a_deletion() -> None:
             raise tries.pop()
 
     fleet.looks = looks
-    (found,) = asyncio.run(until_ready(fleet, [service()], [].append, QUICK))
+    (found,) = asyncio.run(wait_until_ready(fleet, [service()], [].append, QUICK))
     assert found.ready and found.url
-    (found,) = asyncio.run(until_ready(MemoryFleet(), [service()], [].append, QUICK))
+    (found,) = asyncio.run(wait_until_ready(MemoryFleet(), [service()], [].append, QUICK))
     assert not found.ready and "deleted" in found.reason
 
 
@@ -315,7 +316,7 @@ async def _waited(wait: Coroutine[Any, Any, list[str]]) -> list[str]:
         await real(0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.fleet.client.waiting.asyncio.sleep", sleep)
+        patch.setattr("headrace.fleet.client.readiness.asyncio.sleep", sleep)
         return await wait
 
 
@@ -324,7 +325,9 @@ def test_a_service_of_the_same_name_is_another() -> None:
     again = copy.deepcopy(service())
     again["metadata"]["uid"] = "new"
     fleet.documents["InferenceService", "default", "digits"] = again
-    assert asyncio.run(until_gone(fleet, [service()], told.append, QUICK)) == [] and told == []
+    assert asyncio.run(wait_until_deleted(fleet, [service()], told.append, QUICK)) == [] and told == []
     fleet.documents["InferenceService", "default", "digits"] = service()
-    left = asyncio.run(_waited(until_gone(fleet, [service()], told.append, Patience(seconds=0.05, look_seconds=0.01))))
-    assert left == ["InferenceService digits"] and told == ["waiting for the end of InferenceService digits"]
+    left = asyncio.run(
+        _waited(wait_until_deleted(fleet, [service()], told.append, WaitSettings(seconds=0.05, poll_seconds=0.01)))
+    )
+    assert left == ["InferenceService digits"] and told == ["waiting for the deletion of InferenceService digits"]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.flags import Given
-from headrace.cli.handing import KEY_VARIABLE, handing_key, handing_settings
+from headrace.cli.serve_settings import KEY_VARIABLE, handing_key, kv_transfer_settings
 from headrace.cli.options import BY_NAME
 from headrace.cli.router_settings import router_settings
 from headrace.core.errors import InvalidArgument
-from headrace.core.handing import HandingSettings
+from headrace.core.kv_transfer import KvTransferSettings
 
 SECRET = "0123456789abcdef0123"
 
@@ -22,21 +22,21 @@ def given(**options: str) -> Given:
 
 
 def test_without_a_role_nothing_is_handed_over() -> None:
-    assert handing_settings(given(), {}) == HandingSettings()
+    assert kv_transfer_settings(given(), {}) == KvTransferSettings()
 
 
 def test_one_machine_needs_no_key() -> None:
-    made = handing_settings(given(role="prefill", handing_bytes="5000", handing_seconds="7"), {})
-    assert made == HandingSettings("prefill", b"", "127.0.0.1", 0, keep_seconds=7.0, keep_bytes=5000)
+    made = kv_transfer_settings(given(role="prefill", handing_bytes="5000", handing_seconds="7"), {})
+    assert made == KvTransferSettings("prefill", b"", "127.0.0.1", 0, keep_seconds=7.0, keep_bytes=5000)
 
 
 def test_between_machines_there_is_a_key(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(SECRET + "\n")
-    made = handing_settings(given(role="prefill", handing_address="10.0.0.7:8003", handing_key_file=str(file)), {})
+    made = kv_transfer_settings(given(role="prefill", handing_address="10.0.0.7:8003", handing_key_file=str(file)), {})
     assert (made.host, made.port, made.key) == ("10.0.0.7", 8003, SECRET.encode())
-    assert handing_settings(given(role="decode"), {KEY_VARIABLE: SECRET}).key == SECRET.encode()
-    made = handing_settings(given(role="prefill", handing_address="[fd00::7]:8003"), {KEY_VARIABLE: SECRET})
+    assert kv_transfer_settings(given(role="decode"), {KEY_VARIABLE: SECRET}).key == SECRET.encode()
+    made = kv_transfer_settings(given(role="prefill", handing_address="[fd00::7]:8003"), {KEY_VARIABLE: SECRET})
     assert made.host == "fd00::7"
 
 
@@ -44,7 +44,7 @@ def test_between_machines_there_is_a_key(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"role": "prefill", "handing_address": "10.0.0.7:8003"}, "--handing-key-file"),
-        ({"role": "prefill", "handing_address": "0.0.0.0:8003"}, "none that one can connect to"),
+        ({"role": "prefill", "handing_address": "0.0.0.0:8003"}, "clients cannot connect to"),
         ({"role": "prefill", "handing_address": "nowhere"}, "HOST:PORT"),
         ({"role": "prefill", "handing_address": "a:99999"}, "HOST:PORT"),
         ({"role": "prefill", "workers": "2"}, "leave out --workers"),
@@ -54,7 +54,7 @@ def test_between_machines_there_is_a_key(tmp_path: Path) -> None:
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
-        handing_settings(given(**options), {})
+        kv_transfer_settings(given(**options), {})
 
 
 def test_a_short_key_is_refused(tmp_path: Path) -> None:

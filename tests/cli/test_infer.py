@@ -140,7 +140,7 @@ def test_arrays_are_converted_where_nothing_is_lost(
     if fits:
         done = run("infer", *arguments, "--json")
         np.testing.assert_allclose(data_of(done), array.ravel(), rtol=1e-3)
-        assert "which the model takes" in done.stderr
+        assert "the model's type" in done.stderr
     else:
         assert "input 'x' is" in refused(*arguments)
 
@@ -183,11 +183,11 @@ def test_headers_are_sent_and_checked(session_server: Program) -> None:
         (("-i", f"INPUT0=@{__file__}"), ":FP32:SIZES for raw numbers"),
         (("-i", f"INPUT0=@{__file__}:FP32:1,4"), "needs 16 bytes"),
         (("-i", f"INPUT0=@{__file__}:FP99:1,4"), "FP99"),
-        (("--random", "-o", "OUTPUT1"), "no output 'OUTPUT1' (did you mean 'OUTPUT0'?); it gives: OUTPUT0"),
+        (("--random", "-o", "OUTPUT1"), "no output 'OUTPUT1' (did you mean 'OUTPUT0'?); it has: OUTPUT0"),
         (("--random", "-o", "OUTPUT0=file"), "NAME=@file.npy"),
         (("--random", "-o", "OUTPUT0=@/none/x.npy"), "/none/x.npy: No such file or directory"),
-        (("--random", "--stream", "--repeat", "2"), "do not go together"),
-        (("--random", "--stream", "-o", "OUTPUT0=@x.npy"), "not written to files"),
+        (("--random", "--stream", "--repeat", "2"), "cannot be combined"),
+        (("--random", "--stream", "-o", "OUTPUT0=@x.npy"), "cannot be written to files"),
         (("--random", "--key", "k.pem"), "--key needs --cert"),
     ],
 )
@@ -202,7 +202,7 @@ def test_files_that_are_no_arrays(session_server: Program, tmp_path: Path) -> No
     np.save(tmp_path / "pickled.npy", np.array([{"a": 1}], object), allow_pickle=True)
     for name, text in (
         ("empty.npy", "empty.npy"),
-        ("text.npy", "no .npy"),
+        ("text.npy", "not a .npy"),
         ("pickled.npy", "objects"),
         ("x.json", "JSON"),
     ):

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.api.access.keys import KeyRing
-from headrace.api.access.keys_file import read_keys
+from headrace.api.access.api_keys import KeyRing, read_keys
 from headrace.cli.keys import keys
 
 
@@ -71,12 +70,12 @@ def test_an_expired_key_is_listed_as_such(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["create", "alice"], "has a key named 'alice' already"),
-        (["create", "a b"], "no name for a key"),
-        (["create", "bob", "--scope", "root"], "--scope root: there are infer, read, admin"),
+        (["create", "alice"], "already has a key named 'alice'"),
+        (["create", "a b"], "not a valid name for a key"),
+        (["create", "bob", "--scope", "root"], "--scope root: write one of infer, read, admin"),
         (["create", "bob", "--expires", "soon"], "give a time such as 30d"),
-        (["create", "bob", "--expires", "2001-01-01"], "that is over already"),
-        (["create", "bob", "--expires", "0d"], "that is over already"),
+        (["create", "bob", "--expires", "2001-01-01"], "that time is in the past"),
+        (["create", "bob", "--expires", "0d"], "that time is in the past"),
         (["revoke", "bob"], "has no key named 'bob'"),
     ],
 )
@@ -90,5 +89,5 @@ def test_what_is_refused(arguments: list[str], complaint: str, tmp_path: Path) -
 
 
 def test_no_file(tmp_path: Path) -> None:
-    assert "is not there" in run("list", "--file", str(tmp_path / "none.yaml"), code=1)[1]
+    assert "does not exist" in run("list", "--file", str(tmp_path / "none.yaml"), code=1)[1]
     assert "No such file" in run("create", "a", "--file", str(tmp_path / "no/such/keys.yaml"), code=1)[1]

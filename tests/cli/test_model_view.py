@@ -7,21 +7,21 @@ from typing import Any, get_args
 
 import pytest
 
-from headrace.cli.model_list import list_rows
-from headrace.cli.model_view import WHY, scheduling_lines, show_model
-from headrace.engine.scheduling.batches import Reason
+from headrace.cli.models_view import list_rows
+from headrace.cli.models_view import WHY, scheduling_lines, show_model
+from headrace.engine.scheduling.pending_request import BatchReason
 
 BATCHING: dict[str, Any] = {"max_queue_delay_microseconds": 0}
 
 
 def test_every_reason_of_a_batch_is_explained() -> None:
-    assert set(WHY) == set(get_args(Reason))
+    assert set(WHY) == set(get_args(BatchReason))
 
 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({}, "One request after the other: there is no dynamic_batching."),
+        ({}, "One request at a time: there is no dynamic_batching."),
         ({"dynamic_batching": BATCHING}, "A batch never waits for more requests."),
         ({"dynamic_batching": {"max_queue_delay_microseconds": 5}}, "A batch waits 5 us for more requests."),
         ({"dynamic_batching": BATCHING | {"preferred_batch_size": [2, 4]}}, "Preferred sizes: 2, 4."),
@@ -35,11 +35,11 @@ def test_every_reason_of_a_batch_is_explained() -> None:
         ),
         (
             {"dynamic_batching": BATCHING | {"default_queue_policy": {"max_queue_size": 9}}},
-            "At most 9 requests wait; more are refused.",
+            "At most 9 requests wait; more are rejected.",
         ),
         (
             {"sequence_batching": {"oldest": {}, "max_sequence_idle_microseconds": 2_500_000}},
-            "Sequences, by the strategy 'oldest'; one that is silent for 2.5 s is given up.",
+            "Sequence batching, strategy 'oldest'; sequences time out after 2.5 s without a request.",
         ),
         (
             {"ensemble_scheduling": {"step": [{"model_name": "a"}, {"model_name": "b"}]}},
@@ -49,8 +49,8 @@ def test_every_reason_of_a_batch_is_explained() -> None:
 )
 def test_scheduling_in_sentences(config: dict[str, Any], sentence: str) -> None:
     lines = scheduling_lines({"max_batch_size": 8} | config)
-    assert lines[0] == "At most 8 rows in a batch." and sentence in lines
-    assert scheduling_lines({"max_batch_size": 0} | config)[0] == "No batches: max_batch_size is 0."
+    assert lines[0] == "Maximum batch size: 8." and sentence in lines
+    assert scheduling_lines({"max_batch_size": 0} | config)[0] == "No batching: max_batch_size is 0."
 
 
 def test_the_list_has_averages() -> None:

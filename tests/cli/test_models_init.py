@@ -105,9 +105,9 @@ def test_a_model_without_a_configuration_gets_one(tmp_path: Path, onnx_file: Pat
     assert files(folder) == ["3/best.onnx", "config.pbtxt"] and not (tmp_path / "unused").exists()
     assert read_draft(folder).message.default_model_filename == "best.onnx"
     assert check_repository(tmp_path / "models").problems == ()
-    with pytest.raises(InvalidArgument, match=r"with a config\.pbtxt already"):
+    with pytest.raises(InvalidArgument, match=r"has a config\.pbtxt already"):
         init_model(folder, tmp_path / "unused", "", "1", move=False)
-    with pytest.raises(InvalidArgument, match="is a folder of models already"):
+    with pytest.raises(InvalidArgument, match="is a model repository already"):
         init_model(folder.parent, tmp_path / "unused", "", "1", move=False)
 
 

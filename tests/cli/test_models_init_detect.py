@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from headrace.core.errors import InvalidArgument
-from headrace.models.config.detect import Detected, detect
+from headrace.models.config.detection import Detected, detect
 
 PICKLE = b"\x80\x04\x95\x03\x02\0\0\0\0\0\0\x8c\x1esklearn.linear_model"
 

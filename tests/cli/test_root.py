@@ -16,12 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
-from headrace.cli.root import opened
-from headrace.cli.verbs import SECTIONS, Verb
+from headrace.cli.root import load_command
+from headrace.cli.commands import SECTIONS, CommandSpec
 from support.programs import PLAIN, run
 
 VERBS = [verb for verbs in SECTIONS.values() for verb in verbs]
-OWN = {"headrace.cli.main", "headrace.cli.root", "headrace.cli.verbs", "headrace.cli.checks"}
+OWN = {"headrace.cli.main", "headrace.cli.root", "headrace.cli.commands", "headrace.cli.checks"}
 SLOW = {"rich", "markdown_it", "pygments", "asyncio", "ssl", "numpy", "orjson", "yaml", "uvloop", "http"}
 MOST_MODULES = 150
 """Beside those of Python's own start: Typer's, and some of the standard library. 90 when this was written."""
@@ -97,8 +97,8 @@ def test_the_help_names_every_verb_under_its_heading() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
-def test_the_table_says_what_the_verb_says(verb: Verb) -> None:
-    command = opened(verb)
+def test_the_table_says_what_the_verb_says(verb: CommandSpec) -> None:
+    command = load_command(verb)
     assert command.name == verb.name
     assert " ".join(command.help.split("\n\n")[0].split()) == verb.help
 
@@ -124,7 +124,7 @@ def commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
 
 
 def test_every_verb_with_a_result_has_json() -> None:
-    every = {path: command for verb in VERBS for path, command in commands(opened(verb), (verb.name,))}
+    every = {path: command for verb in VERBS for path, command in commands(load_command(verb), (verb.name,))}
     without = {
         path for path, command in every.items() if not any("--json" in parameter.opts for parameter in command.params)
     }
@@ -140,13 +140,13 @@ def test_an_error_is_a_line_also_with_json() -> None:
 def test_what_an_error_names_can_be_copied_from_a_line_of_its_own(tmp_path: Path) -> None:
     done = run("logs", "digits", "--state-dir", tmp_path)
     said, line = done.stderr.splitlines()
-    assert said.startswith("headrace: no fleet runs on this machine: start one by `headrace up`")
+    assert said.startswith("headrace: no fleet runs on this machine: start one with `headrace up`")
     assert (done.returncode, line) == (1, "     try: headrace up")
     assert len(run("models", "list", "--url", "http://127.0.0.1:x").stderr.splitlines()) == 1
 
 
 def test_every_verb_shows_examples() -> None:
-    every = {path: command for verb in VERBS for path, command in commands(opened(verb), (verb.name,))}
+    every = {path: command for verb in VERBS for path, command in commands(load_command(verb), (verb.name,))}
     for path, command in every.items():
         (_, examples) = re.split(r"\bExamples?:\n", f"{command.help}\n{command.epilog}")
         assert f"headrace {' '.join(path)}" in examples, path
@@ -159,7 +159,7 @@ def test_logs_of_pods_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         async def logs(self, *told: object, **more: object) -> list[tuple[str, str]]:
             return [("digits-0", "one\ntwo"), ("digits-1", "")]
 
-    monkeypatch.setattr("headrace.fleet.local.client.open_local", lambda folder: Fleet())
+    monkeypatch.setattr("headrace.fleet.local.api_client.open_local", lambda folder: Fleet())
     told = json.loads(CliRunner().invoke(app, ["logs", "digits", "--json"]).stdout)
     assert told == [{"pod": "digits-0", "log": "one\ntwo"}, {"pod": "digits-1", "log": ""}]
     assert "==> digits-0 <==\none\ntwo" in CliRunner().invoke(app, ["logs", "digits"]).stdout

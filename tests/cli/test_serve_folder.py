@@ -90,7 +90,7 @@ def test_load_and_unload(server: ThreadServer) -> None:
     [
         ("http://127.0.0.1:1", "no server answers at http://127.0.0.1:1"),
         ("https://127.0.0.1:1", "only http://"),
-        ("http://", "names no server"),
+        ("http://", "is not a server URL"),
         ("http://127.0.0.1:port", "port must be a number"),
     ],
 )

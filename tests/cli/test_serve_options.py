@@ -116,7 +116,7 @@ def test_modes_by_their_old_names(seen: list[ServerSettings], option: str, mode:
 def test_the_cache_by_todays_name(seen: list[ServerSettings], warned: pytest.LogCaptureFixture) -> None:
     settings = serve(seen, "--cache-config", "local,size=1048576", "--cache-config=redis,host=elsewhere")
     assert settings.engine.cache_bytes == 1048576
-    assert "redis,host=elsewhere does nothing here" in warned.text
+    assert "redis,host=elsewhere has no effect" in warned.text
 
 
 def test_where_it_listens(seen: list[ServerSettings]) -> None:
@@ -256,7 +256,7 @@ def test_traces(seen: list[ServerSettings], warned: pytest.LogCaptureFixture) ->
     files = serve(seen, *old.split())
     assert not files.trace_endpoint
     assert files.v2.trace == TraceDefaults(("TENSORS",), 1, 5, 2)
-    assert "writes no files here" in warned.text
+    assert "writes no trace files" in warned.text
 
 
 def test_what_means_nothing_here_is_said_in_one_line(
@@ -288,19 +288,19 @@ def test_what_means_nothing_here_is_said_in_one_line(
         (["models", "--model-control-mode", "sometimes"], "none or poll or explicit"),
         (["--model-control-mode=explicit"], "needs a folder of models"),
         (["models", "--load-model", "a"], "--model-control-mode=explicit"),
-        (["models", "--strict-readiness=maybe"], "--strict-readiness is true or false"),
+        (["models", "--strict-readiness=maybe"], "--strict-readiness must be true or false"),
         (["models", "--rate-limit-resource", "memory"], "NAME:COUNT"),
         (["models", "--rate-limit-resource", "memory:0"], "NAME:COUNT"),
         (["models", "--rate-limit-resource", "memory:1:a"], "NAME:COUNT"),
-        (["models", "--repository-poll-secs", "-1"], "--repository-poll-secs is a number of 0 or more, not '-1'"),
-        (["--http-port=65536"], "--http-port is a whole number from 0 to 65535"),
-        (["--http-port=nan"], "--http-port is a whole number"),
-        (["--grace-seconds=inf"], "--grace-seconds is a number of 0 or more"),
+        (["models", "--repository-poll-secs", "-1"], "--repository-poll-secs must be a number of 0 or more, not '-1'"),
+        (["--http-port=65536"], "--http-port must be a whole number from 0 to 65535"),
+        (["--http-port=nan"], "--http-port must be a whole number"),
+        (["--grace-seconds=inf"], "--grace-seconds must be a number of 0 or more"),
         (["--http-port"], "--http-port needs a value: write --http-port=PORT"),
         (["--id", "--http-port=1"], "--id needs a value"),
         (["--backend-config"], "--backend-config needs a value"),
-        (["--http-port=90", "--grpc-port=90"], "port 90 is given twice"),
-        (["--metrics-port=8001"], "port 8001 is given twice"),
+        (["--http-port=90", "--grpc-port=90"], "port 90 is used twice"),
+        (["--metrics-port=8001"], "port 8001 is used twice"),
         (["--allow-http=false", "--allow-grpc=false"], "nothing to serve"),
         (["--grpc-use-ssl"], "--grpc-server-cert"),
         (["--grpc-use-ssl-mutual", "--grpc-server-cert=c", "--grpc-server-key=k"], "--grpc-root-cert"),

@@ -8,7 +8,7 @@ from collections import Counter
 from options_page import PAGE, page
 
 from headrace.cli.flags import parse
-from headrace.cli.flags_ignored import IGNORED
+from headrace.cli.flags import IGNORED
 from headrace.cli.options import FLAGS
 
 SEED = """model-store http-port grpc-port metrics-port allow-http allow-grpc allow-metrics http-thread-count id

@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 from headrace.cli import service_view
 from headrace.cli.main import app
-from headrace.platforms import planning
+from headrace.platforms import launch_plan
 from headrace.platforms.registry import RUNNING, Entry, Registry
 from support.ports import launchers_ports
 
-PROGRAMS = str(Path(__file__).parent.parent / "launch")
+PROGRAMS = str(Path(__file__).parent.parent / "platforms")
 ARCH = "tao-dataservices"
 HI = '{"messages": [{"role": "user", "content": "hi"}]}'
 UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -57,7 +57,7 @@ class Shell:
 
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
-    monkeypatch.setattr(planning, "TARGET", "service_programs:serve")
+    monkeypatch.setattr(launch_plan, "TARGET", "service_programs:serve")
     monkeypatch.setenv("PYTHONPATH", PROGRAMS)
     monkeypatch.setenv("COLUMNS", "250")
     handlers = list(logging.getLogger().handlers)
@@ -88,7 +88,7 @@ def test_three_services_from_start_to_stop(shell: Shell) -> None:
     job = started[1]["job_id"]
     told = shell.json("status", job)
     assert (told["state"], told["platform_status"], told["service"]["status"]) == ("running", "Running", "healthy")
-    assert "what it says" in shell.run("status", job).stdout
+    assert "reported by the service" in shell.run("status", job).stdout
     assert "started with" in shell.run("logs", job, "--tail", 5).stdout
     assert shell.json("logs", job)["job_id"] == job
     os.kill(told["handle"]["pid"], signal.SIGKILL)
@@ -151,14 +151,14 @@ def test_one_that_is_slow_runs_on(shell: Shell) -> None:
     ("words", "code", "said"),
     [
         (["start", "--arch", ARCH, "--model-path", "s3://b/m"], 2, "no cloud-storage dependency"),
-        (["start", "--arch", "resnet", "--model-path", "/"], 2, "these are: cosmos-predict2.5, cosmos-rl"),
+        (["start", "--arch", "resnet", "--model-path", "/"], 2, "known: cosmos-predict2.5, cosmos-rl"),
         (["start", "--arch", ARCH, "--model-path", "/", "--platform", "vm"], 2, "use one of process, local-docker"),
         (["start", "--arch", ARCH, "--model-path", "/nowhere"], 1, "there is no model at '/nowhere'"),
         (["start", "--arch", ARCH, "--model-path", "/", "--num-gpus", "-1"], 2, "not -1"),
         (["start", "--arch", ARCH, "--model-path", "/", "--option", "x"], 2, "--option NAME=VALUE"),
-        (["start", "--arch", ARCH, "--model-path", "/", "--option", "idle_timeout_minutes=x"], 2, "is no int"),
+        (["start", "--arch", ARCH, "--model-path", "/", "--option", "idle_timeout_minutes=x"], 2, "is not a valid int"),
         (["start", "--arch", ARCH, "--model-path", "/", "--partition", "gpu"], 2, "no setting 'partition'"),
-        (["start", "--arch", ARCH, "--model-path", "/m", "--platform", "slurm", "--mount", "/no/such"], 1, "to mount"),
+        (["start", "--arch", ARCH, "--model-path", "/m", "--platform", "slurm", "--mount", "/no"], 1, "cannot be mounted"),
         (["start", "--arch", ARCH], 2, "--model-path"),
         (["status", "no-such-job"], 1, "no service has the job id 'no-such-job'"),
         (["logs", str(uuid.UUID(int=1))], 1, "headrace service list"),
@@ -167,9 +167,9 @@ def test_one_that_is_slow_runs_on(shell: Shell) -> None:
         (["request", "--body", HI, "--yes"], 1, "no service is running: start one first"),
         (["request", "--body", HI, "--arch", "cosmos-rl", "--yes"], 1, "no service for 'cosmos-rl' is running"),
         (["request", "--body", HI, "--job-id", "x", "--yes"], 1, "no service has the job id 'x'"),
-        (["request", "--yes"], 2, "what is asked"),
-        (["request", "--body", "{", "--yes"], 2, "is no JSON"),
-        (["request", "--body", "[1]", "--yes"], 2, "is no object"),
+        (["request", "--yes"], 2, "the request is missing"),
+        (["request", "--body", "{", "--yes"], 2, "is not JSON"),
+        (["request", "--body", "[1]", "--yes"], 2, "is not a JSON object"),
         (["request", "--body", "@/no/such/file", "--yes"], 2, "No such file"),
         (["preflight", "--platform", "vm"], 2, "use one of process"),
     ],
@@ -231,7 +231,7 @@ def test_of_several_services_none_is_chosen_silently(shell: Shell, monkeypatch: 
         assert first["job_id"] in said and second["job_id"] in said and "--job-id" in said
     found = shell.run("request", "--body", HI, "--yes", "--job-id", first["job_id"])
     assert f"job_id={first['job_id']}" in found.stderr
-    assert "say which" in shell.run("status", code=2).stderr
+    assert "give one of" in shell.run("status", code=2).stderr
     monkeypatch.setattr(service_view, "is_interactive", lambda: True)
     found = shell.run("request", "--body", HI, "--yes", typed="7\n2\n")
     assert "write a number from 1 to 2" in found.stderr and f"job_id={second['job_id']}" in found.stderr
@@ -281,13 +281,13 @@ def test_records_of_other_tools_are_shown_and_kept(shell: Shell) -> None:
     job = str(uuid.uuid4())
     Registry(shell.registry).put(Entry(job, "lunar", "x\x1b[31m", "http://localhost:1", "2020-01-01T00:00:00", RUNNING))
     [row] = shell.json("list")
-    assert row["state"] == "unknown" and "is not known" in row["reason"]
+    assert row["state"] == "unknown" and "unknown platform" in row["reason"]
     assert "\x1b[31m" not in shell.run("list").stdout
     assert shell.json("prune") == [] and len(shell.json("list")) == 1
     sent = shell.run("request", "--body", HI, "--no-wait", code=1).stderr
     assert "arch=x" in sent and "does not answer" in sent and "\x1b[31m" not in sent
-    assert "is not known" in shell.run("stop", job, code=2).stderr
-    assert "forgotten" in shell.run("stop", job, "--forget").stderr and shell.json("list") == []
+    assert "unknown platform" in shell.run("stop", job, code=2).stderr
+    assert "Removed the entry" in shell.run("stop", job, "--forget").stderr and shell.json("list") == []
 
 
 @pytest.mark.parametrize("verb", ["start", "list", "status", "logs", "request", "stop", "prune", "preflight"])

@@ -67,7 +67,7 @@ def test_a_real_service_from_start_to_stop(folder: Path, model: Path) -> None:
     assert status["state"] == "running" and status["service"]["model_loaded"] is True
     assert status["service"]["job_id"] == started["job_id"]
     log = run(folder, "logs")["log"]
-    assert "the model is ready" in log
+    assert "The model is ready" in log
     assert secret not in log + json.dumps(status["service"]) + str(process.cmdline())
     assert secret not in (folder / "services.json").read_text()
     assert (folder / "services.json").stat().st_mode & 0o077 == 0
@@ -86,7 +86,7 @@ def test_a_model_that_cannot_be_loaded_is_told_with_its_log(folder: Path) -> Non
     (folder / "broken").mkdir()
     (folder / "broken" / "model.onnx").write_bytes(b"no model")
     said = run(folder, "start", "--arch", ARCH, "--model-path", "broken", code=4)
-    assert "will not be ready" in said and "the last lines of its log" in said
+    assert "will not be ready" in said and "last log lines" in said
     assert run(folder, "list") == []
 
 

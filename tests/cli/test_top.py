@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from headrace.cli.client import ServerClient
-from headrace.cli.top_polling import Look, open_poller, read_metrics
-from headrace.cli.top_rates import Row, View, quantile, server_view
+from headrace.cli.top_view import Snapshot, open_poller, read_metrics
+from headrace.cli.top_view import Row, View, quantile, server_view
 from headrace.core.errors import HeadraceError
 from support.ports import free_port
 from support.programs import HEADRACE, Program, run
@@ -50,10 +50,10 @@ def row_of(view: View, name: str) -> Row:
 def test_between_two_looks(server: ThreadServer) -> None:
     poller = open_poller(server.url)
     infer(server.url, "one")
-    before = poller.look()
+    before = poller.poll()
     for rows in (1, 2, 3, 6):
         infer(server.url, "one", rows)
-    view = poller.view(before, poller.look())
+    view = poller.view(before, poller.poll())
     one = row_of(view, "one")
     assert (view.kind, view.rows[0], one.version, one.state) == ("server", one, "1", "READY")
     assert round(one.requests_per_s * view.seconds, 6) == 4 and one.failures_per_s == one.failures == 0
@@ -66,10 +66,10 @@ def test_between_two_looks(server: ThreadServer) -> None:
 
 def test_hits_of_the_cache(server: ThreadServer) -> None:
     poller = open_poller(server.url)
-    before = poller.look()
+    before = poller.poll()
     for _ in range(12):
         infer(server.url, "cached")
-    assert row_of(poller.view(before, poller.look()), "cached").cache_hits == pytest.approx(11 / 12)
+    assert row_of(poller.view(before, poller.poll()), "cached").cache_hits == pytest.approx(11 / 12)
 
 
 @pytest.mark.slow
@@ -78,10 +78,10 @@ def test_between_two_looks_at_two_workers(tmp_path: Path) -> None:
     models = make_models(tmp_path / "models", cached=CACHED)
     with serve_process(tmp_path / "log", models, "--workers", "2") as server:
         poller = open_poller(server.url)
-        before = poller.look()
+        before = poller.poll()
         for _ in range(12):
             infer(server.url, "cached")
-        view = poller.view(before, poller.look())
+        view = poller.view(before, poller.poll())
     cached = row_of(view, "cached")
     assert round(cached.requests_per_s * view.seconds, 6) == 12
     assert cached.cache_hits is not None and 10 / 12 <= cached.cache_hits < 1
@@ -124,10 +124,10 @@ def test_a_router(server: ThreadServer, tmp_path: Path) -> None:
     with Program(*words, log=tmp_path / "log", ready="BACKEND"):
         url = f"http://127.0.0.1:{port}"
         poller = open_poller(url)
-        before = poller.look()
+        before = poller.poll()
         for _ in range(5):
             infer(url, "one")
-        view = poller.view(before, poller.look())
+        view = poller.view(before, poller.poll())
         done = run("top", url, "--once", "--interval", "0.1")
     up, down = view.rows
     assert (view.kind, up.name, up.state, down.name) == ("router", server.url, "up", gone)
@@ -179,7 +179,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
             assert "\x1b[?1049h" in shown and "P99 ms" in shown and "QUEUE ms" not in shown
             infer(made.url, "narrow")
             screen.read_until("READY")
-        screen.read_until("asking again")
+        screen.read_until("retrying")
         screen.process.send_signal(signal.SIGINT)
         screen.read_until("\x1b[?1049l")
         assert screen.process.wait(100) == 0
@@ -200,8 +200,8 @@ nv_broken{model="x"} many
 """
 
 
-def look(at: float, requests: int, failures: int) -> Look:
-    return Look(at, read_metrics(TEXT % (requests, failures)))
+def look(at: float, requests: int, failures: int) -> Snapshot:
+    return Snapshot(at, read_metrics(TEXT % (requests, failures)))
 
 
 def test_rates_failures_and_names_with_quotes() -> None:
@@ -254,8 +254,8 @@ def test_something_else_that_answers() -> None:
         thread = threading.Thread(target=other.serve_forever, args=(0.01,))
         thread.start()
         try:
-            with pytest.raises(HeadraceError, match="is that a Headrace server"):
-                open_poller(f"http://127.0.0.1:{other.server_port}").look()
+            with pytest.raises(HeadraceError, match="is it a Headrace server"):
+                open_poller(f"http://127.0.0.1:{other.server_port}").poll()
         finally:
             other.shutdown()
             thread.join()

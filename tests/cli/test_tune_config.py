@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import tune_config
-from headrace.cli.tune_config import Change, change_of, write_change
+from headrace.cli import tune_run
+from headrace.cli.tune_run import Change, change_of, write_change
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.drafts import read_draft
-from headrace.programs.loadtest.settings import Setting
+from headrace.programs.loadtest.tuning import Setting
 
 ALL = Change(16, 500, 3)
 
@@ -131,7 +131,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatc
     def full(number: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tune_config.os, "fsync", full)
+    monkeypatch.setattr(tune_run.os, "fsync", full)
     with pytest.raises(InvalidArgument, match=r"No space left on device; nothing was changed"):
         write_change(folder, ALL)
     assert (folder / "config.pbtxt").read_text() == "max_batch_size: 8\n"

@@ -110,7 +110,7 @@ def test_a_server_without_explicit_control_is_left_alone(models: Path) -> None:
     [
         (("slow",), "--repository DIR"),
         (("slow", "--url", "http://127.0.0.1:1", "--write"), "--write needs --repository"),
-        (("other", "--repository", "models"), "is --repository right?"),
+        (("other", "--repository", "models"), "check --repository"),
         (("slow", "--repository", "models", "--plot", "x.jpg"), ".png"),
         (("slow", "--repository", "models", "--duration", "0"), "above 0"),
         (("slow", "--repository", "models", "--rows", "9"), "at most 8"),

@@ -22,8 +22,8 @@ from client_models import make_repository
 
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
-from headrace.net.http.exchange import Buffer, Exchange
-from headrace.net.http.heads import OK_JSON
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_JSON, Buffer
 from headrace.net.http.routes import Routes
 from headrace.net.http.sse import EventStream
 from headrace.net.site import Site
@@ -219,7 +219,7 @@ class HeldSite:
         self.arrived.release()
 
     def _stream(self, call: GrpcCall) -> None:
-        from headrace.client.grpc_messages import message
+        from headrace.client.grpc_codec import message
 
         call.on_cancel = self.gone.release
 

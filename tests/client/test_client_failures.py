@@ -13,8 +13,8 @@ import pytest
 from client_servers import ANSWER, answers, chunks, fake_grpc, fake_http, hangs_up, says, seen_as_stale, session_of
 
 from headrace.client import NO_RETRY, Client, Retry
-from headrace.client.failures import GRPC_ERRORS, HTTP_ERRORS
-from headrace.client.grpc_messages import message
+from headrace.client.errors import GRPC_ERRORS, HTTP_ERRORS
+from headrace.client.grpc_codec import message
 from headrace.core import errors
 from headrace.core.errors import (
     DeadlineExceeded,

@@ -13,13 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.client import Client
-from headrace.client.addresses import Address
-from headrace.client.blocking import to_end
-from headrace.client.events import EventReader
-from headrace.client.http1 import Answer, Cut, check_fields
-from headrace.client.http_messages import decode_event, encode_generation
-from headrace.client.requests import Input, inference_of
-from headrace.client.retrying import Deadline, Fate, Retry
+from headrace.client.http1 import Answer, ConnectionCut, EventReader, check_fields
+from headrace.client.http_codec import decode_event, encode_generation
+from headrace.client.inference import Input, build_inference
+from headrace.client.retries import Deadline, Failure, Retry
+from headrace.client.sockets import Address, run_blocking
 from headrace.core.errors import DeadlineExceeded, Internal, InvalidArgument
 
 FOREVER = Deadline(None, "a test")
@@ -90,13 +88,13 @@ def test_waits_grow_and_are_spread() -> None:
     assert retry.wait_seconds(1, 7.0, 1.0) == 7.5
 
 
-@pytest.mark.parametrize("fate", Fate)
-def test_what_is_sent_again(fate: Fate) -> None:
-    safe = fate in (Fate.UNSENT, Fate.REFUSED_FOR_NOW)
-    lost = fate is Fate.LOST
-    assert Retry().again(fate, repeatable=False) is safe
-    assert Retry().again(fate, repeatable=True) is (safe or lost)
-    assert Retry(lost_answers=True).again(fate, repeatable=False) is (safe or lost)
+@pytest.mark.parametrize("fate", Failure)
+def test_what_is_sent_again(fate: Failure) -> None:
+    safe = fate in (Failure.UNSENT, Failure.REFUSED_FOR_NOW)
+    lost = fate is Failure.LOST
+    assert Retry().should_retry(fate, repeatable=False) is safe
+    assert Retry().should_retry(fate, repeatable=True) is (safe or lost)
+    assert Retry(lost_answers=True).should_retry(fate, repeatable=False) is (safe or lost)
 
 
 def test_settings_that_make_no_sense() -> None:
@@ -164,7 +162,7 @@ class Pieces:
 async def whole(line: Pieces) -> tuple[int, bytes, bool]:
     answer = Answer(line, FOREVER)
     head = await answer.head()
-    return head.status, bytes(await answer.body()), answer.complete and head.keeps
+    return head.status, bytes(await answer.body()), answer.complete and head.keeps_alive
 
 
 @given(st.binary(max_size=60), st.integers(1, 9), st.sampled_from(["length", "chunked", "end"]))
@@ -178,10 +176,10 @@ def test_answers_wherever_they_are_cut(body: bytes, size: int, form: str) -> Non
     else:
         text = head + b"\r\n" + body
     cut = [text[start : start + size] for start in range(0, len(text), size)]
-    assert to_end(whole(Pieces(cut))) == (200, body, form != "end")
+    assert run_blocking(whole(Pieces(cut))) == (200, body, form != "end")
     if form != "end":
-        with pytest.raises(Cut):
-            to_end(whole(Pieces([text[:-1]])))
+        with pytest.raises(ConnectionCut):
+            run_blocking(whole(Pieces([text[:-1]])))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +199,7 @@ def test_answers_wherever_they_are_cut(body: bytes, size: int, form: str) -> Non
 )
 def test_shapes_of_events(values: Any, declared: list[int], shape: tuple[int, ...]) -> None:
     outputs = {"y": {"name": "y", "datatype": "INT32", "shape": declared}}
-    result = decode_event({"y": values, "more": "said"}, outputs, inference_of("m", {}), "id")
+    result = decode_event({"y": values, "more": "said"}, outputs, build_inference("m", {}), "id")
     assert result["y"].shape == shape
     assert result["y"].ravel().tolist() == np.ravel(values).tolist()
     assert result.parameters == {"more": "said"}
@@ -210,7 +208,7 @@ def test_shapes_of_events(values: Any, declared: list[int], shape: tuple[int, ..
 
 def test_types_that_the_model_does_not_tell_are_those_of_json() -> None:
     outputs = {name: {"name": name, "datatype": "", "shape": [-1]} for name in "abcd"}
-    result = decode_event({"a": 1, "b": [0.5], "c": "t", "d": True}, outputs, inference_of("m", {}), "id")
+    result = decode_event({"a": 1, "b": [0.5], "c": "t", "d": True}, outputs, build_inference("m", {}), "id")
     assert [tensor.dtype.name for tensor in result.tensors.values()] == ["INT64", "FP64", "BYTES", "BOOL"]
 
 
@@ -218,7 +216,7 @@ def test_events_that_do_not_fit_the_model() -> None:
     outputs = {"y": {"name": "y", "datatype": "INT32", "shape": [1]}}
     for wrong in ([], {"y": "text"}, {"y": [None]}):
         with pytest.raises(Internal, match="cannot be read"):
-            decode_event(wrong, outputs, inference_of("m", {}), "id")
+            decode_event(wrong, outputs, build_inference("m", {}), "id")
 
 
 def test_inputs_of_a_stream_as_json() -> None:
@@ -229,7 +227,7 @@ def test_inputs_of_a_stream_as_json() -> None:
         "half": Input(np.array([1.5], np.float32), dtype="BF16"),
         "truth": np.array([[True]]),
     }
-    text = encode_generation(inference_of("m", inputs, request_id="7", parameters={"a": 1}))
+    text = encode_generation(build_inference("m", inputs, request_id="7", parameters={"a": 1}))
     assert text == (
         b'{"id":"7","parameters":{"a":1},"text":"one","row":[1,2],"rows":[[1.5],[2.5]],"half":1.5,"truth":true}'
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.core.buffers import uninitialised
 from headrace.core.clock import Clock, ManualClock, SystemClock
 from headrace.core.limits import Limits
-from headrace.core.messages import NO_PARAMETERS, InferRequest, InferResponse
+from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse
 
 
 def test_the_system_clock_is_the_machines():

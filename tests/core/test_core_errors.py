@@ -33,7 +33,7 @@ def test_an_error_is_retold_as_what_it_refines():
         def __init__(self, place: int) -> None:
             super().__init__(f"nothing at {place}", retry_after_seconds=2.0)
 
-    told = errors.retold(Refined(7), "in the house, nothing at 7")
+    told = errors.with_message(Refined(7), "in the house, nothing at 7")
     assert (type(told), told.message, told.retry_after_seconds) == (errors.NotFound, "in the house, nothing at 7", 2.0)
 
 

@@ -4,7 +4,7 @@
 import pytest
 from google.protobuf import descriptor_pb2
 
-from headrace.core.schemas import Schema
+from headrace.core.protobuf import Schema
 
 
 def descriptor_set(field: str) -> bytes:

@@ -19,9 +19,9 @@ from limits_table import GUIDE, limits_table, table_in
 
 from headrace.api.metrics.collector import _own_names
 from headrace.backends.table import BACKENDS
-from headrace.cli.flags_ignored import IGNORED
-from headrace.cli.root import opened
-from headrace.cli.verbs import SECTIONS
+from headrace.cli.flags import IGNORED
+from headrace.cli.root import load_command
+from headrace.cli.commands import SECTIONS
 from support.programs import run
 
 DOCUMENTS = documents()
@@ -61,7 +61,7 @@ def command_options() -> dict[tuple[str, ...], set[str]]:
 
     for verbs in SECTIONS.values():
         for verb in verbs:
-            add((verb.name,), opened(verb))
+            add((verb.name,), load_command(verb))
     return found
 
 

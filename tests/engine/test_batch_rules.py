@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.messages import InferRequest, RequestedOutput
-from headrace.engine.scheduling.batches import BatchLog, BatchRecord, BatchRules, Choice, choose
-from headrace.engine.scheduling.pending import Pending
+from headrace.core.requests import InferRequest, RequestedOutput
+from headrace.engine.scheduling.dynamic_batcher import BatchChoice, BatchRules, choose_batch
+from headrace.engine.scheduling.pending_request import BatchLog, BatchRecord, PendingRequest
 from headrace.models.config.types import DynamicBatching, OutputSpec
 from support.engines import (
     Asked,
@@ -39,7 +39,7 @@ DELAY_SECONDS = 90.0
 """Through a plane: in virtual time, or longer than any test waits."""
 
 
-def queue_of(*sizes: int, arrived_ns: int = 0) -> list[Pending]:
+def queue_of(*sizes: int, arrived_ns: int = 0) -> list[PendingRequest]:
     return [pending_of(rows, arrived_ns=arrived_ns) for rows in sizes]
 
 
@@ -71,7 +71,7 @@ def queue_of(*sizes: int, arrived_ns: int = 0) -> list[Pending]:
     ],
 )
 def test_the_2018_table(sizes: tuple[int, ...], chosen: int, reason: str | None) -> None:
-    choice = choose(queue_of(*sizes), RULES, DELAY, 0)
+    choice = choose_batch(queue_of(*sizes), RULES, DELAY, 0)
     assert choice.requests == chosen
     if chosen:
         assert choice.reason == reason
@@ -93,62 +93,62 @@ def test_the_2018_table(sizes: tuple[int, ...], chosen: int, reason: str | None)
     ],
 )
 def test_who_has_waited_enough_goes_with_all_that_fits(sizes: tuple[int, ...], chosen: int, reason: str) -> None:
-    assert choose(queue_of(*sizes), RULES, DELAY, DELAY) == Choice(chosen, reason)  # type: ignore[arg-type]
+    assert choose_batch(queue_of(*sizes), RULES, DELAY, DELAY) == BatchChoice(chosen, reason)  # type: ignore[arg-type]
 
 
 def test_the_wait_is_what_is_left_of_the_oldest_ones_delay() -> None:
     queue = queue_of(1, arrived_ns=300) + queue_of(3, arrived_ns=700)
-    assert choose(queue, RULES, DELAY, 900) == Choice(0, wait_ns=400)
-    assert choose(queue, RULES, DELAY, 1299) == Choice(0, wait_ns=1)
-    assert choose(queue, RULES, DELAY, 1300) == Choice(2, "delay expired")
+    assert choose_batch(queue, RULES, DELAY, 900) == BatchChoice(0, wait_ns=400)
+    assert choose_batch(queue, RULES, DELAY, 1299) == BatchChoice(0, wait_ns=1)
+    assert choose_batch(queue, RULES, DELAY, 1300) == BatchChoice(2, "delay expired")
 
 
 def test_the_oldest_is_not_always_in_front() -> None:
     """With priorities a younger request may stand before an older one."""
     queue = queue_of(1, arrived_ns=700) + queue_of(3, arrived_ns=300)
-    assert choose(queue, RULES, DELAY, 900) == Choice(0, wait_ns=400)
+    assert choose_batch(queue, RULES, DELAY, 900) == BatchChoice(0, wait_ns=400)
 
 
 def test_without_a_delay_everything_goes_at_once() -> None:
-    assert choose(queue_of(1), RULES, 0, 0) == Choice(1, "idle instance")
-    assert choose(queue_of(1, 3), RULES, 0, 0) == Choice(2, "idle instance")
-    assert choose(queue_of(1, 1, 1), RULES, 0, 0) == Choice(2, "preferred")
+    assert choose_batch(queue_of(1), RULES, 0, 0) == BatchChoice(1, "idle instance")
+    assert choose_batch(queue_of(1, 3), RULES, 0, 0) == BatchChoice(2, "idle instance")
+    assert choose_batch(queue_of(1, 1, 1), RULES, 0, 0) == BatchChoice(2, "preferred")
 
 
 def test_without_preferred_sizes_the_largest_batch_is_what_is_waited_for() -> None:
     rules = BatchRules(8)
-    assert choose(queue_of(3, 4), rules, DELAY, 0) == Choice(0, wait_ns=DELAY)
-    assert choose(queue_of(4, 4), rules, DELAY, 0) == Choice(2, "full")
-    assert choose(queue_of(4, 5), rules, DELAY, 0) == Choice(1, "full")
-    assert choose(queue_of(3, 4), rules, 0, 0) == Choice(2, "idle instance")
-    assert choose(queue_of(*[1] * 20), rules, 0, 0) == Choice(8, "full")
+    assert choose_batch(queue_of(3, 4), rules, DELAY, 0) == BatchChoice(0, wait_ns=DELAY)
+    assert choose_batch(queue_of(4, 4), rules, DELAY, 0) == BatchChoice(2, "full")
+    assert choose_batch(queue_of(4, 5), rules, DELAY, 0) == BatchChoice(1, "full")
+    assert choose_batch(queue_of(3, 4), rules, 0, 0) == BatchChoice(2, "idle instance")
+    assert choose_batch(queue_of(*[1] * 20), rules, 0, 0) == BatchChoice(8, "full")
 
 
 def test_another_shape_ends_a_batch() -> None:
     queue = [pending_of(1, "a"), pending_of(1, "a"), pending_of(1, "b"), pending_of(1, "a")]
     rules = BatchRules(8, by_shape=True)
-    assert choose(queue, rules, DELAY, 0) == Choice(2, "shape change")
-    assert choose(queue[2:], rules, DELAY, 0) == Choice(1, "shape change")
-    assert choose(queue[3:], rules, DELAY, 0) == Choice(0, wait_ns=DELAY)
+    assert choose_batch(queue, rules, DELAY, 0) == BatchChoice(2, "shape change")
+    assert choose_batch(queue[2:], rules, DELAY, 0) == BatchChoice(1, "shape change")
+    assert choose_batch(queue[3:], rules, DELAY, 0) == BatchChoice(0, wait_ns=DELAY)
     # A preferred size that was reached before is taken first.
-    assert choose(queue, BatchRules(8, frozenset({1, 4}), by_shape=True), DELAY, 0) == Choice(1, "preferred")
+    assert choose_batch(queue, BatchRules(8, frozenset({1, 4}), by_shape=True), DELAY, 0) == BatchChoice(1, "preferred")
 
 
 def test_shapes_are_not_looked_at_where_they_cannot_differ() -> None:
     queue = [pending_of(1, "a"), pending_of(1, "b")]
-    assert choose(queue, BatchRules(2), DELAY, 0) == Choice(2, "full")
+    assert choose_batch(queue, BatchRules(2), DELAY, 0) == BatchChoice(2, "full")
 
 
 def test_the_cancelled_are_passed_over() -> None:
     queue = queue_of(1, 1, 1, 1, 3)
     queue[0].cancel()
     queue[2].cancel()
-    assert choose(queue, RULES, DELAY, 0) == Choice(2, "preferred")
-    assert choose(queue[2:], RULES, DELAY, 0) == Choice(0, wait_ns=DELAY)
+    assert choose_batch(queue, RULES, DELAY, 0) == BatchChoice(2, "preferred")
+    assert choose_batch(queue[2:], RULES, DELAY, 0) == BatchChoice(0, wait_ns=DELAY)
     # A cancelled one does not make the others old either.
     older = pending_of(1, arrived_ns=-5000)
     older.cancel()
-    assert choose([older, *queue_of(1)], RULES, DELAY, 0) == Choice(0, wait_ns=DELAY)
+    assert choose_batch([older, *queue_of(1)], RULES, DELAY, 0) == BatchChoice(0, wait_ns=DELAY)
 
 
 def reference(sizes: Sequence[int], keys: Sequence[int], rules: BatchRules, delay: int, waited: int) -> int:
@@ -201,17 +201,17 @@ def test_any_queue(
             pending.cancel()
     living = [pending for pending in everyone if not pending.cancelled]
     waiting = list(everyone)
-    served: list[Pending] = []
+    served: list[PendingRequest] = []
     now = waited
     while any(not pending.cancelled for pending in waiting):
         queue = [pending for pending in waiting if not pending.cancelled]
-        choice = choose(waiting, rules, delay, now)
+        choice = choose_batch(waiting, rules, delay, now)
         sizes, keys = [pending.rows for pending in queue], [pending.key for pending in queue]
         assert choice.requests == reference(sizes, keys, rules, delay, now)  # type: ignore[arg-type]
         if choice.requests == 0:
             assert 0 < choice.wait_ns <= delay
             now += choice.wait_ns
-            assert choose(waiting, rules, delay, now).requests
+            assert choose_batch(waiting, rules, delay, now).requests
             continue
         batch = queue[: choice.requests]
         assert sum(pending.rows for pending in batch) <= max_rows

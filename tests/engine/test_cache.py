@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from headrace.core.clock import ManualClock
 from headrace.core.dtypes import BF16, BYTES, DTYPES, UINT16
 from headrace.core.errors import Cancelled, Internal
-from headrace.core.messages import GuidedRequest, InferRequest, RequestedOutput
+from headrace.core.requests import GuidedRequest, InferRequest, RequestedOutput
 from headrace.core.telemetry.exposition import render
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
-from headrace.engine.cache import ResponseCache, key_of
+from headrace.engine.cache import ResponseCache, cache_key
 from headrace.models.config.types import OutputSpec
 from support.engines import Asked, Recorder, answers, array_of, config_of, counted, serving_plane, submit, tensors_of
 
@@ -94,11 +94,11 @@ def test_a_version_s_answers_are_forgotten_with_it_and_nobody_else_s() -> None:
     for prefix in (b"1/", b"11/", b"2/"):
         for number in range(3):
             cache.put(prefix + b"%d" % number, outputs())
-    cache.forget(b"1/")
+    cache.remove_version(b"1/")
     assert len(cache) == 6
     assert cache.get(b"11/0") is not None
-    cache.forget(b"11/")
-    cache.forget(b"2/")
+    cache.remove_version(b"11/")
+    cache.remove_version(b"2/")
     assert (len(cache), cache.used_bytes) == (0, 0)
 
 
@@ -143,17 +143,17 @@ def test_whatever_an_answer_depends_on_is_in_the_key() -> None:
         request(A=np.zeros((2, 0), np.uint8)),
         request(),
     ]
-    keys = {key_of(b"1/", one) for one in different}
+    keys = {cache_key(b"1/", one) for one in different}
     assert len(keys) == len(different)
-    assert key_of(b"2/", different[0]) not in keys
+    assert cache_key(b"2/", different[0]) not in keys
     assert all(key.startswith(b"1/") for key in keys)
 
 
 def test_whatever_an_answer_does_not_depend_on_is_not() -> None:
     a, b = np.arange(4).reshape(2, 2), np.arange(2)
-    key = key_of(b"", request(A=a, B=b, parameters={"p": 1, "q": 2}, id="one"))
-    assert key_of(b"", request(B=b, A=a, parameters={"q": 2, "p": 1}, id="two")) == key
-    assert key_of(b"", request(A=np.asfortranarray(a), B=np.arange(4)[::2] // 2, parameters={"p": 1, "q": 2})) == key
+    key = cache_key(b"", request(A=a, B=b, parameters={"p": 1, "q": 2}, id="one"))
+    assert cache_key(b"", request(B=b, A=a, parameters={"q": 2, "p": 1}, id="two")) == key
+    assert cache_key(b"", request(A=np.asfortranarray(a), B=np.arange(4)[::2] // 2, parameters={"p": 1, "q": 2})) == key
 
 
 NAMES = st.sampled_from(["A", "B", "AB", "A1", "1:A", "1>A", "\u00e9", "INT8(1,)"])
@@ -192,7 +192,7 @@ def plain(plan: Any) -> Any:
 
 @given(REQUESTS, REQUESTS)
 def test_equal_keys_mean_equal_requests(first: Any, second: Any) -> None:
-    assert (key_of(b"", made(first)) == key_of(b"", made(second))) == (plain(first) == plain(second))
+    assert (cache_key(b"", made(first)) == cache_key(b"", made(second))) == (plain(first) == plain(second))
 
 
 # Through a real plane.
@@ -392,7 +392,7 @@ def test_who_wants_a_fresh_answer_gets_one_and_it_is_kept() -> None:
 
             async def asked(fresh: bool) -> int:
                 told = Asked()
-                request = GuidedRequest("m", tensors_of(INPUT0=row(1)), fresh=fresh)
+                request = GuidedRequest("m", tensors_of(INPUT0=row(1)), bypass_cache=fresh)
                 told.pending = plane.infer(request, told)
                 return int(array_of(await told.answer()).item())
 

@@ -175,7 +175,7 @@ def test_the_program(store: StoreStub, tmp_path: Path) -> None:
     with Program("serve", *arguments, log=tmp_path / "log", ready="model(s)") as server:
         store.buckets["bkt"]["models/echo/7/note"] = b"7"
         eventually(lambda: _serves(server.url, "7"))
-    assert "s3://bkt/models is mirrored in" in server.log
+    assert "Mirrored repository s3://bkt/models to" in server.log
     assert SECRET not in server.log
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.core.dtypes import BF16, FP32, INT64
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from headrace.core.messages import InferRequest, InferResponse, RequestedOutput
+from headrace.core.requests import InferRequest, InferResponse, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.engine.dataplane import TensorMetadata
 from headrace.engine.engine import EngineSettings, open_engine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.core.errors import Cancelled, InvalidArgument, Unavailable
-from headrace.engine.scheduling.delayed_start import StartDelay, read_start_delay
+from headrace.engine.scheduling.scheduler import StartDelay, read_start_delay
 from headrace.models.config.types import DynamicBatching, InstanceGroup, QueuePolicy
 from support.engines import Recorder, answers, array_of, config_of, counted, serving_plane, submit
 

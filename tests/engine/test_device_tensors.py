@@ -28,7 +28,7 @@ class FakeDevice:
 
 
 class FakeDeviceArray:
-    """What `contract.DeviceComputing` asks of an array on a device, and no more."""
+    """What `contract.DeviceComputeInstance` asks of an array on a device, and no more."""
 
     def __init__(self, device: FakeDevice, inner: Any) -> None:
         self.device, self.inner = device, inner

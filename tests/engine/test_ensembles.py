@@ -14,7 +14,7 @@ import pytest
 
 from headrace.backends.contract import Work
 from headrace.core.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
-from headrace.core.messages import InferRequest, RequestedOutput
+from headrace.core.requests import InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import (
     DynamicBatching,

@@ -16,8 +16,8 @@ import pytest
 
 from headrace.core.dtypes import INT64
 from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailable
-from headrace.core.messages import InferRequest, InferResponse
-from headrace.engine.scheduling.limiter import Limiter
+from headrace.core.requests import InferRequest, InferResponse
+from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.models.config.types import (
     DynamicBatching,
     InputSpec,
@@ -121,7 +121,7 @@ def test_everybody_is_answered_once_and_rightly(kind: str, seed: int) -> None:
     async def main() -> Counter[str]:
         chance = random.Random(f"{kind} {seed}")
         outcomes: Counter[str] = Counter()
-        async with serving_plane([(config(kind), compute)], limiter=Limiter({"R": 3})) as plane:
+        async with serving_plane([(config(kind), compute)], limiter=RateLimiter({"R": 3})) as plane:
             callers: list[Caller] = []
             heard: list[Caller] = []
             for number in range(REQUESTS):

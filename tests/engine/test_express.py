@@ -13,7 +13,7 @@ import pytest
 
 from headrace.core.dtypes import FP32
 from headrace.core.errors import Internal, InvalidArgument, Unavailable
-from headrace.core.messages import InferRequest, InferResponse
+from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import DynamicBatching, InputSpec, InstanceGroup, ModelConfig, OutputSpec
 from support.engines import Recorder, config_of, counted, serving_plane, submit
@@ -164,7 +164,7 @@ def test_a_slow_model_leaves_the_loop() -> None:
 
         async with serving_plane([(plain(instance_groups=(InstanceGroup("plain", runs="auto"),)), slow)]) as plane:
             (version,) = plane.statistics("plain")
-            version._scheduler.idle[0].pace.inline = True
+            version._scheduler.idle[0].execution.inline = True
             answers = [plane.answer(request()) for _ in range(5)]
             assert isinstance(answers[0], InferResponse)
             assert answers[-1] is None
@@ -182,7 +182,7 @@ def test_requests_that_wait_are_not_overtaken() -> None:
                 told.append(float(result.outputs[0].array[0, 0]))
 
             # A request with named outputs takes the long way: the plain one behind it must wait for it.
-            from headrace.core.messages import RequestedOutput
+            from headrace.core.requests import RequestedOutput
 
             plane.infer(request(np.full((1, 4), 1, np.float32), outputs=[RequestedOutput("OUTPUT0")]), note)
             assert plane.answer(request(np.full((1, 4), 2, np.float32))) is None

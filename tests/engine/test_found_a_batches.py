@@ -11,11 +11,10 @@ import pytest
 
 from headrace.core.dtypes import FP32, INT64
 from headrace.core.errors import Cancelled, Internal
-from headrace.core.messages import InferRequest
+from headrace.core.requests import InferRequest
 from headrace.core.tensors import Tensor
-from headrace.engine.execution.joining import Joiner
-from headrace.engine.execution.ragged import RaggedJoiner
-from headrace.engine.scheduling.delay import AutoDelay
+from headrace.engine.execution.concatenation import BatchConcatenator, RaggedConcatenator
+from headrace.engine.scheduling.dynamic_batcher import AutoDelay
 from headrace.models.config.types import Dims, DynamicBatching, InputSpec, ModelConfig, OutputSpec
 from support.engines import Asked, Streamed, answers, array_of, config_of, counted, pending_of, serving_plane, submit
 
@@ -44,26 +43,26 @@ def test_variable_sizes_stay_in_a_reshape(
 ) -> None:
     array = np.arange(np.prod(sent)).reshape(sent)
     pending = pending_of(rows=sent[0] if most else 1, INPUT0=array)
-    joiner = Joiner(reshaping(dims, wanted, most))
-    joined = joiner.join([pending])["INPUT0"]
-    assert joined.shape == seen
-    ((output,),) = joiner.split([pending], {"OUTPUT0": joined})
+    concatenator = BatchConcatenator(reshaping(dims, wanted, most))
+    concatenated = concatenator.concatenate([pending])["INPUT0"]
+    assert concatenated.shape == seen
+    ((output,),) = concatenator.split([pending], {"OUTPUT0": concatenated})
     assert output.shape == sent
     assert np.array_equal(output.array, array)
 
 
 def test_a_result_that_no_reshape_fits_is_the_models_fault() -> None:
-    joiner = Joiner(reshaping((-1, 4), (-1, 2, 2)))
+    concatenator = BatchConcatenator(reshaping((-1, 4), (-1, 2, 2)))
     pending = pending_of(INPUT0=np.zeros((1, 3, 4), np.int64))
     for shape in ((1, 3, 2, 3), (5,), ()):
         with pytest.raises(Internal, match="reshape"):
-            joiner.split([pending], {"OUTPUT0": np.zeros(shape, np.int64)})
+            concatenator.split([pending], {"OUTPUT0": np.zeros(shape, np.int64)})
 
 
 def test_a_padded_input_may_be_reshaped() -> None:
-    joiner = RaggedJoiner(reshaping((-1, 4), (-1, 2, 2), pad_value=0))
+    concatenator = RaggedConcatenator(reshaping((-1, 4), (-1, 2, 2), pad_value=0))
     batch = [pending_of(INPUT0=np.ones((1, size, 4), np.int64)) for size in (1, 3)]
-    assert joiner.join(batch)["INPUT0"].shape == (2, 3, 2, 2)
+    assert concatenator.concatenate(batch)["INPUT0"].shape == (2, 3, 2, 2)
 
 
 def test_padding_is_cut_where_the_input_varies() -> None:
@@ -75,8 +74,8 @@ def test_padding_is_cut_where_the_input_varies() -> None:
     )
     arrays = [np.arange(1, 2 * size + 1).reshape(1, 2, size) for size in (1, 4, 3)]
     batch = [pending_of(INPUT0=array) for array in arrays]
-    joiner = RaggedJoiner(config)
-    answered = joiner.split(batch, {"OUTPUT0": joiner.join(batch)["INPUT0"]})
+    concatenator = RaggedConcatenator(config)
+    answered = concatenator.split(batch, {"OUTPUT0": concatenator.concatenate(batch)["INPUT0"]})
     assert [output.array.tolist() for (output,) in answered] == [array.tolist() for array in arrays]
 
 
@@ -84,8 +83,8 @@ def test_a_delay_learns_from_batches_whose_callers_all_gave_up() -> None:
     """An error here would cost the next caller its answer."""
     delay = AutoDelay(500, 8)
     for now in range(200):
-        delay.finished([60_000_000], 0, 60_000_000)
-        delay.review(now * 100_000_000)
+        delay.batch_finished([60_000_000], 0, 60_000_000)
+        delay.adjust(now * 100_000_000)
     assert delay.nanoseconds == 0
 
 
@@ -156,8 +155,8 @@ def test_a_delay_is_not_much_longer_than_companions_take_to_come() -> None:
     for _ in range(4000):
         took_ns = max(delay.nanoseconds, apart_ns) + compute_ns
         now_ns += took_ns
-        delay.finished([took_ns, took_ns - apart_ns], 2, compute_ns)
-        delay.review(now_ns)
+        delay.batch_finished([took_ns, took_ns - apart_ns], 2, compute_ns)
+        delay.adjust(now_ns)
         chosen.append(delay.nanoseconds)
     late = chosen[1000:]
     assert sum(late) / len(late) < 1_000_000

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.core.dtypes import INT64
 from headrace.core.errors import InvalidArgument
-from headrace.core.messages import RequestedOutput
+from headrace.core.requests import RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import (
     EnsembleScheduling,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from headrace.engine.scheduling.limiter import Limiter
+from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.models.config.types import DynamicBatching, InstanceGroup, ModelConfig, Resource
 from support.engines import Asked, answers, config_of, serving_plane, submit
 
@@ -43,7 +43,7 @@ def test_a_busy_model_lets_others_have_their_turn(runs: Literal["inline", "threa
     async def main() -> None:
         log = Log()
         models = [(sharing(name, runs, batches), log.model(name)) for name in ("a", "b")]
-        async with serving_plane(models, limiter=Limiter({"R": 1})) as plane:
+        async with serving_plane(models, limiter=RateLimiter({"R": 1})) as plane:
             asked: list[Asked] = [submit(plane, "a", INPUT0=ROW) for _ in range(40)]
             asked += [submit(plane, "b", INPUT0=ROW) for _ in range(10)]
             await answers(asked)
@@ -57,7 +57,7 @@ def test_half_the_turns_for_priority_two_also_between_schedulers() -> None:
     async def main() -> None:
         log = Log()
         models = [(sharing(name, "thread", True, priority), log.model(name)) for name, priority in (("a", 2), ("b", 1))]
-        async with serving_plane(models, limiter=Limiter({"R": 1})) as plane:
+        async with serving_plane(models, limiter=RateLimiter({"R": 1})) as plane:
             await answers([submit(plane, name, INPUT0=ROW) for name in ("a", "b") for _ in range(30)])
             assert 18 <= log.names[:30].count("b") <= 22
 
@@ -68,7 +68,7 @@ def test_a_newcomer_does_not_make_up_for_the_time_before_it() -> None:
     async def main() -> None:
         log = Log()
         models = [(sharing(name, "thread", True), log.model(name)) for name in ("a", "b")]
-        async with serving_plane(models, limiter=Limiter({"R": 1})) as plane:
+        async with serving_plane(models, limiter=RateLimiter({"R": 1})) as plane:
             await answers([submit(plane, "a", INPUT0=ROW) for _ in range(30)])
             log.names.clear()
             await answers([submit(plane, name, INPUT0=ROW) for name in ("a", "b") for _ in range(20)])
@@ -89,7 +89,7 @@ def test_who_needs_much_is_not_kept_waiting_by_those_who_need_little() -> None:
             return config_of(name, max_batch_size=1, instance_groups=(group,))
 
         models = [(needing("small", 1, 2), log.model("small")), (needing("large", 2, 1), log.model("large"))]
-        async with serving_plane(models, limiter=Limiter({"R": 2})) as plane:
+        async with serving_plane(models, limiter=RateLimiter({"R": 2})) as plane:
             await answers(
                 [submit(plane, name, INPUT0=ROW) for name, n in (("small", 60), ("large", 5)) for _ in range(n)]
             )
@@ -102,7 +102,7 @@ def test_nothing_is_saved_for_one_that_has_gone() -> None:
     async def main() -> None:
         log = Log()
         models = [(sharing(name, "thread", True), log.model(name)) for name in ("a", "b")]
-        async with serving_plane(models, limiter=Limiter({"R": 1})) as plane:
+        async with serving_plane(models, limiter=RateLimiter({"R": 1})) as plane:
             asked = [submit(plane, "a", INPUT0=ROW) for _ in range(5)]
             gone = [submit(plane, "b", INPUT0=ROW) for _ in range(5)]
             await asyncio.sleep(0)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from headrace.core.errors import HeadraceError, InvalidArgument
-from headrace.core.messages import InferRequest, RequestedOutput
+from headrace.core.requests import InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.engine.cache import ResponseCache
 from headrace.engine.dataplane import DataPlane

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.errors import Cancelled, InvalidArgument, Unavailable
-from headrace.core.messages import InferRequest
-from headrace.engine.scheduling.pending import RUNNING, Pending
+from headrace.core.requests import InferRequest
+from headrace.engine.scheduling.pending_request import RUNNING, PendingRequest
 from headrace.engine.scheduling.queues import FifoQueue, PolicyQueue
 from headrace.models.config.types import DynamicBatching, InstanceGroup, QueuePolicy
 from support.engines import Asked, Gate, answers, config_of, counted, pending_of, serving_plane, submit, tensors_of
@@ -24,7 +24,7 @@ MICROSECOND = 1000
 """In the queue's nanoseconds."""
 
 
-def with_priority(level: Any, **more: Any) -> Pending:
+def with_priority(level: Any, **more: Any) -> PendingRequest:
     return pending_of(parameters={"priority": level}, **more)
 
 
@@ -38,7 +38,7 @@ def policy_queue(levels: int = 0, default: int = 0, policies: Any = None, **poli
     return PolicyQueue(batching, "m")
 
 
-def living(queue: Any) -> list[Pending]:
+def living(queue: Any) -> list[PendingRequest]:
     return [pending for pending in queue if not pending.cancelled]
 
 
@@ -212,8 +212,8 @@ def test_a_caller_may_shorten_its_time_where_that_is_allowed(
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["keep", "cancel"]), st.integers(0, 3)), max_size=40))
 def test_whatever_is_cancelled_the_others_come_in_their_order(plan: list[tuple[int, str, int]]) -> None:
     queue = policy_queue(3, 2)
-    expected: dict[int, list[Pending]] = {1: [], 2: [], 3: []}
-    taken: list[Pending] = []
+    expected: dict[int, list[PendingRequest]] = {1: [], 2: [], 3: []}
+    taken: list[PendingRequest] = []
     for level, fate, take in plan:
         pending = with_priority(level)
         queue.append(pending)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.core.dtypes import BF16, BYTES, FP32, INT32, INT64, float32_to_bf16
 from headrace.core.errors import Internal
 from headrace.core.tensors import Tensor
-from headrace.engine.execution.ragged import RaggedJoiner
+from headrace.engine.execution.concatenation import RaggedConcatenator
 from headrace.models.config.types import BatchInput, BatchInputKind, BatchOutput, InputSpec, ModelConfig, OutputSpec
 from support.engines import answers, array_of, config_of, counted, pending_of, serving_plane, submit
 
@@ -38,9 +38,11 @@ def three() -> list[Any]:
 
 
 def test_a_ragged_input_is_laid_end_to_end() -> None:
-    assert RaggedJoiner(ragged()).join(three()) == {"INPUT0": pytest.approx(np.array([1, 2, 3, 4, 5, 6, 7]))}
+    assert RaggedConcatenator(ragged()).concatenate(three()) == {
+        "INPUT0": pytest.approx(np.array([1, 2, 3, 4, 5, 6, 7]))
+    }
     # Alone too: the model sees one form of it.
-    assert RaggedJoiner(ragged()).join(three()[2:])["INPUT0"].tolist() == [6, 7]
+    assert RaggedConcatenator(ragged()).concatenate(three()[2:])["INPUT0"].tolist() == [6, 7]
 
 
 @pytest.mark.parametrize(
@@ -55,22 +57,22 @@ def test_a_ragged_input_is_laid_end_to_end() -> None:
 )
 @pytest.mark.parametrize("dtype", [INT32, FP32])
 def test_what_a_batch_input_says(kind: BatchInputKind, expected: list[Any], dtype: Any) -> None:
-    described = RaggedJoiner(ragged(kind, dtype)).join(three())["DESCRIPTION"]
+    described = RaggedConcatenator(ragged(kind, dtype)).concatenate(three())["DESCRIPTION"]
     assert described.tolist() == expected
     assert described.dtype == dtype.numpy
 
 
 def test_the_largest_count_may_be_a_shape() -> None:
-    described = RaggedJoiner(ragged("BATCH_MAX_ELEMENT_COUNT_AS_SHAPE")).join(three())["DESCRIPTION"]
+    described = RaggedConcatenator(ragged("BATCH_MAX_ELEMENT_COUNT_AS_SHAPE")).concatenate(three())["DESCRIPTION"]
     assert described.shape == (3,)
 
 
 def test_item_shapes_have_every_dimension() -> None:
     spec = InputSpec("INPUT0", INT64, (-1, -1), allow_ragged_batch=True)
     batch = [pending_of(INPUT0=np.zeros((1, 2, 3), np.int64)), pending_of(rows=2, INPUT0=np.zeros((2, 4, 1), np.int64))]
-    shapes = RaggedJoiner(ragged("BATCH_ITEM_SHAPE", inputs=(spec,))).join(batch)["DESCRIPTION"]
+    shapes = RaggedConcatenator(ragged("BATCH_ITEM_SHAPE", inputs=(spec,))).concatenate(batch)["DESCRIPTION"]
     assert shapes.tolist() == [[2, 3], [4, 1], [4, 1]]
-    flat = RaggedJoiner(ragged("BATCH_ITEM_SHAPE_FLATTEN", inputs=(spec,))).join(batch)["DESCRIPTION"]
+    flat = RaggedConcatenator(ragged("BATCH_ITEM_SHAPE_FLATTEN", inputs=(spec,))).concatenate(batch)["DESCRIPTION"]
     assert flat.tolist() == [2, 3, 4, 1, 4, 1]
 
 
@@ -80,23 +82,23 @@ def test_a_description_may_have_several_names_and_come_beside_plain_inputs() -> 
         batch_inputs=(BatchInput("BATCH_ELEMENT_COUNT", ("D0", "D1"), INT32, "INPUT0"),),
     )
     batch = [pending_of(INPUT0=np.ones((1, n), np.int64), PLAIN=np.array([[n]])) for n in (2, 1)]
-    joined = RaggedJoiner(config).join(batch)
-    assert joined["D0"].tolist() == joined["D1"].tolist() == [2, 1]
-    assert joined["PLAIN"].tolist() == [[2], [1]]
+    concatenated = RaggedConcatenator(config).concatenate(batch)
+    assert concatenated["D0"].tolist() == concatenated["D1"].tolist() == [2, 1]
+    assert concatenated["PLAIN"].tolist() == [[2], [1]]
 
 
 def test_reshape_holds_for_the_inputs_beside() -> None:
     config = ragged(inputs=(RAGGED, InputSpec("PLAIN", INT64, (1,), reshape=())))
     batch = [pending_of(INPUT0=np.ones((1, n), np.int64), PLAIN=np.array([[n]])) for n in (2, 1)]
-    assert RaggedJoiner(config).join(batch)["PLAIN"].tolist() == [2, 1]
+    assert RaggedConcatenator(config).concatenate(batch)["PLAIN"].tolist() == [2, 1]
 
 
 SCATTER = (BatchOutput(("OUTPUT0",), "INPUT0"),)
 
 
 def test_scattered_outputs_have_the_shapes_of_their_input() -> None:
-    joiner = RaggedJoiner(ragged(batch_outputs=SCATTER, outputs=(OutputSpec("OUTPUT0", INT64, (-1,)),)))
-    answered = joiner.split(three(), {"OUTPUT0": np.arange(7) * 10})
+    concatenator = RaggedConcatenator(ragged(batch_outputs=SCATTER, outputs=(OutputSpec("OUTPUT0", INT64, (-1,)),)))
+    answered = concatenator.split(three(), {"OUTPUT0": np.arange(7) * 10})
     assert [[tensor.array.tolist() for tensor in outputs] for outputs in answered] == [
         [[[0, 10]]],
         [[[20, 30, 40]]],
@@ -109,11 +111,11 @@ def test_scattered_and_plain_outputs_in_the_order_they_were_asked_for() -> None:
     config = ragged(
         batch_outputs=SCATTER, outputs=(OutputSpec("OUTPUT0", INT64, (-1,)), OutputSpec("PLAIN", INT64, (1,)))
     )
-    joiner = RaggedJoiner(config)
+    concatenator = RaggedConcatenator(config)
     result = {"OUTPUT0": np.arange(7), "PLAIN": np.array([[1], [2], [3], [3]])}
     batch = three()
     batch[1] = pending_of(INPUT0=np.array([[3, 4, 5]]), outputs=["PLAIN", "OUTPUT0"])
-    answered = joiner.split(batch, result)
+    answered = concatenator.split(batch, result)
     assert [[tensor.name for tensor in outputs] for outputs in answered] == [
         ["OUTPUT0", "PLAIN"],
         ["PLAIN", "OUTPUT0"],
@@ -123,16 +125,16 @@ def test_scattered_and_plain_outputs_in_the_order_they_were_asked_for() -> None:
     assert answered[2][1].array.tolist() == [[3], [3]]
     for missing in ("OUTPUT0", "PLAIN"):
         with pytest.raises(Internal, match=f"did not return its output '{missing}'"):
-            joiner.split(batch, {name: array for name, array in result.items() if name != missing})
+            concatenator.split(batch, {name: array for name, array in result.items() if name != missing})
 
 
 @pytest.mark.parametrize(
     "wrong", [np.arange(6), np.arange(8), np.zeros(7, np.float64), np.zeros(7, np.int32), np.arange(0)]
 )
 def test_scattered_outputs_that_cannot_be_right(wrong: Any) -> None:
-    joiner = RaggedJoiner(ragged(batch_outputs=SCATTER, outputs=(OutputSpec("OUTPUT0", INT64, (-1,)),)))
+    concatenator = RaggedConcatenator(ragged(batch_outputs=SCATTER, outputs=(OutputSpec("OUTPUT0", INT64, (-1,)),)))
     with pytest.raises(Internal, match="'OUTPUT0'"):
-        joiner.split(three(), {"OUTPUT0": wrong})
+        concatenator.split(three(), {"OUTPUT0": wrong})
 
 
 def padded(pad: float = 0, like: str = "INPUT0", dims: Any = (-1,), dtype: Any = INT64) -> ModelConfig:
@@ -144,40 +146,46 @@ def padded(pad: float = 0, like: str = "INPUT0", dims: Any = (-1,), dtype: Any =
 
 
 def test_smaller_requests_are_filled_up() -> None:
-    joined = RaggedJoiner(padded(-1)).join(three())["INPUT0"]
-    assert joined.tolist() == [[1, 2, -1], [3, 4, 5], [6, -1, -1], [7, -1, -1]]
+    concatenated = RaggedConcatenator(padded(-1)).concatenate(three())["INPUT0"]
+    assert concatenated.tolist() == [[1, 2, -1], [3, 4, 5], [6, -1, -1], [7, -1, -1]]
 
 
 def test_equal_sizes_are_not_filled_up_and_one_is_not_copied() -> None:
     array = np.array([[1, 2]])
-    assert RaggedJoiner(padded()).join([pending_of(INPUT0=array)])["INPUT0"] is array
-    assert RaggedJoiner(padded()).join([pending_of(INPUT0=array)] * 2)["INPUT0"].tolist() == [[1, 2], [1, 2]]
+    assert RaggedConcatenator(padded()).concatenate([pending_of(INPUT0=array)])["INPUT0"] is array
+    assert RaggedConcatenator(padded()).concatenate([pending_of(INPUT0=array)] * 2)["INPUT0"].tolist() == [
+        [1, 2],
+        [1, 2],
+    ]
 
 
 def test_every_dimension_is_filled_up() -> None:
     batch = [pending_of(INPUT0=np.ones((1, 1, 3), np.int64)), pending_of(INPUT0=np.ones((1, 2, 1), np.int64))]
-    joined = RaggedJoiner(padded(dims=(-1, -1))).join(batch)["INPUT0"]
-    assert joined.tolist() == [[[1, 1, 1], [0, 0, 0]], [[1, 0, 0], [1, 0, 0]]]
+    concatenated = RaggedConcatenator(padded(dims=(-1, -1))).concatenate(batch)["INPUT0"]
+    assert concatenated.tolist() == [[[1, 1, 1], [0, 0, 0]], [[1, 0, 0], [1, 0, 0]]]
 
 
 def test_strings_are_filled_up_with_empty_ones() -> None:
     batch = [pending_of(INPUT0=np.array([[b"a"]], object)), pending_of(INPUT0=np.array([[b"b", b"c"]], object))]
-    assert RaggedJoiner(padded(7, dtype=BYTES)).join(batch)["INPUT0"].tolist() == [[b"a", b""], [b"b", b"c"]]
+    assert RaggedConcatenator(padded(7, dtype=BYTES)).concatenate(batch)["INPUT0"].tolist() == [
+        [b"a", b""],
+        [b"b", b"c"],
+    ]
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.5])
 def test_bf16_is_filled_up_with_the_number_not_with_its_bits(value: float) -> None:
     bits = [np.array([[0x4000] * n], np.uint16) for n in (1, 2)]
     batch = [pending_of(INPUT0=Tensor("INPUT0", BF16, array)) for array in bits]
-    joined = RaggedJoiner(padded(value, dtype=BF16)).join(batch)["INPUT0"]
-    assert joined.dtype == np.uint16
-    assert joined[0, 1] == float32_to_bf16(np.array([value], np.float32))[0]
+    concatenated = RaggedConcatenator(padded(value, dtype=BF16)).concatenate(batch)["INPUT0"]
+    assert concatenated.dtype == np.uint16
+    assert concatenated[0, 1] == float32_to_bf16(np.array([value], np.float32))[0]
 
 
 def test_outputs_are_cut_back() -> None:
-    joiner = RaggedJoiner(padded())
+    concatenator = RaggedConcatenator(padded())
     batch = three()
-    answered = joiner.split(batch, {"OUTPUT0": joiner.join(batch)["INPUT0"]})
+    answered = concatenator.split(batch, {"OUTPUT0": concatenator.concatenate(batch)["INPUT0"]})
     assert [outputs[0].array.tolist() for outputs in answered] == [[[1, 2]], [[3, 4, 5]], [[6], [7]]]
 
 
@@ -196,7 +204,7 @@ def test_only_variable_sizes_are_cut_and_only_where_told() -> None:
         "B": np.zeros((4, 4, 3), np.int64),
         "C": np.zeros((4, 3), np.int64),
     }
-    answered = RaggedJoiner(config).split(three(), result)
+    answered = RaggedConcatenator(config).split(three(), result)
     assert [[tensor.shape for tensor in outputs] for outputs in answered] == [
         [(1, 2, 4), (1, 4, 2), (1, 3)],
         [(1, 3, 4), (1, 4, 3), (1, 3)],

@@ -13,7 +13,7 @@ import numpy as np
 from headrace.backends.contract import Work
 from headrace.core.errors import Unavailable
 from headrace.core.tensors import Tensor
-from headrace.engine.responses import MOST_PLACES, ResponseStats, ResponseWatch, place_text
+from headrace.engine.statistics import MAX_RESPONSE_INDEX, ResponseStats, ResponseTimer, response_index_text
 from support.engines import Streamed, config_of, counted, ensemble, serving_plane, step
 
 
@@ -102,9 +102,9 @@ def test_an_ensemble_counts_its_own() -> None:
 
 def test_an_endless_stream_takes_no_endless_memory() -> None:
     by_place: dict[int, ResponseStats] = {}
-    watch = ResponseWatch(by_place, monotonic_ns())
-    for _ in range(MOST_PLACES + 50):
-        watch.given([], monotonic_ns(), cancelled=False)
-    assert len(by_place) == MOST_PLACES + 1
-    assert by_place[MOST_PLACES].success == 50
-    assert (place_text(MOST_PLACES - 1), place_text(MOST_PLACES)) == ("999", "1000+")
+    watch = ResponseTimer(by_place, monotonic_ns())
+    for _ in range(MAX_RESPONSE_INDEX + 50):
+        watch.record([], monotonic_ns(), cancelled=False)
+    assert len(by_place) == MAX_RESPONSE_INDEX + 1
+    assert by_place[MAX_RESPONSE_INDEX].success == 50
+    assert (response_index_text(MAX_RESPONSE_INDEX - 1), response_index_text(MAX_RESPONSE_INDEX)) == ("999", "1000+")

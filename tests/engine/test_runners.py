@@ -15,9 +15,9 @@ import pytest
 from headrace.backends.contract import Work
 from headrace.core.dtypes import BF16, FP32, INT64, UINT16
 from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailable, Unimplemented
-from headrace.core.messages import InferResponse
+from headrace.core.requests import InferResponse
 from headrace.core.tensors import Tensor
-from headrace.engine.scheduling.pace import INLINE_BELOW_NS, THREAD_ABOVE_NS, Pace
+from headrace.engine.scheduling.scheduler import INLINE_BELOW_NS, THREAD_ABOVE_NS, ExecutionPlacement
 from headrace.models.config.types import DynamicBatching, InstanceGroup, OutputSpec
 from support.engines import (
     Asked,
@@ -38,86 +38,86 @@ def row(number: int) -> Any:
     return np.array([[number]])
 
 
-# The pace.
+# The execution.
 
 
 @pytest.mark.parametrize("runs", ["inline", "thread"])
 @pytest.mark.parametrize("ns", [QUICK, SLOW])
 def test_a_configured_pace_stays(runs: Any, ns: int) -> None:
-    pace = Pace(runs)
+    execution = ExecutionPlacement(runs)
     for _ in range(1000):
-        pace.took(ns)
-    assert pace.inline == (runs == "inline")
+        execution.record(ns)
+    assert execution.inline == (runs == "inline")
 
 
 def test_a_model_begins_in_a_thread_and_a_quick_one_moves_into_the_loop() -> None:
-    pace = Pace("auto")
-    assert not pace.inline
+    execution = ExecutionPlacement("auto")
+    assert not execution.inline
     looks = 0
-    while not pace.inline:
-        pace.took(QUICK)
+    while not execution.inline:
+        execution.record(QUICK)
         looks += 1
         assert looks < 100
     assert looks > 2
 
 
 def test_one_quick_execution_is_enough_for_others_may_have_waited_for_the_interpreter() -> None:
-    pace = Pace("auto")
+    execution = ExecutionPlacement("auto")
     for number in range(100):
-        pace.took(QUICK if number % 8 == 5 else SLOW)
-        if pace.inline:
+        execution.record(QUICK if number % 8 == 5 else SLOW)
+        if execution.inline:
             return
     raise AssertionError("it never moved")
 
 
 def test_a_slow_model_stays_in_its_thread() -> None:
-    pace = Pace("auto")
+    execution = ExecutionPlacement("auto")
     for ns in (SLOW, INLINE_BELOW_NS, INLINE_BELOW_NS + 1) * 1000:
-        pace.took(ns)
-        assert not pace.inline
+        execution.record(ns)
+        assert not execution.inline
 
 
-def inlined() -> Pace:
-    pace = Pace("auto")
+def inlined() -> ExecutionPlacement:
+    execution = ExecutionPlacement("auto")
     for _ in range(100):
-        pace.took(QUICK)
-    assert pace.inline
-    return pace
+        execution.record(QUICK)
+    assert execution.inline
+    return execution
 
 
 def test_a_model_that_becomes_slow_leaves_the_loop_soon() -> None:
-    pace = inlined()
+    execution = inlined()
     executions = 0
-    while pace.inline:
-        pace.took(SLOW)
+    while execution.inline:
+        execution.record(SLOW)
         executions += 1
     assert executions < 10
     # And comes back when it is quick again.
     for _ in range(100):
-        pace.took(QUICK)
-    assert pace.inline
+        execution.record(QUICK)
+    assert execution.inline
 
 
 def test_one_slow_execution_among_many_does_not_move_a_model() -> None:
-    pace = inlined()
+    execution = inlined()
     for number in range(1000):
-        pace.took(THREAD_ABOVE_NS * 3 if number % 100 == 50 else QUICK)
-        assert pace.inline
+        execution.record(THREAD_ABOVE_NS * 3 if number % 100 == 50 else QUICK)
+        assert execution.inline
 
 
 def test_a_model_that_is_slow_every_other_time_leaves_the_loop() -> None:
-    pace = inlined()
+    execution = inlined()
     for number in range(100):
-        pace.took(SLOW if number % 2 else QUICK)
-        if not pace.inline:
+        execution.record(SLOW if number % 2 else QUICK)
+        if not execution.inline:
             return
     raise AssertionError("half of all requests hold the loop up, and it never moved")
 
 
 def test_a_long_execution_moves_it_at_once() -> None:
-    pace = inlined()
-    pace.took(1_000_000_000)
-    assert not pace.inline
+    execution = inlined()
+    execution.record(1_000_000_000)
+    assert not execution.inline
 
 
 @pytest.mark.parametrize("runs", ["inline", "thread"])

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from headrace.core.errors import Cancelled, InvalidArgument, Unavailable
-from headrace.core.messages import InferRequest
+from headrace.core.requests import InferRequest
 from headrace.core.tensors import Tensor
-from headrace.engine.scheduling.limiter import Limiter
-from headrace.engine.scheduling.order import Order
+from headrace.engine.scheduling.pending_request import ResponseOrder
+from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.models.config.types import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy, Resource
 from support.engines import (
     Asked,
@@ -173,10 +173,10 @@ def test_a_caller_that_fails_does_not_hold_the_ordered_answers_of_others() -> No
     def fails(result: Any) -> None:
         raise RuntimeError("this caller has gone")
 
-    order = Order()
+    order = ResponseOrder()
     first, second = pending_of(done=fails), pending_of(done=heard.append)
-    order.follow(first)
-    order.follow(second)
+    order.track(first)
+    order.track(second)
     second.reply([])
     assert not heard
     try:
@@ -233,7 +233,7 @@ def test_models_that_share_a_resource_take_turns(group: str) -> None:
     async def main() -> None:
         first, second = Gate(), Gate()
         models = [(limited("a", group), first), (limited("b", group), second)]
-        async with serving_plane(models, limiter=Limiter({"R": 1})) as plane:
+        async with serving_plane(models, limiter=RateLimiter({"R": 1})) as plane:
             asked = [submit(plane, "a", INPUT0=row(1))]
             await first.entered()
             asked += [submit(plane, "b", INPUT0=row(2)), submit(plane, "a", INPUT0=row(3))]
@@ -252,7 +252,9 @@ def test_models_that_share_a_resource_take_turns(group: str) -> None:
 def test_enough_of_a_resource_lets_them_run_together() -> None:
     async def main() -> None:
         first, second = Gate(), Gate()
-        async with serving_plane([(limited("a"), first), (limited("b"), second)], limiter=Limiter({"R": 2})) as plane:
+        async with serving_plane(
+            [(limited("a"), first), (limited("b"), second)], limiter=RateLimiter({"R": 2})
+        ) as plane:
             asked = [submit(plane, "a", INPUT0=row(1)), submit(plane, "b", INPUT0=row(2))]
             await first.entered()
             await second.entered()
@@ -277,11 +279,11 @@ def never() -> None:
 
 def test_the_limiter_counts_per_device_unless_a_resource_is_global() -> None:
     here, there = Instance("a", device="gpu0"), Instance("b", device="gpu1")
-    limiter = Limiter({"R": 1})
+    limiter = RateLimiter({"R": 1})
     assert limiter.acquire(here, never)
     assert limiter.acquire(there, never)
     here, there = (Instance(name, is_global=True, device=device) for name, device in (("a", "gpu0"), ("b", "gpu1")))
-    limiter = Limiter({"R": 1})
+    limiter = RateLimiter({"R": 1})
     woken: list[str] = []
     assert limiter.acquire(here, never)
     assert not limiter.acquire(there, lambda: woken.append("b"))
@@ -292,7 +294,7 @@ def test_the_limiter_counts_per_device_unless_a_resource_is_global() -> None:
 
 
 def test_a_resource_without_a_limit_has_as_much_as_its_greediest_user_needs() -> None:
-    limiter = Limiter()
+    limiter = RateLimiter()
     small, large = Instance("small", 1), Instance("large", 3)
     limiter.admit(small)
     limiter.admit(large)
@@ -305,11 +307,11 @@ def test_a_resource_without_a_limit_has_as_much_as_its_greediest_user_needs() ->
 
 def test_an_instance_that_could_never_run_is_not_admitted() -> None:
     with pytest.raises(InvalidArgument, match="--rate-limit-resource=R:3"):
-        Limiter({"R": 2}).admit(Instance("a", 3))
+        RateLimiter({"R": 2}).admit(Instance("a", 3))
 
 
 def test_priority_two_gets_half_the_turns_of_priority_one() -> None:
-    limiter = Limiter({"R": 1})
+    limiter = RateLimiter({"R": 1})
     urgent, other = Instance("urgent", priority=1), Instance("other", priority=2)
     turns: list[str] = []
     for _ in range(30):
@@ -340,7 +342,7 @@ def test_every_batch_says_why_it_was_made(scheduling: Any, sizes: tuple[int, ...
         async with serving_plane([(config_of("m", max_batch_size=8, scheduling=scheduling), Recorder())]) as plane:
             asked = [submit(plane, "m", INPUT0=np.zeros((size, 1))) for size in sizes]
             await answers(asked)
-            records = [one.pending.formed for one in asked]
+            records = [one.pending.batch_record for one in asked]
             assert sorted({record.reason for record in records}) == sorted(set(expected))
             assert sum(1 / record.requests for record in records) == pytest.approx(len(expected))
             assert sum(record.rows / record.requests for record in records) == pytest.approx(sum(sizes))
@@ -484,4 +486,4 @@ def test_a_caller_that_fails_does_not_cost_the_others_their_answers(
             assert await submit(plane, "m", INPUT0=row(9)).answer()
 
     asyncio.run(main())
-    assert [record.message for record in caplog.records] == ["an answer could not be delivered"]
+    assert [record.message for record in caplog.records] == ["Could not deliver a response."]

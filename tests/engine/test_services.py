@@ -11,8 +11,8 @@ import pytest
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import Cancelled, FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from headrace.core.messages import InferRequest
-from headrace.core.telemetry.registry import Registry
+from headrace.core.requests import InferRequest
+from headrace.core.telemetry.metrics import Registry
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.services import ModelServices
 from headrace.models.config.types import InstanceGroup

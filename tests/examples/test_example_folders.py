@@ -19,7 +19,7 @@ import pytest
 from doc_blocks import anchors_of, links_of
 from doc_session import Session
 
-from headrace.platforms.ports import is_free
+from headrace.platforms.node_resources import is_port_free
 from support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def run_of_ports(*numbers: str) -> dict[str, int]:
     while True:
         first = free_port()
         found = [first + each for each in range(len(numbers))]  # between two of `free_port` there is room for them
-        if all(is_free("127.0.0.1", port) for port in found):
+        if all(is_port_free("127.0.0.1", port) for port in found):
             return dict(zip(numbers, found, strict=True))
 
 

@@ -20,7 +20,7 @@ from headrace.backends.python.child import pb_utils
 from headrace.backends.table import backend_named
 from headrace.core.dtypes import DTYPES
 from headrace.models.config.drafts import read_draft
-from headrace.models.config.finishing import finish
+from headrace.models.config.completion import complete
 from headrace.models.config.types import DynamicBatching, EnsembleScheduling, ModelConfig
 
 IDENTITIES = [f"identity_{name.lower()}" for name in DTYPES]
@@ -43,7 +43,7 @@ def config_of(repository: Path, name: str) -> ModelConfig:
     if draft.backend in ("onnxruntime", "identity"):
         files = ModelFiles(repository / name, 1, repository / name / "1")
         told = backend_named(draft.backend).complete(draft.typed(), files)
-    return finish(draft, told)
+    return complete(draft, told)
 
 
 def opened(repository: Path, name: str) -> ComputeInstance:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.fleet.words import ClusterFacts, FleetSettings, cluster_facts
+from headrace.fleet.documents import ClusterFacts, FleetSettings, cluster_facts
 
 
 def document(kind: str, name: str, spec: Any, namespace: str = "", **annotations: str) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from typing import Any
 
 from fleet_cluster import MODELS, RUNTIMES
 
-from headrace.fleet.documents import parse
+from headrace.fleet.documents import ClusterFacts, FleetSettings, cluster_facts
 from headrace.fleet.planning import Plan, plan
-from headrace.fleet.planning.site import REVISION_LABEL, live_key
-from headrace.fleet.status.document import status
-from headrace.fleet.status.observed import Observed
-from headrace.fleet.words import ClusterFacts, FleetSettings, cluster_facts
+from headrace.fleet.planning.context import REVISION_LABEL, live_key
+from headrace.fleet.status.conditions import Observed
+from headrace.fleet.status.service_status import build_status
+from headrace.fleet.yaml_documents import parse
 
 NOON = datetime(2024, 1, 15, 12, tzinfo=UTC)
 
@@ -144,4 +144,4 @@ def look(
 ) -> dict[str, Any]:
     """The status of a service, everything being up unless told."""
     made = plan(asked, cluster or facts())
-    return dict(status(asked, made, sight(made) if observed is None else observed, now))
+    return dict(build_status(asked, made, sight(made) if observed is None else observed, now))

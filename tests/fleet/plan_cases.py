@@ -7,9 +7,9 @@ from typing import Any
 
 from fleet_documents import document
 
+from headrace.fleet.documents import CAPABILITIES, ClusterFacts, FleetSettings
 from headrace.fleet.planning import Plan, plan
-from headrace.fleet.planning.site import live_key
-from headrace.fleet.words import CAPABILITIES, ClusterFacts, FleetSettings
+from headrace.fleet.planning.context import live_key
 
 UID = "5a9f1c0e-0000-4000-8000-000000000010"
 FORMAT = {"modelFormat": {"name": "safetensors"}, "modelArchitecture": "LlamaForCausalLM"}

@@ -25,7 +25,7 @@ def sample(field: Field, *, full: bool = False) -> Any:
     if field.type == "string":
         return field.choices[-1] if field.choices else field.example.strip('"') or "text"
     if field.type in ("integer", "number", "int-or-string"):
-        return int(field.least if field.least is not None else 1)
+        return int(field.minimum if field.minimum is not None else 1)
     return {"quantity": "8Gi", "boolean": True, "any": {"any": [1]}}[field.type]
 
 
@@ -57,18 +57,18 @@ def wrong(field: Field) -> Iterator[Any]:
         yield "Nonsense"
     if field.pattern and field.type == "string":
         yield ""
-    if field.longest is not None:
-        yield "a" * (field.longest + 1)
-    if field.least is not None:
-        yield int(field.least) - 1
-    if field.most is not None:
-        yield int(field.most) + 1
+    if field.max_length is not None:
+        yield "a" * (field.max_length + 1)
+    if field.minimum is not None:
+        yield int(field.minimum) - 1
+    if field.maximum is not None:
+        yield int(field.maximum) + 1
 
 
 def ways(field: Field, steps: Steps = ()) -> Iterator[tuple[Steps, Field, bool]]:
     """Every row below a field, the way to it, and whether only we check it."""
     for each in field.fields:
-        yield from _ways(each, (*steps, each.name), field.ours and not each.required)
+        yield from _ways(each, (*steps, each.name), field.own_checks and not each.required)
     if field.item is not None:
         yield from _ways(field.item, (*steps, "[]" if field.type == "list" else "{}"), False)
 

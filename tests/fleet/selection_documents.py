@@ -7,7 +7,7 @@ from typing import Any
 
 from fleet_documents import document
 
-from headrace.fleet.words import ClusterFacts, FleetSettings, cluster_facts
+from headrace.fleet.documents import ClusterFacts, FleetSettings, cluster_facts
 
 Json = dict[str, Any]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from selection_documents import Json, accelerator, facts, runtime, service
 
-from headrace.fleet.selection.accelerators import Choice, choose
-from headrace.fleet.selection.measures import gigabytes, quantity
+from headrace.fleet.selection.accelerators import AcceleratorChoice, choose_accelerator
+from headrace.fleet.selection.model_match import parse_gigabytes, parse_quantity
 
 LISTED = ("l40", "a100", "h100", "b200")
 CLASSES = [
@@ -28,9 +28,11 @@ CLASSES = [
 ]  # fmt: skip
 
 
-def choice(*, upstream: bool = False, component: str = "engine", listed: Any = LISTED, **spec: Any) -> Choice:
+def choice(
+    *, upstream: bool = False, component: str = "engine", listed: Any = LISTED, **spec: Any
+) -> AcceleratorChoice:
     rt = runtime("rt", acceleratorRequirements={"acceleratorClasses": list(listed)})
-    return choose(service(**spec), rt, component, facts(*CLASSES, upstream=upstream))
+    return choose_accelerator(service(**spec), rt, component, facts(*CLASSES, upstream=upstream))
 
 
 def by(policy: str, *, upstream: bool = False, listed: Any = LISTED, **constraints: Any) -> str:
@@ -42,7 +44,7 @@ def by(policy: str, *, upstream: bool = False, listed: Any = LISTED, **constrain
 def test_without_a_list_a_name_or_a_policy_there_is_none() -> None:
     assert choice().accelerator is None
     assert choice(listed=(), acceleratorSelector={"acceleratorClass": "h100"}).accelerator is None
-    assert choose(service(), None, "engine", facts(*CLASSES)).accelerator is None
+    assert choose_accelerator(service(), None, "engine", facts(*CLASSES)).accelerator is None
 
 
 def test_the_component_names_before_the_service() -> None:
@@ -147,7 +149,7 @@ def test_cheapest_without_prices() -> None:
     selector = {"acceleratorSelector": {"policy": "Cheapest"}}
     for upstream, expected in ((False, "x"), (True, "")):
         known = facts(accelerator("x"), accelerator("y"), upstream=upstream)
-        assert choose(service(**selector), rt, "engine", known).name == expected
+        assert choose_accelerator(service(**selector), rt, "engine", known).name == expected
 
 
 @pytest.mark.parametrize(
@@ -155,9 +157,9 @@ def test_cheapest_without_prices() -> None:
     [("500m", 0.5), ("2Gi", 2**31), ("3k", 3000), (4, 4.0), ("1e3", 1000.0), ("x", None), (None, None), (True, None)],
 )
 def test_quantities(written: Any, number: float | None) -> None:
-    assert quantity(written) == pytest.approx(number) if number is not None else quantity(written) is None
+    assert parse_quantity(written) == pytest.approx(number) if number is not None else parse_quantity(written) is None
 
 
 def test_memory_without_a_unit_is_in_gigabytes() -> None:
-    assert gigabytes("80") == gigabytes(80) == gigabytes("80Gi") == 80
-    assert gigabytes("80", upstream=True) == pytest.approx(0, abs=1e-6)
+    assert parse_gigabytes("80") == parse_gigabytes(80) == parse_gigabytes("80Gi") == 80
+    assert parse_gigabytes("80", upstream=True) == pytest.approx(0, abs=1e-6)

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schema_values import sample, ways, whole_document
 
-from headrace.fleet import admission, documents, schema
+from headrace.fleet import admission, schema, yaml_documents
+from headrace.fleet.documents import FleetSettings, Problem
 from headrace.fleet.schema.fields import Kind
 from headrace.fleet.schema.kinds import KINDS
-from headrace.fleet.words import FleetSettings, Problem
 
 MODE = "ome.io/deploymentMode"
 
 
 def fields(spec: dict[str, Any], *more: dict[str, Any], name: str = "llama-chat", **annotations: str) -> list[str]:
-    return [each.field for each in admission.problems(service(spec, name, **annotations), small_cluster(*more))]
+    return [each.field for each in admission.validate(service(spec, name, **annotations), small_cluster(*more))]
 
 
 PLAIN = {"model": {"name": "llama"}, "engine": {}}
@@ -29,13 +29,13 @@ PLAIN = {"model": {"name": "llama"}, "engine": {}}
 def test_a_plain_service_is_taken_and_defaulted() -> None:
     given = service(PLAIN)
     before = copy.deepcopy(given)
-    assert admission.problems(given, small_cluster()) == []
-    made = admission.defaulted(given, small_cluster())
+    assert admission.validate(given, small_cluster()) == []
+    made = admission.with_defaults(given, small_cluster())
     assert made["spec"]["engine"] == {"minReplicas": 1, "maxReplicas": 3}
     assert made["spec"]["model"] == {"name": "llama", "kind": "ClusterBaseModel", "apiGroup": "ome.io"}
     assert made["metadata"]["annotations"] == {MODE: "RawDeployment"}
     assert given == before
-    assert admission.defaulted(made, small_cluster()) == made
+    assert admission.with_defaults(made, small_cluster()) == made
 
 
 @pytest.mark.parametrize(
@@ -50,20 +50,20 @@ def test_a_plain_service_is_taken_and_defaulted() -> None:
     ],
 )
 def test_the_mode_follows_the_shape(spec: dict[str, Any], mode: str | None) -> None:
-    made = admission.defaulted(service(spec), small_cluster())
+    made = admission.with_defaults(service(spec), small_cluster())
     assert made["metadata"].get("annotations", {}).get(MODE) == mode
-    said = admission.defaulted(service(spec, **{MODE: "VirtualDeployment"}), small_cluster())
+    said = admission.with_defaults(service(spec, **{MODE: "VirtualDeployment"}), small_cluster())
     assert said["metadata"]["annotations"] == {MODE: "VirtualDeployment"}
 
 
 def test_without_a_raw_default_no_mode_is_written() -> None:
     facts = small_cluster(settings=FleetSettings(default_mode="Serverless"))
-    assert "annotations" not in admission.defaulted(service(PLAIN), facts)["metadata"]
+    assert "annotations" not in admission.with_defaults(service(PLAIN), facts)["metadata"]
 
 
 def test_replicas_are_defaulted_by_component() -> None:
     spec = {"engine": {"minReplicas": 5}, "decoder": {"maxReplicas": 8}, "router": {}}
-    made = admission.defaulted(service(spec), small_cluster())["spec"]
+    made = admission.with_defaults(service(spec), small_cluster())["spec"]
     assert made["engine"] == {"minReplicas": 5, "maxReplicas": 5}
     assert made["decoder"] == {"minReplicas": 1, "maxReplicas": 8}
     assert made["router"] == {"minReplicas": 1, "maxReplicas": 2}
@@ -85,7 +85,7 @@ PREDICTOR = {
 
 
 def test_a_predictor_becomes_engine_model_and_runtime() -> None:
-    made = admission.defaulted(service({"predictor": PREDICTOR}), small_cluster())
+    made = admission.with_defaults(service({"predictor": PREDICTOR}), small_cluster())
     assert made["spec"] == {
         "model": {"name": "own", "kind": "BaseModel", "apiGroup": "ome.io", "fineTunedWeights": ["lora"]},
         "runtime": {"name": "vllm", "kind": "ClusterServingRuntime", "apiGroup": "ome.io"},
@@ -108,12 +108,12 @@ def test_a_predictor_becomes_engine_model_and_runtime() -> None:
     }
     assert "deprecated" in made["metadata"]["annotations"]["ome.io/deprecation-warning"]
     assert made["metadata"]["annotations"][MODE] == "MultiNode"
-    assert admission.problems(service({"predictor": PREDICTOR}), small_cluster()) == []
+    assert admission.validate(service({"predictor": PREDICTOR}), small_cluster()) == []
 
 
 def test_other_shapes_of_a_predictor() -> None:
     def engine(predictor: dict[str, Any]) -> Any:
-        return admission.defaulted(service({"predictor": predictor}), small_cluster())["spec"]["engine"]
+        return admission.with_defaults(service({"predictor": predictor}), small_cluster())["spec"]["engine"]
 
     assert engine({"containers": [{"name": "a"}, {"name": "b"}]})["runner"] == {"name": "a"}
     assert engine({"containers": [{"name": "a"}, {"name": "b"}]})["containers"] == [{"name": "b"}]
@@ -123,7 +123,7 @@ def test_other_shapes_of_a_predictor() -> None:
 
 def test_a_predictor_is_left_alone_where_it_is_told_so() -> None:
     facts = small_cluster(settings=FleetSettings(migrate_predictor=False))
-    assert "predictor" in admission.defaulted(service({"predictor": PREDICTOR}), facts)["spec"]
+    assert "predictor" in admission.with_defaults(service({"predictor": PREDICTOR}), facts)["spec"]
     assert fields({**PLAIN, "predictor": PREDICTOR}) == ["spec.predictor"]
 
 
@@ -187,7 +187,7 @@ def test_a_predictor_is_left_alone_where_it_is_told_so() -> None:
     ],
 )
 def test_what_a_service_may_not_say(spec: dict[str, Any], field: str) -> None:
-    found = admission.problems(service(spec), small_cluster())
+    found = admission.validate(service(spec), small_cluster())
     assert [each.field for each in found] == [field], found
     assert all(each.message and each.fix for each in found)
 
@@ -296,24 +296,24 @@ def runtime(name: str = "r", **spec: Any) -> dict[str, Any]:
     ],
 )
 def test_what_a_runtime_may_not_say(spec: dict[str, Any], field: str) -> None:
-    assert [each.field for each in admission.problems(runtime(**spec), small_cluster())] == [field]
+    assert [each.field for each in admission.validate(runtime(**spec), small_cluster())] == [field]
 
 
 def test_a_disabled_runtime_may_say_anything_that_fits_the_table() -> None:
-    assert admission.problems(runtime(disabled=True, workers={"size": 0}), small_cluster()) == []
-    assert admission.problems(runtime(modelSizeRange={"max": "7B"}, workers={"size": 2}), small_cluster()) == []
+    assert admission.validate(runtime(disabled=True, workers={"size": 0}), small_cluster()) == []
+    assert admission.validate(runtime(modelSizeRange={"max": "7B"}, workers={"size": 2}), small_cluster()) == []
 
 
 def test_two_runtimes_may_not_be_equally_right() -> None:
     facts = small_cluster(runtime("r"), runtime("other"), runtime("off", disabled=True, protocolVersions=["cohere"]))
-    (problem,) = admission.problems(runtime("r"), facts)
+    (problem,) = admission.validate(runtime("r"), facts)
     assert problem.field == "spec.supportedModelFormats[0]"
     assert "other" in problem.message
-    assert admission.problems(runtime("r", modelSizeRange={"min": "1B", "max": "7B"}), facts) == []
-    assert admission.problems(runtime("r", protocolVersions=["openInference-v2"]), facts) == []
-    assert admission.problems(runtime("r", protocolVersions=["cohere"]), facts) == []
+    assert admission.validate(runtime("r", modelSizeRange={"min": "1B", "max": "7B"}), facts) == []
+    assert admission.validate(runtime("r", protocolVersions=["openInference-v2"]), facts) == []
+    assert admission.validate(runtime("r", protocolVersions=["cohere"]), facts) == []
     own = {**runtime("r"), "kind": "ServingRuntime"}
-    assert admission.problems(own, facts) == []
+    assert admission.validate(own, facts) == []
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_two_runtimes_may_not_be_equally_right() -> None:
 )
 @pytest.mark.parametrize("kind", ["BaseModel", "ClusterBaseModel", "FineTunedWeight"])
 def test_where_models_lie(kind: str, uri: str, good: bool) -> None:
-    found = admission.problems(document(kind, "m", {"storage": {"storageUri": uri}}), small_cluster())
+    found = admission.validate(document(kind, "m", {"storage": {"storageUri": uri}}), small_cluster())
     assert [each.field for each in found] == ([] if good else ["spec.storage.storageUri"])
 
 
@@ -347,7 +347,7 @@ def test_benchmark_jobs() -> None:
     def found(**changed: Any) -> list[str]:
         return [
             each.field
-            for each in admission.problems(document("BenchmarkJob", "b", {**spec, **changed}), small_cluster())
+            for each in admission.validate(document("BenchmarkJob", "b", {**spec, **changed}), small_cluster())
         ]
 
     assert found() == []
@@ -358,11 +358,11 @@ def test_benchmark_jobs() -> None:
     assert found(outputLocation={}) == ["spec.outputLocation.storageUri"]
     assert found(outputLocation={"storageUri": "ftp://x"}) == ["spec.outputLocation.storageUri"]
     assert found(trafficScenarios=["X(1)"]) == ["spec.trafficScenarios[0]"]
-    assert admission.problems(document("AcceleratorClass", "a", {}), small_cluster()) == []
+    assert admission.validate(document("AcceleratorClass", "a", {}), small_cluster()) == []
 
 
 def test_the_examples_of_the_specification_are_taken_as_they_are() -> None:
-    read = documents.read([Path(__file__).parent / "seed_examples.yaml"])
+    read = yaml_documents.read([Path(__file__).parent / "seed_examples.yaml"])
     assert not read.problems
     services = [each for each in read.documents if each.get("kind") == "InferenceService"]
     parts = [each["spec"] for each in read.documents if set(each) == {"spec"}]
@@ -371,11 +371,11 @@ def test_the_examples_of_the_specification_are_taken_as_they_are() -> None:
     facts = small_cluster(*models, document("ClusterServingRuntime", "vllm-text-generation", {}))
     for each in services:
         named = {**each, "metadata": each.get("metadata", {"name": "llama"})}
-        assert admission.problems(named, facts) == []
+        assert admission.validate(named, facts) == []
     for spec in parts:
-        assert admission.problems(service({**PLAIN, **spec}), facts) == []
+        assert admission.validate(service({**PLAIN, **spec}), facts) == []
     (status,) = [each for each in read.documents if "status" in each]
-    assert schema.check_status({"kind": "InferenceService", **status}) == []
+    assert schema.validate_status({"kind": "InferenceService", **status}) == []
 
 
 NAMES = sorted({each.name for kind in KINDS for _, each, _ in ways(kind.spec) if each.name})
@@ -392,13 +392,13 @@ JSON = st.recursive(
 def test_no_document_raises_at_admission(kind: Kind, spec: Any, metadata: Any) -> None:
     given = {**whole_document(kind, spec), "metadata": metadata}
     facts = small_cluster(given)
-    for each in admission.problems(given, facts):
+    for each in admission.validate(given, facts):
         assert isinstance(each, Problem) and each.message and each.fix
-    admission.defaulted(given, facts)
+    admission.with_defaults(given, facts)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=[each.name for each in KINDS])
 def test_defaulting_twice_changes_nothing(kind: Kind) -> None:
     given = whole_document(kind, sample(kind.spec, full=True))
-    made = admission.defaulted(given, small_cluster())
-    assert admission.defaulted(made, small_cluster()) == made
+    made = admission.with_defaults(given, small_cluster())
+    assert admission.with_defaults(made, small_cluster()) == made

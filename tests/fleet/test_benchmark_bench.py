@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from headrace.fleet.benchmarks.planning import plan_benchmark
-from headrace.fleet.words import ClusterFacts
+from headrace.fleet.benchmarks.job import plan_benchmark
+from headrace.fleet.documents import ClusterFacts
 from support.chat_served import chat_served
 from support.ports import free_port
 from support.programs import Finished, run

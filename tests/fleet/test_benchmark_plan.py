@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace.fleet.benchmarks.planning import DIGEST, Benchmark, plan_benchmark
-from headrace.fleet.benchmarks.states import benchmark_status
-from headrace.fleet.words import ClusterFacts
+from headrace.fleet.benchmarks.job import DIGEST, BenchmarkPlan, plan_benchmark
+from headrace.fleet.benchmarks.status import benchmark_status
+from headrace.fleet.documents import ClusterFacts
 
 NOW, LATER = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)
 FACTS = ClusterFacts()
@@ -124,7 +124,7 @@ def test_claims_folders_secrets_and_what_is_overridden() -> None:
 
 def test_a_service_is_waited_for() -> None:
     asked = benchmark(endpoint=OURS)
-    assert plan_benchmark(asked, None, FACTS) == Benchmark(
+    assert plan_benchmark(asked, None, FACTS) == BenchmarkPlan(
         waits="there is no InferenceService team/chat; apply it, or name another in spec.endpoint", missing=True
     )
     waits = plan_benchmark(asked, service("False", "no image"), FACTS)
@@ -147,8 +147,8 @@ def test_a_name_that_is_too_long_for_a_label() -> None:
         ({"outputLocation": {"storageUri": "pvc://other:claim/x"}}, "spec.outputLocation.storageUri", "namespace other"),
         ({"outputLocation": {"storageUri": "pvc://claim/../x"}}, "spec.outputLocation.storageUri", "`..`"),
         ({"dataset": {"storageUri": "github://a/b"}}, "spec.dataset.storageUri", "cannot be read"),
-        ({"resultFolderName": "../out"}, "spec.resultFolderName", "leads out"),
-        ({"trafficScenarios": ["D(9)"]}, "spec.trafficScenarios[0]", "numbers it needs"),
+        ({"resultFolderName": "../out"}, "spec.resultFolderName", "leaves the output"),
+        ({"trafficScenarios": ["D(9)"]}, "spec.trafficScenarios[0]", "wrong number of values"),
         ({"trafficScenarios": ["D(9,9)", "E(5)"]}, "spec.trafficScenarios[1]", "not for text-to-text"),
         ({"endpoint": {"endpoint": {"url": "http://x", "apiFormat": "cohere"}}},
          "spec.endpoint.endpoint.apiFormat", "does not speak cohere"),
@@ -168,9 +168,9 @@ def test_what_is_wrong(spec: dict[str, Any], field: str, says: str) -> None:
     assert told["state"] == "Failed" and field in told["failureMessage"]
 
 
-def status(job: Any = None, pods: Any = (), planned: Benchmark | None = None, before: Any = None) -> Any:
+def status(job: Any = None, pods: Any = (), planned: BenchmarkPlan | None = None, before: Any = None) -> Any:
     asked = benchmark() | ({"status": before} if before else {})
-    return benchmark_status(asked, planned or Benchmark(), job, pods, NOW if before is None else LATER)
+    return benchmark_status(asked, planned or BenchmarkPlan(), job, pods, NOW if before is None else LATER)
 
 
 def ended(kind: str, **more: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def ended(kind: str, **more: Any) -> dict[str, Any]:
 def test_what_is_told() -> None:
     job = made(benchmark())
     common = {"observedGeneration": 3, "lastReconcileTime": "2026-01-01T00:00:00Z"}
-    assert status(planned=Benchmark(waits="it waits")) == {"state": "Pending", "details": "it waits", **common}
+    assert status(planned=BenchmarkPlan(waits="it waits")) == {"state": "Pending", "details": "it waits", **common}
     assert status(job)["state"] == "Pending"
     assert status({**job, "status": {"active": 1, "startTime": "T1"}})["state"] == "Running"
     assert status(ended("Complete", completionTime="T3")) == {

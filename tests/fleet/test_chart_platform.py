@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from helm_chart import CHARTS, by_key, helm, rendered
 
-from headrace.fleet.cluster.manifests import ManifestSettings, manifests
-from headrace.fleet.explaining import shipped_runtimes
-from headrace.fleet.installing.runtimes import with_image
+from headrace.fleet.explain import shipped_runtimes
+from headrace.fleet.install.manifests import ManifestSettings, manifests
+from headrace.fleet.install.samples import with_image
 from headrace.fleet.schema.crds import crds
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
@@ -95,12 +95,12 @@ def test_what_only_the_chart_has() -> None:
     account = found["ServiceAccount", "headrace-system", "headrace-model-agent"]
     assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "arn:1"}
 
-    from headrace.fleet.cluster.configuration import configured
-    from headrace.fleet.words import FleetSettings
+    from headrace.fleet.cluster.configuration import settings_from
+    from headrace.fleet.documents import FleetSettings
 
     told = found["ConfigMap", "headrace-system", "inferenceservice-config"]
     wanted = FleetSettings(ingress_domain="x.example", disable_ingress_creation=False)
-    assert configured(FleetSettings(), told) == wanted
+    assert settings_from(FleetSettings(), told) == wanted
 
 
 @pytest.mark.parametrize(

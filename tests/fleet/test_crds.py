@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from schema_values import sample
 
-from headrace.fleet import documents
-from headrace.fleet.schema.crds import KEEP, crd, crds
+from headrace.fleet import yaml_documents
+from headrace.fleet.schema.crds import PRESERVE_UNKNOWN, crd, crds
 from headrace.fleet.schema.fields import Kind
 from headrace.fleet.schema.kinds import KINDS
 from support.programs import Finished, run_script
@@ -25,7 +25,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=[each.name for each in KINDS]
 def test_the_files_are_what_the_tables_say() -> None:
     told = run_script(ROOT / "scripts" / "generate_crds.py", "--check")
     assert told.returncode == 0, told.stdout + told.stderr
-    assert documents.read(sorted(FOLDER.glob("*.yaml"))).documents == [crds()[name] for name in sorted(crds())]
+    assert yaml_documents.read(sorted(FOLDER.glob("*.yaml"))).documents == [crds()[name] for name in sorted(crds())]
 
 
 def test_a_file_that_was_edited_is_noticed(tmp_path: Path) -> None:
@@ -75,10 +75,12 @@ def test_schemas_are_structural(kind: Kind) -> None:
     for path, node in _nodes(version["schema"]["openAPIV3Schema"], ""):
         assert "$ref" not in node, path
         assert not ("properties" in node and "additionalProperties" in node), path
-        if KEEP not in node and "x-kubernetes-int-or-string" not in node:
+        if PRESERVE_UNKNOWN not in node and "x-kubernetes-int-or-string" not in node:
             assert node.get("type"), path
         if node.get("type") == "object" and path.startswith((".spec", ".status")):
-            assert node.get(KEEP) or "additionalProperties" in node, f"{path} would lose fields that are unknown"
+            assert node.get(PRESERVE_UNKNOWN) or "additionalProperties" in node, (
+                f"{path} would lose fields that are unknown"
+            )
         assert set(node.get("required", ())) <= set(node.get("properties", {})), path
 
 

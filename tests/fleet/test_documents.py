@@ -1,179 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
+from fleet_documents import document, small_cluster
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.fleet import documents
-from headrace.fleet.words import Problem
-from headrace.fleet.yaml_values import MAX_DEPTH
-
-TWO = """\
-# a comment
-apiVersion: ome.io/v1beta1
-kind: InferenceService
-metadata:
-  name: one
-spec:
-  engine:
-    nodeSelector:
-      nvidia.com/gpu.product: H100
-    containers:
-      - name: a
-        image: i
----
----
-kind: BaseModel
-metadata: {name: two}
-"""
-
-
-def test_every_document_has_its_file_and_lines(tmp_path: Path) -> None:
-    (tmp_path / "isvc.yaml").write_text(TWO)
-    read = documents.read([tmp_path / "isvc.yaml"])
-    assert not read.problems
-    assert [each["metadata"]["name"] for each in read.documents] == ["one", "two"]
-    one, two = read.sources
-    assert one.line_of("spec.engine.containers[0].image") == 12
-    assert one.line_of("spec.engine.nodeSelector[nvidia.com/gpu.product]") == 9
-    assert one.line_of("metadata.name") == 5
-    assert two.line == 15
-    assert one.place(Problem("metadata.name", "", "")) == f"{tmp_path / 'isvc.yaml'}:5"
-
-
-def test_a_field_that_is_absent_has_the_line_of_what_is_around_it() -> None:
-    (one, _) = documents.parse(TWO).sources
-    assert one.line_of("spec.engine.minReplicas") == 7
-    assert one.line_of("spec.engine.containers[3].name") == 10
-    assert one.line_of("status") == one.line_of("") == 2
-
-
-def test_folders_are_read_in_the_order_of_names(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    for name in ("b.yaml", "a.yml", "sub/c.json", "notes.txt"):
-        (tmp_path / name).write_text(f"kind: {name}\n")
-    assert [each["kind"] for each in documents.read([tmp_path]).documents] == ["a.yml", "b.yaml", "sub/c.json"]
-
-
-def test_the_items_of_a_list_are_documents() -> None:
-    read = documents.parse("kind: List\nitems:\n- kind: A\n  spec: {a: 1}\n- kind: B\n")
-    assert [each["kind"] for each in read.documents] == ["A", "B"]
-    assert read.sources[0].line_of("spec.a") == 4
-    assert read.sources[1].line == 5
-
-
-@pytest.mark.parametrize(
-    ("written", "value"),
-    [
-        ("2024-01-15T10:30:00Z", "2024-01-15T10:30:00Z"),
-        ("1e3", 1000.0),
-        ("1:30", "1:30"),
-        ("0644", 420),
-        ("0o17", 15),
-        ("0x1f", 31),
-        ("-5", -5),
-        ("1_000", 1000),
-        ("'5'", "5"),
-        ("!!str 5", "5"),
-        ("yes", True),
-        ("off", False),
-        ("y", "y"),
-        ("~", None),
-        ("", None),
-        ("089", 89.0),
-        (".5", 0.5),
-        ("1.2.3", "1.2.3"),
-        ("|-\n  a\n  b", "a\nb"),
-        ("9" * 5000, "9" * 5000),
-    ],
-)
-def test_scalars_are_read_as_kubectl_reads_them(written: str, value: Any) -> None:
-    read = documents.parse(f"value: {written}\n")
-    assert read.documents == [{"value": value}]
-    assert type(read.documents[0]["value"]) is type(value)
-
-
-def test_names_are_texts() -> None:
-    assert documents.parse("1: a\ntrue: b\nnull: c\n").documents == [{"1": "a", "true": "b", "null": "c"}]
-
-
-def test_aliases_and_merges_are_taken() -> None:
-    read = documents.parse("base: &b {a: 1, c: 2}\nx:\n  <<: *b\n  a: 3\ny: *b\n")
-    assert read.documents == [{"base": {"a": 1, "c": 2}, "x": {"a": 3, "c": 2}, "y": {"a": 1, "c": 2}}]
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "word"),
-    [
-        ("a: 1\nb: [1, 2\n", 3, "YAML"),
-        ("a: 1\na: 2\n", 2, "twice"),
-        ("a: !!python/object:os.system x\n", 1, "tag"),
-        ("a: .inf\n", 1, "JSON"),
-        ("- a\n", 1, "mapping"),
-        ("a: *b\n", 1, ""),
-        ("a: &a [*a]\n", 1, "a"),
-        ("a: " + "[" * (MAX_DEPTH + 5) + "]" * (MAX_DEPTH + 5), 1, "levels"),
-        ("? [a]\n: b\n", 1, "name"),
-        ("a:\n\tb: 1\n", 2, "YAML"),
-        ("<<: 3\n", 1, "<<"),
-        ("a: {{ .Name }}\n", 1, ""),
-        ("a: \x01\n", 1, ""),
-    ],
-)
-def test_what_is_wrong_is_told_with_file_and_line(text: str, line: int, word: str) -> None:
-    (problem,) = documents.parse(text, "x.yaml").problems
-    assert problem.field == f"x.yaml:{line}"
-    assert word in problem.message
-    assert problem.fix
-
-
-def test_aliases_that_stand_for_too_much_are_refused() -> None:
-    text = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
-    text += "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
-    (problem,) = documents.parse(text).problems
-    assert "values" in problem.message
-
-
-def test_files_that_cannot_be_read_are_problems(tmp_path: Path) -> None:
-    (tmp_path / "bytes.yaml").write_bytes(b"a: \xff\xfe")
-    (tmp_path / "large.yaml").write_bytes(b"#" * (documents.MAX_FILE_BYTES + 1))
-    read = documents.read([tmp_path / "none.yaml", tmp_path])
-    assert [each.field.rpartition("/")[2] for each in read.problems] == ["none.yaml", "bytes.yaml", "large.yaml"]
-    assert not read.sources
-
+from headrace.fleet.documents import ClusterFacts, Problem, namespace_of
+from headrace.platforms.kubernetes_client import objects
+from headrace.platforms.kubernetes_client.objects import name_of
 
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(codec="utf-8"), max_size=12)
-    | st.sampled_from(
-        ["1e3", "0x1f", "y", "no", "1_0", "2024-01-01", "<<", "=", "a: b", "- x", "|", "\n", " a", "#", "0o7", ".5"]
-    ),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=5), inner, max_size=3)
-    ),
-    max_leaves=10,
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
 )
 
 
-@given(
-    st.lists(
-        st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=5), JSON, min_size=1, max_size=3), max_size=3
+def test_the_namespaces_own_comes_before_the_clusters() -> None:
+    facts = small_cluster(
+        document("BaseModel", "llama", {"vendor": "own"}, "team"),
+        document("ServingRuntime", "vllm", {"disabled": True}, "team"),
     )
+    assert namespace_of(facts.model("team", "llama") or {}) == "team"
+    assert namespace_of(facts.model("team", "llama", "ClusterBaseModel") or {}) == "team"
+    assert (facts.model("default", "llama") or {})["kind"] == "ClusterBaseModel"
+    assert (facts.runtime("team", "vllm", "ClusterServingRuntime") or {})["kind"] == "ServingRuntime"
+    assert (facts.runtime("default", "vllm", "ServingRuntime") or {})["kind"] == "ClusterServingRuntime"
+
+
+def test_a_base_model_that_is_asked_for_is_not_the_clusters() -> None:
+    facts = small_cluster()
+    assert facts.model("default", "llama", "BaseModel") is None
+    assert facts.model("default", "own", "BaseModel") is not None
+    assert facts.model("other", "own") is None
+
+
+def test_an_index_is_made_once() -> None:
+    made: list[ClusterFacts] = []
+
+    def index(facts: ClusterFacts) -> list[str]:
+        made.append(facts)
+        return [name_of(each) for each in facts.models]
+
+    facts = small_cluster()
+    assert facts.derived(index) is facts.derived(index)
+    assert made == [facts]
+    assert small_cluster().derived(index) == ["llama", "old", "own"]
+
+
+def test_kinds_that_are_no_facts_are_left_out() -> None:
+    facts = documents.cluster_facts(
+        [document("InferenceService", "x", {}), {"kind": 3}, document("FineTunedWeight", "w", {})]
+    )
+    assert (facts.models, facts.runtimes, len(facts.weights)) == ((), (), 1)
+    assert facts.weight("w") is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("ClusterBaseModel", ""), ("BaseModel", "default"), ("FineTunedWeight", "")]
 )
-def test_what_is_written_reads_the_same(written: list[dict[str, Any]]) -> None:
-    written = [each for each in written if each.get("kind") != "List"]
-    assert documents.parse(documents.write(written)).documents == written
+def test_documents_of_the_cluster_have_no_namespace(kind: str, expected: str) -> None:
+    assert namespace_of(document(kind, "x", {})) == expected
 
 
-@given(st.text(max_size=60))
-def test_no_text_raises(text: str) -> None:
-    read = documents.parse(text)
-    assert all(isinstance(each, dict) for each in read.documents)
+def test_a_problem_is_one_line() -> None:
+    assert str(Problem("spec.a", "is 3", "write 4")) == "spec.a: is 3; write 4"
+    assert "\n" not in str(Problem("spec.a\nspec.b", "x", "y"))
+
+
+@given(JSON)
+def test_views_never_raise(value: object) -> None:
+    objects.get_mapping(value, "a", "b")
+    assert isinstance(objects.get_str(value, "a"), str)
+    assert isinstance(objects.get_list(value, "a"), list)
+    assert objects.get_int(value, "a") is None or isinstance(objects.get_int(value, "a"), int)
+    if isinstance(value, dict):
+        assert isinstance(objects.name_of(value) + documents.namespace_of(value) + objects.kind_of(value), str)
+        assert isinstance(objects.labels_of(value), dict) and isinstance(objects.annotations_of(value), dict)

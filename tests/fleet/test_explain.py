@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import fleet
-from headrace.fleet.documents import Read, Source, parse, read
-from headrace.fleet.explaining import Explanation, Question, explain, question, shipped_runtimes
-from headrace.fleet.words import name_of
+from headrace.fleet.explain import ExplainInput, Explanation, explain, prepare, shipped_runtimes
+from headrace.fleet.yaml_documents import ParsedFiles, Source, parse, read
+from headrace.platforms.kubernetes_client.objects import name_of
 
 CLUSTER = f"{MODELS}---{RUNTIMES}"
-EMPTY = Read([], [])
+EMPTY = ParsedFiles([], [])
 
 
-def ask(text: str, around: str = CLUSTER, **more: Any) -> Question:
-    return question(parse(text, "isvc.yaml"), parse(around, "cluster.yaml") if around else EMPTY, **more)
+def ask(text: str, around: str = CLUSTER, **more: Any) -> ExplainInput:
+    return prepare(parse(text, "isvc.yaml"), parse(around, "cluster.yaml") if around else EMPTY, **more)
 
 
 def one(text: str, around: str = CLUSTER, **more: Any) -> Explanation:
@@ -154,7 +154,7 @@ SAMPLES = sorted((Path(fleet.__file__).parent / "samples").glob("*.yaml"))
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
 def test_the_samples_have_no_mistakes(sample: Path) -> None:
-    asked = question(read([sample]), EMPTY)
+    asked = prepare(read([sample]), EMPTY)
     assert asked.services
     for each in asked.services:
         found = explain(each, asked)
@@ -232,7 +232,7 @@ VALUES = st.recursive(
 def test_no_document_makes_it_raise(spec: Any, metadata: Any, kind: str) -> None:
     document = {"apiVersion": "ome.io/v1beta1", "kind": kind, "metadata": metadata, "spec": spec}
     good = parse(seed_examples.RAW).sources
-    asked = question(Read([Source(document), *good], []), AROUND, shipped=SHIPPED)
+    asked = prepare(ParsedFiles([Source(document), *good], []), AROUND, shipped=SHIPPED)
     for each in asked.services:
         shown = explain(each, asked)
         assert bool(shown.objects) != bool(shown.errors) or shown.errors == []

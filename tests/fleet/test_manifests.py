@@ -17,10 +17,9 @@ from typer.testing import CliRunner
 from headrace.cli.operator import operator
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.cluster import configuration
-from headrace.fleet.cluster.manifests import ManifestSettings, manifests
-from headrace.fleet.installing.configuration import EXAMPLE
-from headrace.fleet.installing.settings import PARTS
-from headrace.fleet.words import FleetSettings
+from headrace.fleet.documents import FleetSettings
+from headrace.fleet.install.manifests import EXAMPLE, ManifestSettings, manifests
+from headrace.fleet.install.settings import PARTS
 from support.programs import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +148,7 @@ def test_parts_are_left_out() -> None:
         "Deployment",
     }
     assert "webhook" not in json.dumps(list(bare.values()))
-    with pytest.raises(InvalidArgument, match="wings cannot be left out: what can is crds"):
+    with pytest.raises(InvalidArgument, match="wings cannot be left out: only crds"):
         ManifestSettings(without=frozenset({"wings"}))
 
 
@@ -193,7 +192,7 @@ def test_the_example_of_settings_is_what_holds() -> None:
     assert said.keys() == {EXAMPLE}
     example = yaml.safe_load(re.sub(r" +# .*", "", said[EXAMPLE]))
     assert example.keys() == {"ingress", "deploy", "kedaConfig"}
-    known = {*configuration._TEXTS, *configuration._SWITCHES, "additionalIngressDomains"}
+    known = {*configuration._STRINGS, *configuration._SWITCHES, "additionalIngressDomains"}
     assert json.loads(example["ingress"]).keys() == known
     odd = FleetSettings(
         default_mode="Serverless",
@@ -206,8 +205,8 @@ def test_the_example_of_settings_is_what_holds() -> None:
         disable_istio_virtualhost=True,
         prometheus_address="http://p",
     )
-    assert configuration.configured(odd, {"data": example}) == FleetSettings()
-    assert configuration.configured(odd, {"data": said}) == odd, "the example itself says nothing"
+    assert configuration.settings_from(odd, {"data": example}) == FleetSettings()
+    assert configuration.settings_from(odd, {"data": said}) == odd, "the example itself says nothing"
 
 
 def test_the_command() -> None:

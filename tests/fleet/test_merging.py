@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection_documents import Json, accelerator, entry, facts, model, runtime, service
 
-from headrace.fleet.merging import Component, components
-from headrace.fleet.merging.accelerating import merged_args
+from headrace.fleet.documents import ClusterFacts, cluster_facts, namespace_of
+from headrace.fleet.merging import Component, merge_components
+from headrace.fleet.merging.pod_builder import merge_args
 from headrace.fleet.selection import select
-from headrace.fleet.words import ClusterFacts, cluster_facts, items, namespace_of, text
+from headrace.platforms.kubernetes_client.objects import get_list, get_str
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*.yaml"))
 
@@ -27,10 +28,10 @@ def made(asked: Json, known: ClusterFacts) -> dict[str, Component]:
     """As planning does it."""
     selection = select(asked, known)
     assert selection.problem is None, selection.problem
-    name = text(asked, "spec", "model", "name")
-    found = known.model(namespace_of(asked), name, text(asked, "spec", "model", "kind")) if name else None
-    weights = [known.weight(each) or {} for each in items(asked, "spec", "model", "fineTunedWeights")]
-    return components(asked, selection.runtime, found, weights, known)
+    name = get_str(asked, "spec", "model", "name")
+    found = known.model(namespace_of(asked), name, get_str(asked, "spec", "model", "kind")) if name else None
+    weights = [known.weight(each) or {} for each in get_list(asked, "spec", "model", "fineTunedWeights")]
+    return merge_components(asked, selection.runtime, found, weights, known)
 
 
 def engine(rt: Json, *more: Json, upstream: bool = False, **spec: Any) -> Component:
@@ -44,7 +45,7 @@ def main(component: Component) -> Json:
 
 
 def env(component: Component) -> dict[str, Any]:
-    return {each["name"]: each.get("value") for each in items(main(component), "env")}
+    return {each["name"]: each.get("value") for each in get_list(main(component), "env")}
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
@@ -212,7 +213,7 @@ def test_the_services_variables_come_before_the_classs_unless_upstream() -> None
     ],
 )
 def test_arguments_are_laid_over_by_flag(args: list[str], over: list[str], expected: list[str]) -> None:
-    assert merged_args(args, over) == expected
+    assert merge_args(args, over) == expected
 
 
 def test_a_jinja_template_in_a_command_stays_unless_upstream() -> None:
@@ -309,7 +310,7 @@ def test_wrong_types_raise_nothing_and_inputs_stay(asked: Json, told: Json) -> N
     wanted = service(engine=asked, router=asked, decoder=asked)
     before = copy.deepcopy((rt, wanted))
     known = facts(model(), rt)
-    found = components(wanted, rt, known.model("default", "llama"), (), known)
+    found = merge_components(wanted, rt, known.model("default", "llama"), (), known)
     assert set(found) == {"engine", "decoder", "router"}
     for each in found.values():
         assert dict(each.origins) is not None

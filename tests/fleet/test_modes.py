@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from selection_documents import Json, facts, service
 
-from headrace.fleet.merging.modes import Mode, mode_of
+from headrace.fleet.merging.components import Mode, choose_mode
 
 MODE = "ome.io/deploymentMode"
 
@@ -18,7 +18,7 @@ def mode(name: str, component: Json, *, notes: Json | None = None, upstream: boo
     known = facts(upstream=upstream, default_mode=default)
     if not knative:
         known = replace(known, capabilities=frozenset())
-    return mode_of(name, component, service(notes=notes, **{name: component, **spec}), known)
+    return choose_mode(name, component, service(notes=notes, **{name: component, **spec}), known)
 
 
 @pytest.mark.parametrize("upstream", [False, True])

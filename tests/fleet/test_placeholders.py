@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from selection_documents import service
 
-from headrace.fleet.merging.placeholders import Placeholders, unknown
+from headrace.fleet.merging.metadata import Placeholders, find_placeholder
 
 SERVICE = service("team", labels={"tier": "gold", "ome.io/x": "dotted"}, notes={"note": 'say "hi" & <b>'})
 
@@ -50,8 +50,8 @@ def test_all_texts_of_a_container_are_filled_and_the_container_is_left_alone() -
 
 
 def test_the_first_unknown_is_found() -> None:
-    assert unknown({"args": ["a", {"b": "x {{ bos }} {{ c }}"}]}) == "{{ bos }}"
-    assert unknown({"args": ["{% if x %}", 3, None]}) == ""
+    assert find_placeholder({"args": ["a", {"b": "x {{ bos }} {{ c }}"}]}) == "{{ bos }}"
+    assert find_placeholder({"args": ["{% if x %}", 3, None]}) == ""
 
 
 @given(st.text(st.sampled_from('{}. -Nameindx"`'), max_size=40))

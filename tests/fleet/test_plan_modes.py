@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from plan_cases import facts, names, one, planned, service
 
+from headrace.fleet.documents import FleetSettings
 from headrace.fleet.planning import plan
-from headrace.fleet.words import FleetSettings
 
 LEADERS = {"app": "chat-engine", "leaderworkerset.sigs.k8s.io/worker-index": "0"}
 

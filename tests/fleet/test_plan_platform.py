@@ -16,9 +16,10 @@ import pytest
 from plan_cases import UID, facts, live, service
 
 import headrace.fleet
-from headrace.fleet import documents
+from headrace.fleet import yaml_documents
+from headrace.fleet.documents import CAPABILITIES, ClusterFacts, FleetSettings, cluster_facts
 from headrace.fleet.planning import Plan, plan
-from headrace.fleet.words import CAPABILITIES, ClusterFacts, FleetSettings, cluster_facts, kind_of
+from headrace.platforms.kubernetes_client.objects import kind_of
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
@@ -83,7 +84,7 @@ def check(server: Any, *plans: Plan) -> None:
 
 
 def cluster(path: Path, name: str) -> tuple[dict[str, Any], ClusterFacts]:
-    found = documents.read([SHIPPED / "runtimes", path]).documents
+    found = yaml_documents.read([SHIPPED / "runtimes", path]).documents
     around = cluster_facts(found)
     capabilities, settings = CLUSTERS[name]
     [asked] = [each for each in found if kind_of(each) == "InferenceService"]

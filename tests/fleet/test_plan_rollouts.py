@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 from plan_cases import facts, live, names, one, service
 
-from headrace.fleet.planning import Plan, Rise, plan
+from headrace.fleet.documents import ClusterFacts
+from headrace.fleet.planning import Plan, ScaleUp, plan
+from headrace.fleet.planning.context import live_key
 from headrace.fleet.planning.revisions import revision_of
-from headrace.fleet.planning.site import live_key
-from headrace.fleet.rollouts.counts import Counted, Counts
-from headrace.fleet.rollouts.looking import rolled_on, under_way
-from headrace.fleet.rollouts.policy import policy_of
-from headrace.fleet.rollouts.state import State, told_of
-from headrace.fleet.status.document import status
-from headrace.fleet.status.observed import Observed
-from headrace.fleet.words import ClusterFacts, Document, annotations_of
+from headrace.fleet.rollouts.controller import advance_rollouts, is_in_progress
+from headrace.fleet.rollouts.policy import parse_policy
+from headrace.fleet.rollouts.revision_stats import RequestStats, RouterStats
+from headrace.fleet.rollouts.state import RolloutState, state_to_json
+from headrace.fleet.status.conditions import Observed
+from headrace.fleet.status.service_status import build_status
+from headrace.platforms.kubernetes_client.objects import Document, annotations_of
 
 NOW = datetime(2026, 1, 15, 10, 30, tzinfo=UTC)
 STEPS = {"ome_io__rollout_steps": "10,40", "ome_io__rollout_step_seconds": "60"}
@@ -34,8 +35,8 @@ def asked(image: str, told: Document | None = None, **annotations: str) -> dict[
 
 def at(document: dict[str, Any], made: Plan, phase: str, step: int = 0) -> dict[str, Any]:
     """The service with a rollout of what it asks for now."""
-    state = State(revision_of(made.components["engine"]), phase, step, NOW)  # type: ignore[arg-type]
-    rollout = told_of(state, policy_of(annotations_of(document)))
+    state = RolloutState(revision_of(made.components["engine"]), phase, step, NOW)  # type: ignore[arg-type]
+    rollout = state_to_json(state, parse_policy(annotations_of(document)))
     return {**document, "status": {"components": {"engine": {"latestRolledoutRevision": "r1", "rollout": rollout}}}}
 
 
@@ -73,7 +74,7 @@ def test_what_was_taken_back_stays_so_without_its_steps_and_the_next_one_has_pod
     assert plan({**bare, "spec": spec}, facts(), there).rollouts["engine"].state == "promoting"
     # Its workload is at zero, which no autoscaler changes.
     newer = plan({**asked("engine:3"), "status": back["status"]}, facts(), there)
-    assert newer.rises == [Rise("apps/v1", "Deployment", "chat-engine-canary", 1)]
+    assert newer.scale_ups == [ScaleUp("apps/v1", "Deployment", "chat-engine-canary", 1)]
     assert newer.rollouts["engine"].asked == 10
 
 
@@ -106,19 +107,19 @@ class Looks:
         self.live: dict[str, dict[str, Any]] = {}
         self.seconds = 0.0
         self.notes: list[str] = []
-        self.counts: dict[str, Counts] = {}
+        self.counts: dict[str, RequestStats] = {}
 
     def look(self, seconds: float = 0.0) -> Plan:
         self.seconds += seconds
         now = NOW + timedelta(seconds=self.seconds)
         made = plan(self.document, self.facts, self.live)
         assert not made.problems, made.problems
-        told = Counted({("front", name): each for name, each in self.counts.items()}, (0.1,), ("front",))
-        moved, notes = rolled_on(self.document, made, told, now)
+        told = RouterStats({("front", name): each for name, each in self.counts.items()}, (0.1,), ("front",))
+        moved, notes = advance_rollouts(self.document, made, told, now)
         self.notes += [each.message for each in notes]
         self.live = self.lived(made)
         pods: tuple[Document, ...] = ()
-        after = status(moved, made, Observed(tuple(self.live.values()), pods), now)
+        after = build_status(moved, made, Observed(tuple(self.live.values()), pods), now)
         self.document = {**self.document, "status": json.loads(json.dumps(after))}
         return made
 
@@ -143,11 +144,11 @@ def started() -> tuple[Looks, str]:
     looks = Looks(asked("engine:1"))
     looks.look()
     looks.look()
-    assert "rollout" not in looks.document["status"]["components"]["engine"] and not under_way(looks.document)
+    assert "rollout" not in looks.document["status"]["components"]["engine"] and not is_in_progress(looks.document)
     looks.edit(asked("engine:2"))
     for _ in range(4):
         made = looks.look()
-    assert looks.condition("EngineRolloutReady")["reason"] == "Stepping" and under_way(looks.document)
+    assert looks.condition("EngineRolloutReady")["reason"] == "Stepping" and is_in_progress(looks.document)
     return looks, made.rollouts["engine"].latest
 
 
@@ -156,7 +157,7 @@ def test_looks_lead_to_the_end() -> None:
     assert looks.condition("LatestDeploymentReady")["status"] == "Unknown"
     assert looks.condition("LatestDeploymentReady")["message"].endswith("step 10 %: 0 requests, 0.0 % errors")
     for requests in (60, 120):
-        looks.counts[new] = Counts(requests)
+        looks.counts[new] = RequestStats(requests)
         looks.look(61)
         looks.look()
     assert looks.notes[1:] == [
@@ -176,7 +177,7 @@ def test_looks_lead_to_the_end() -> None:
 
 def test_looks_lead_back_and_a_new_edit_begins_anew() -> None:
     looks, new = started()
-    looks.counts[new] = Counts(30, 5)
+    looks.counts[new] = RequestStats(30, 5)
     looks.look(1)
     made = looks.look(1)
     assert weights(made) == [f"100,revision={made.rollouts['engine'].stable}"]
@@ -240,14 +241,14 @@ def test_knative_goes_by_time() -> None:
     looks.look()
     looks.look()
     looks.look()
-    assert "errors are not seen here" in looks.condition("EngineRolloutReady")["message"]
+    assert "errors are not counted here" in looks.condition("EngineRolloutReady")["message"]
     looks.look(61)
     looks.look()
     assert looks.traffic == [(40, ""), (60, "rev-engine:1")]
     looks.look(61)
     looks.look()
     assert looks.traffic == [(100, "")]
-    assert looks.notes[-1].startswith("engine: promoted: step 40 %: errors are not seen here")
+    assert looks.notes[-1].startswith("engine: promoted: step 40 %: errors are not counted here")
 
 
 def test_knative_is_taken_back_by_hand_and_goes_on_when_nobody_has_told() -> None:
@@ -275,4 +276,4 @@ def test_knative_with_the_steps_of_a_service_that_runs(seconds: float) -> None:
     looks.edit(bare)
     looks.look(seconds)
     looks.look(seconds)
-    assert looks.traffic == [(100, "")] and not under_way(looks.document)
+    assert looks.traffic == [(100, "")] and not is_in_progress(looks.document)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from plan_cases import facts, runtime, service
 
 import headrace.fleet
-from headrace.fleet import admission, documents, schema
+from headrace.fleet import admission, schema, yaml_documents
+from headrace.fleet.documents import CAPABILITIES, ClusterFacts, cluster_facts
 from headrace.fleet.planning import plan
-from headrace.fleet.words import CAPABILITIES, ClusterFacts, Document, cluster_facts, kind_of, name_of
+from headrace.platforms.kubernetes_client.objects import Document, kind_of, name_of
 
 SHIPPED = Path(headrace.fleet.__file__).parent
 SAMPLES = sorted((SHIPPED / "samples").glob("*.yaml"))
@@ -47,7 +48,7 @@ RUNTIMES = {
 
 
 def cluster(path: Path) -> tuple[list[Document], ClusterFacts]:
-    read = documents.read([SHIPPED / "runtimes", path])
+    read = yaml_documents.read([SHIPPED / "runtimes", path])
     assert read.problems == []
     return read.documents, cluster_facts(read.documents)
 
@@ -60,8 +61,8 @@ def test_every_sample_is_known() -> None:
 def test_sample(path: Path) -> None:
     found, everything = cluster(path)
     for each in found:
-        assert admission.problems(admission.defaulted(each, everything), everything) == [], name_of(each)
-        assert list(schema.doubts(each)) == [], name_of(each)
+        assert admission.validate(admission.with_defaults(each, everything), everything) == [], name_of(each)
+        assert list(schema.warnings(each)) == [], name_of(each)
     [asked] = [each for each in found if kind_of(each) == "InferenceService"]
     made = plan(asked, everything)
     assert made.problems == []

@@ -10,8 +10,8 @@ from typing import Any
 from plan_cases import facts, live, names, one, planned, service
 
 from headrace.cli.router_settings import router_settings
-from headrace.fleet.planning import Plan, Rise, plan
-from headrace.fleet.router.waking.settings import Target, TargetScale
+from headrace.fleet.planning import Plan, ScaleUp, plan
+from headrace.fleet.router.settings import ScaleTarget, TargetScale
 
 ZERO = {"engine": {"minReplicas": 0, "maxReplicas": 6, "scaleTarget": 10}}
 
@@ -47,7 +47,7 @@ def test_the_front_reads_what_is_written_for_it(tmp_path: Path) -> None:
     path.write_text(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
     router = router_settings({}, str(path)).router
     assert router.activation is not None
-    assert router.activation.targets == (Target("chat-engine", scale=TargetScale("concurrency", 10, 6)),)
+    assert router.activation.targets == (ScaleTarget("chat-engine", scale=TargetScale("concurrency", 10, 6)),)
     assert (router.activation.wait_seconds, router.activation.held_requests) == (900, 1000)
 
 
@@ -125,8 +125,8 @@ def test_who_sleeps_and_may_not_any_more_is_woken_by_us() -> None:
     asleep = live(planned(ZERO, without="knative"), replicas=0)
     awake = service({"engine": {"minReplicas": 2, "maxReplicas": 6}})
     made = plan(awake, facts("knative"), asleep)
-    assert made.rises == [Rise("apps/v1", "Deployment", "chat-engine", 2)]
+    assert made.scale_ups == [ScaleUp("apps/v1", "Deployment", "chat-engine", 2)]
     # Nor is anybody's scaling undone: somebody may have put it to zero by hand, without a front.
     by_hand = {key: each for key, each in asleep.items() if "front" not in key}
-    assert plan(awake, facts("knative"), by_hand).rises == []
-    assert plan(service(ZERO), facts("knative"), asleep).rises == []
+    assert plan(awake, facts("knative"), by_hand).scale_ups == []
+    assert plan(service(ZERO), facts("knative"), asleep).scale_ups == []

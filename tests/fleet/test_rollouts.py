@@ -13,28 +13,27 @@ from hypothesis import strategies as st
 from plan_cases import facts, service
 
 from headrace.fleet import admission, schema
-from headrace.fleet.rollouts.advancing import Look, advance
-from headrace.fleet.rollouts.counts import Counted, Counts, counted
-from headrace.fleet.rollouts.deciding import Numbers, Sight, decide
-from headrace.fleet.rollouts.policy import Policy, policy_of, verb_of
-from headrace.fleet.rollouts.state import State, share_of, state_of, told_of
+from headrace.fleet.rollouts.controller import RolloutObservation, StepObservation, StepStats, advance, decide
+from headrace.fleet.rollouts.policy import RolloutPolicy, command_for, parse_policy
+from headrace.fleet.rollouts.revision_stats import RequestStats, RouterStats, parse_router_stats
+from headrace.fleet.rollouts.state import RolloutState, current_share, read_state, state_to_json
 
 NOW = datetime(2026, 1, 15, 10, 30, tzinfo=UTC)
-POLICY = Policy((10, 25, 50), step_seconds=60, max_error_percent=1, max_latency_ratio=2, min_requests=50)
+POLICY = RolloutPolicy((10, 25, 50), step_seconds=60, max_error_percent=1, max_latency_ratio=2, min_requests=50)
 BOUNDS = (0.1, 0.25, 0.5, 1.0)
-LOOK = Look("engine", "new", "old", two=True, ready=True, settled=True)
+LOOK = RolloutObservation("engine", "new", "old", two=True, ready=True, settled=True)
 
 
-def counts(requests: int, errors: int = 0, times: tuple[int, ...] = (), seconds: float = 0.0) -> Counts:
-    return Counts(requests, errors, sum(times), seconds, times)
+def counts(requests: int, errors: int = 0, times: tuple[int, ...] = (), seconds: float = 0.0) -> RequestStats:
+    return RequestStats(requests, errors, sum(times), seconds, times)
 
 
-def seen(new: Counts, old: Counts | None = None) -> Sight:
-    return Sight(ready=True, numbers=Numbers(new, old or counts(1000), BOUNDS))
+def seen(new: RequestStats, old: RequestStats | None = None) -> StepObservation:
+    return StepObservation(ready=True, stats=StepStats(new, old or counts(1000), BOUNDS))
 
 
-def by(router: str, **revisions: Counts) -> Counted:
-    return Counted({(router, name): each for name, each in revisions.items()}, BOUNDS, (router,))
+def by(router: str, **revisions: RequestStats) -> RouterStats:
+    return RouterStats({(router, name): each for name, each in revisions.items()}, BOUNDS, (router,))
 
 
 # What is asked for
@@ -43,16 +42,16 @@ def by(router: str, **revisions: Counts) -> Counted:
 def problems(annotations: dict[str, str], **engine: Any) -> dict[str, str]:
     asked = service({"engine": {"minReplicas": 1, **engine}})
     asked["metadata"]["annotations"] = {f"ome.io/rollout-{name}": value for name, value in annotations.items()}
-    return {each.field: str(each) for each in admission.problems(asked, facts())}
+    return {each.field: str(each) for each in admission.validate(asked, facts())}
 
 
 def test_what_a_service_asks_for() -> None:
     assert problems({"steps": "10, 25,50", "step-seconds": "0.5e2", "max-error-percent": "0.1"}) == {}
     annotations = {"ome.io/rollout-steps": "10, 25,50", "ome.io/rollout-step-seconds": "60"}
-    found = policy_of({**annotations, "ome.io/rollout-paused": "true"})
+    found = parse_policy({**annotations, "ome.io/rollout-paused": "true"})
     assert found is not None and (found.steps, found.step_seconds, found.paused) == ((10, 25, 50), 60.0, True)
     assert (found.max_error_percent, found.max_latency_ratio, found.min_requests) == (1.0, 2.0, 50)
-    assert policy_of({}) is None and policy_of({"ome.io/rollout-step-seconds": "60"}) is None
+    assert parse_policy({}) is None and parse_policy({"ome.io/rollout-step-seconds": "60"}) is None
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_annotation(name: str, value: 
 
 
 def test_what_would_do_nothing_is_refused() -> None:
-    assert "does nothing without ome.io/rollout-steps" in "".join(problems({"step-seconds": "5"}).values())
+    assert "has no effect without ome.io/rollout-steps" in "".join(problems({"step-seconds": "5"}).values())
     assert "did you mean ome.io/rollout-steps?" in "".join(problems({"stepps": "10"}).values())
     both = problems({"steps": "10"}, canaryTrafficPercent=20)
     assert list(both) == ["spec.engine.canaryTrafficPercent"]
@@ -94,10 +93,10 @@ def test_what_would_do_nothing_is_refused() -> None:
 
 
 def test_a_command_may_name_a_component() -> None:
-    assert verb_of("promote", "engine") == verb_of("promote 2026-01-15T10:30:00Z", "engine") == "promote"
-    assert verb_of("undo engine 2026-01-15T10:30:00Z", "engine") == "undo"
-    assert verb_of("undo decoder 2026-01-15T10:30:00Z", "engine") == ""
-    assert verb_of("", "engine") == verb_of("rm -rf", "engine") == ""
+    assert command_for("promote", "engine") == command_for("promote 2026-01-15T10:30:00Z", "engine") == "promote"
+    assert command_for("undo engine 2026-01-15T10:30:00Z", "engine") == "undo"
+    assert command_for("undo decoder 2026-01-15T10:30:00Z", "engine") == ""
+    assert command_for("", "engine") == command_for("rm -rf", "engine") == ""
 
 
 # What was counted
@@ -105,20 +104,23 @@ def test_a_command_may_name_a_component() -> None:
 
 def test_what_routers_tell_is_added_up_and_compared() -> None:
     told = {"counts": {"new": {"requests": 5, "errors": 1, "seconds": 2.0, "times": [1, 4]}}, "bounds": [0.1]}
-    both = counted({"a": {"revisions": told}, "b": {"revisions": told}})
-    assert both is not None and both.of("new", {}) == counts(10, 2, (2, 8), 4.0)
-    begun = both.at("new", "old")
-    assert begun["a", "new"].requests == 5 and begun["b", "old"] == Counts()
-    assert both.of("new", begun) == counts(0, 0, (0, 0))
+    both = parse_router_stats({"a": {"revisions": told}, "b": {"revisions": told}})
+    assert both is not None and both.since("new", {}) == counts(10, 2, (2, 8), 4.0)
+    begun = both.baseline("new", "old")
+    assert begun["a", "new"].requests == 5 and begun["b", "old"] == RequestStats()
+    assert both.since("new", begun) == counts(0, 0, (0, 0))
     # A router that begins anew has fewer than before: all that it has came since.
-    later = counted({"a": {"revisions": {"counts": {"new": {"requests": 3, "errors": 0, "times": [3, 0]}}}}})
-    assert later is not None and later.of("new", begun).requests == 3
+    later = parse_router_stats({"a": {"revisions": {"counts": {"new": {"requests": 3, "errors": 0, "times": [3, 0]}}}}})
+    assert later is not None and later.since("new", begun).requests == 3
 
 
 @pytest.mark.parametrize("silent", [None, {}, {"revisions": 7}, "text"])
 def test_of_a_router_that_does_not_answer_nothing_is_guessed(silent: Any) -> None:
-    assert counted({"a": {"revisions": {"counts": {}}}, "b": silent}) is None
-    assert counted({"a": {"revisions": {"counts": {"x": 7, "y": {"requests": "many", "times": "no"}}}}}) is not None
+    assert parse_router_stats({"a": {"revisions": {"counts": {}}}, "b": silent}) is None
+    assert (
+        parse_router_stats({"a": {"revisions": {"counts": {"x": 7, "y": {"requests": "many", "times": "no"}}}}})
+        is not None
+    )
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=5, max_size=5), st.floats(0.01, 1))
@@ -142,15 +144,15 @@ def test_a_quantile_lies_within_the_bucket_it_is_found_in(times: list[int], shar
         (0, 1, seen(counts(120, 9)), "undo", "7.5 % errors of 120 requests at 10 %, 1 % allowed"),
         (0, 1, seen(counts(1, 1)), "undo", "100.0 % errors of 1 requests at 10 %, 1 % allowed"),
         (0, 61, replace(seen(counts(212)), ready=False), "stay", "do not answer"),
-        (0, 1, Sight(ready=False, stuck="its pods crash"), "undo", "its pods crash, at 10 %"),
-        (0, 61, Sight(ready=True, sees=True), "stay", "has not told anything yet"),
-        (0, 61, Sight(ready=True, sees=False), "next", "errors are not seen here"),
-        (2, 61, Sight(ready=True, sees=False), "promote", "errors are not seen here"),
-        (0, 59, Sight(ready=True, sees=False), "stay", "errors are not seen here"),
+        (0, 1, StepObservation(ready=False, stuck="its pods crash"), "undo", "its pods crash, at 10 %"),
+        (0, 61, StepObservation(ready=True, counted=True), "stay", "has not answered yet"),
+        (0, 61, StepObservation(ready=True, counted=False), "next", "errors are not counted here"),
+        (2, 61, StepObservation(ready=True, counted=False), "promote", "errors are not counted here"),
+        (0, 59, StepObservation(ready=True, counted=False), "stay", "errors are not counted here"),
         (9, 61, seen(counts(212)), "promote", "step 50 %"),
     ],
 )
-def test_a_step(step: int, seconds: float, sight: Sight, verb: str, words: str) -> None:
+def test_a_step(step: int, seconds: float, sight: StepObservation, verb: str, words: str) -> None:
     found = decide(POLICY, step, seconds, sight)
     assert found.verb == verb and words in found.reason
 
@@ -187,7 +189,7 @@ COUNTS = st.builds(
     st.lists(st.integers(0, 200), min_size=5, max_size=5),
 )
 POLICIES = st.builds(
-    Policy,
+    RolloutPolicy,
     st.lists(st.integers(1, 99), min_size=1, max_size=6, unique=True).map(lambda found: tuple(sorted(found))),
     st.floats(1, 1000),
     st.floats(0, 100),
@@ -196,24 +198,24 @@ POLICIES = st.builds(
     st.booleans(),
 )
 SIGHTS = st.builds(
-    lambda ready, stuck, sees, numbers: Sight(ready, stuck, sees, numbers if sees else None),
+    lambda ready, stuck, sees, numbers: StepObservation(ready, stuck, sees, numbers if sees else None),
     st.booleans(),
     st.sampled_from(["", "it crashes"]),
     st.booleans(),
-    st.none() | st.builds(Numbers, COUNTS, COUNTS, st.just(BOUNDS)),
+    st.none() | st.builds(StepStats, COUNTS, COUNTS, st.just(BOUNDS)),
 )
 
 
 @given(POLICIES, st.integers(0, 10), st.floats(0, 2000), SIGHTS)
 def test_nothing_goes_on_without_time_pods_and_enough_good_requests(
-    policy: Policy, step: int, seconds: float, sight: Sight
+    policy: RolloutPolicy, step: int, seconds: float, sight: StepObservation
 ) -> None:
     found = decide(policy, step, seconds, sight)
-    numbers = sight.numbers
+    numbers = sight.stats
     if found.verb in ("next", "promote"):
         assert seconds >= policy.step_seconds and sight.ready and not sight.stuck and not policy.paused
         assert (found.verb == "promote") == (step >= len(policy.steps) - 1)
-        assert numbers is not None or not sight.sees
+        assert numbers is not None or not sight.counted
         if numbers is not None:
             assert numbers.new.requests >= policy.min_requests
             assert numbers.new.error_percent <= policy.max_error_percent
@@ -224,7 +226,7 @@ def test_nothing_goes_on_without_time_pods_and_enough_good_requests(
 
 @given(POLICIES, st.integers(0, 10), st.floats(0, 2000), COUNTS, COUNTS)
 def test_what_is_taken_back_for_errors_would_be_with_only_good_answers_to_come(
-    policy: Policy, step: int, seconds: float, new: Counts, old: Counts
+    policy: RolloutPolicy, step: int, seconds: float, new: RequestStats, old: RequestStats
 ) -> None:
     sure = replace(policy, max_latency_ratio=0)
     if decide(sure, step, seconds, seen(new, old)).verb == "undo":
@@ -237,64 +239,66 @@ def test_what_is_taken_back_for_errors_would_be_with_only_good_answers_to_come(
 
 
 def walk(
-    policy: Policy | None, state: State | None, look: Look, seconds: float = 0.0
-) -> tuple[State | None, list[str]]:
+    policy: RolloutPolicy | None, state: RolloutState | None, look: RolloutObservation, seconds: float = 0.0
+) -> tuple[RolloutState | None, list[str]]:
     """Advance, by way of what the status has."""
     found, notes = advance(policy, state, look, NOW + timedelta(seconds=seconds))
-    told = told_of(found, policy) if found is not None else {}
-    again = state_of({"rollout": told})
+    told = state_to_json(found, policy) if found is not None else {}
+    again = read_state({"rollout": told})
     assert again == found
     return again, [f"{each.kind} {each.reason} {each.message}" for each in notes]
 
 
 def test_a_rollout_from_its_beginning_to_its_end() -> None:
     state, notes = walk(POLICY, None, replace(LOOK, ready=False, settled=False))
-    assert state is not None and state.phase == "Waiting" and share_of(POLICY, state, "new") == 10
+    assert state is not None and state.phase == "Waiting" and current_share(POLICY, state, "new") == 10
     assert notes == ["Normal RolloutStarted engine: a new revision gets 10 %, 25 %, 50 %, then all requests"]
     state, _ = walk(POLICY, state, replace(LOOK, ready=False, settled=False), 1)
     assert state is not None and state.phase == "Waiting"
-    state, _ = walk(POLICY, state, replace(LOOK, counted=None), 2)
+    state, _ = walk(POLICY, state, replace(LOOK, stats=None), 2)
     assert state is not None and state.message == "waits until its router answers"
-    state, _ = walk(POLICY, state, replace(LOOK, counted=by("r", old=counts(900))), 3)
+    state, _ = walk(POLICY, state, replace(LOOK, stats=by("r", old=counts(900))), 3)
     assert state is not None and (state.phase, state.step, state.since) == ("Stepping", 0, NOW + timedelta(seconds=3))
-    look = replace(LOOK, counted=by("r", old=counts(1500), new=counts(60)))
+    look = replace(LOOK, stats=by("r", old=counts(1500), new=counts(60)))
     state, notes = walk(POLICY, state, look, 30)
     assert state is not None and state.message == "step 10 %: 60 requests, 0.0 % errors" and notes == []
     state, notes = walk(POLICY, state, look, 64)
-    assert state is not None and (state.step, share_of(POLICY, state, "new")) == (1, 25)
+    assert state is not None and (state.step, current_share(POLICY, state, "new")) == (1, 25)
     assert notes == ["Normal RolloutStep engine: step 10 %: 60 requests, 0.0 % errors; 25 % now"]
     # What the step before has counted is not this one's.
     state, _ = walk(POLICY, state, look, 130)
     assert state is not None and "0 requests" in state.message and "50 more are needed" in state.message
     for step, requests in ((2, 200), (2, 400)):
-        look = replace(LOOK, counted=by("r", old=counts(3000), new=counts(requests)))
+        look = replace(LOOK, stats=by("r", old=counts(3000), new=counts(requests)))
         state, notes = walk(POLICY, state, look, 140 + requests)
         assert state is not None and state.step == step
-    assert state.phase == "Promoted" and share_of(POLICY, state, "new") == 100
+    assert state.phase == "Promoted" and current_share(POLICY, state, "new") == 100
     assert notes == ["Normal RolloutPromoted engine: promoted: step 50 %: 200 requests, 0.0 % errors"]
     # Told until another revision comes.
     kept, _ = walk(POLICY, state, replace(LOOK, two=False, stable="new"), 700)
     assert kept == state
-    assert walk(POLICY, state, replace(LOOK, latest="newer", stable="new"), 800)[0] == State(
+    assert walk(POLICY, state, replace(LOOK, latest="newer", stable="new"), 800)[0] == RolloutState(
         "newer", message="waits until its pods answer"
     )
 
 
-def begun(policy: Policy = POLICY) -> State:
-    state, _ = walk(policy, State("new", command=policy.command), replace(LOOK, counted=by("r", old=counts(9))))
+def begun(policy: RolloutPolicy = POLICY) -> RolloutState:
+    state, _ = walk(policy, RolloutState("new", command=policy.command), replace(LOOK, stats=by("r", old=counts(9))))
     assert state is not None and state.phase == "Stepping"
     return state
 
 
 def test_taken_back_and_what_brings_it_again() -> None:
-    bad = replace(LOOK, counted=by("r", old=counts(99), new=counts(120, 9)))
+    bad = replace(LOOK, stats=by("r", old=counts(99), new=counts(120, 9)))
     state, notes = walk(POLICY, begun(), bad, 5)
-    assert state is not None and state.phase == "RolledBack" and share_of(POLICY, state, "new") == 0
+    assert state is not None and state.phase == "RolledBack" and current_share(POLICY, state, "new") == 0
     assert notes == ["Warning RolloutRolledBack engine: rolled back: 7.5 % errors of 120 requests at 10 %, 1 % allowed"]
     assert walk(POLICY, state, replace(LOOK, ready=False, settled=False), 1000) == (state, [])
     # Without its steps it stays back as well; with what ran before it is forgotten.
     assert walk(None, state, LOOK)[0] == state
-    assert walk(POLICY, state, Look("engine", "old", "old", two=False, ready=True, settled=False))[0] is None
+    assert (
+        walk(POLICY, state, RolloutObservation("engine", "old", "old", two=False, ready=True, settled=False))[0] is None
+    )
     again, notes = walk(replace(POLICY, command="retry t1"), state, LOOK)
     assert again is not None and (again.phase, again.step, again.command) == ("Waiting", 0, "retry t1")
     assert notes == ["Normal RolloutStarted engine: the same revision once more"]
@@ -302,7 +306,7 @@ def test_taken_back_and_what_brings_it_again() -> None:
 
 
 def test_commands_are_obeyed_once_and_by_whom_they_are_for() -> None:
-    look = replace(LOOK, counted=by("r", old=counts(9)))
+    look = replace(LOOK, stats=by("r", old=counts(9)))
     promoted, notes = walk(replace(POLICY, command="promote t1"), begun(), look, 1)
     assert promoted is not None and promoted.phase == "Promoted" and notes[0].endswith("promoted: by hand")
     undone, _ = walk(replace(POLICY, command="undo engine t1"), begun(), look, 1)
@@ -316,7 +320,9 @@ def test_commands_are_obeyed_once_and_by_whom_they_are_for() -> None:
 
 
 def test_pods_that_do_not_come_take_it_back() -> None:
-    state, notes = walk(POLICY, State("new"), replace(LOOK, ready=False, settled=False, stuck="no progress in 600 s"))
+    state, notes = walk(
+        POLICY, RolloutState("new"), replace(LOOK, ready=False, settled=False, stuck="no progress in 600 s")
+    )
     assert state is not None and state.message == "rolled back: no progress in 600 s"
     assert notes == ["Warning RolloutRolledBack engine: rolled back: no progress in 600 s"]
 
@@ -338,13 +344,13 @@ TOLD = st.fixed_dictionaries(
 
 @given(JUNK | TOLD)
 def test_whatever_stands_in_a_status_is_read(told: Any) -> None:
-    found = state_of({"rollout": told})
+    found = read_state({"rollout": told})
     if found is not None:
-        advance(POLICY, found, replace(LOOK, latest=found.revision, counted=by("r", old=counts(1))), NOW)
+        advance(POLICY, found, replace(LOOK, latest=found.revision, stats=by("r", old=counts(1))), NOW)
 
 
 def test_the_state_is_what_the_kind_has_room_for() -> None:
     state = replace(begun(), message="m", command="promote t")
     document = service({"engine": {}})
-    document["status"] = {"components": {"engine": {"mode": "RawDeployment", "rollout": told_of(state, POLICY)}}}
-    assert schema.check(document) == []
+    document["status"] = {"components": {"engine": {"mode": "RawDeployment", "rollout": state_to_json(state, POLICY)}}}
+    assert schema.validate(document) == []

@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 
 import headrace.fleet
-from headrace.fleet.documents import Read, parse, read
-from headrace.fleet.explaining import explain, question, shipped_runtimes
-from headrace.fleet.installing.runtimes import full_image_of, with_image
-from headrace.fleet.words import FleetSettings, kind_of, name_of
+from headrace.fleet.documents import FleetSettings
+from headrace.fleet.explain import explain, prepare, shipped_runtimes
+from headrace.fleet.install.samples import full_image_of, with_image
+from headrace.fleet.yaml_documents import ParsedFiles, parse, read
+from headrace.platforms.kubernetes_client.objects import kind_of, name_of
 from headrace.version import __version__
 
 SHIPPED = Path(headrace.fleet.__file__).parent
 SAMPLES = sorted((SHIPPED / "samples").glob("*.yaml"))
 RUNTIMES = {name_of(each): each for each in shipped_runtimes()}
-NOTHING = Read([], [])
+NOTHING = ParsedFiles([], [])
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_a_sample_alone_is_enough(path: Path) -> None:
-    asked = question(read([path]), NOTHING)
+    asked = prepare(read([path]), NOTHING)
     assert asked.errors == []
     [source] = asked.services
     told = explain(source, asked)
@@ -56,7 +57,7 @@ spec:
 """.replace("{...}", str(model | {"storage": {"storageUri": "hf://a/b", "path": "/mnt/models/m"}}))
         + "".join(f"  {part}: {said}\n" for part, said in parts.items())
     )
-    asked = question(parse(text, "isvc.yaml"), NOTHING)
+    asked = prepare(parse(text, "isvc.yaml"), NOTHING)
     [source] = asked.services
     told = explain(source, asked)
     assert told.errors == [] and told.warnings == []

@@ -10,8 +10,8 @@ from fleet_documents import document
 from selection_documents import Json, entry, facts, model, runtime, service
 
 from headrace.fleet.selection import Selection, select
-from headrace.fleet.selection.index import runtime_index
-from headrace.fleet.words import name_of
+from headrace.fleet.selection.runtimes import runtime_index
+from headrace.platforms.kubernetes_client.objects import name_of
 
 
 def chosen(selection: Selection) -> str:
@@ -230,7 +230,7 @@ def test_the_order_is_namespace_then_score_then_size_then_name() -> None:
 def test_scores(offered: list[Json], score: int, upstream: bool) -> None:
     told = model()
     index = facts(told, runtime("rt", *offered), upstream=upstream).derived(runtime_index)
-    assert index.answer(told, index.reachable("default")[0]).score == score
+    assert index.answer(told, index.available("default")[0]).score == score
 
 
 def test_a_named_runtime_is_taken_without_autoselect_but_not_without_fitting() -> None:

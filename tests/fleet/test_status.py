@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from headrace import fleet
 from headrace.fleet import schema
-from headrace.fleet.documents import read
-from headrace.fleet.explaining import shipped_runtimes
+from headrace.fleet.documents import cluster_facts
+from headrace.fleet.explain import shipped_runtimes
 from headrace.fleet.planning import plan
-from headrace.fleet.status.document import status
-from headrace.fleet.status.observed import Observed
-from headrace.fleet.words import cluster_facts
+from headrace.fleet.status.conditions import Observed
+from headrace.fleet.status.service_status import build_status
+from headrace.fleet.yaml_documents import read
 
 
 def has(found: Any, wanted: Any, place: str) -> None:
@@ -54,22 +54,22 @@ def test_the_status_of_the_seed_field_for_field(least: int) -> None:
     assert made.problems == []
     half_past = datetime(2024, 1, 15, 10, 30, tzinfo=UTC)
     down = [f"{kind}/llama-chat-{each}" for kind in ("Deployment", "Service") for each in ("engine", "router")]
-    asked["status"] = status(asked, made, sight(made, down=down), half_past - timedelta(minutes=5))
+    asked["status"] = build_status(asked, made, sight(made, down=down), half_past - timedelta(minutes=5))
     assert told(asked["status"], "Ready")["status"] == "False"
     pods = [
         pod(f"{each}-1", each, ready=True, labels=revision(made, each) if least else {})
         for each in ("engine", "router")
     ]
-    found = status(asked, made, sight(made, pods=pods), half_past)
+    found = build_status(asked, made, sight(made, pods=pods), half_past)
     has({"status": found}, yaml.safe_load(seed_examples.STATUS), "")
-    assert schema.check_status({**asked, "status": found}) == []
+    assert schema.validate_status({**asked, "status": found}) == []
 
 
 def test_all_components_count() -> None:
     asked = service(ROUTED)
     made = plan(asked, facts())
-    assert told(status(asked, made, sight(made), NOON), "Ready")["status"] == "True"
-    found = status(asked, made, sight(made, down=["llama-chat-router"]), NOON)
+    assert told(build_status(asked, made, sight(made), NOON), "Ready")["status"] == "True"
+    found = build_status(asked, made, sight(made, down=["llama-chat-router"]), NOON)
     assert told(found, "EngineReady")["status"] == "True"
     ready = told(found, "Ready")
     assert ready["status"] == "False" and ready["reason"] == "MinimumReplicasUnavailable"
@@ -80,7 +80,7 @@ def test_before_anything_is_made_all_is_unknown() -> None:
     asked = service(LLAMA)
     found = look(asked, Observed())
     assert {each["status"] for each in found["conditions"]} == {"Unknown"}
-    assert told(found, "EngineReady")["message"] == "Deployment llama-chat-engine has not been made yet"
+    assert told(found, "EngineReady")["message"] == "Deployment llama-chat-engine has not been created yet"
     assert "url" not in found and "url" not in found["components"]["engine"]
     assert found["modelStatus"] == {
         "transitionStatus": "InProgress",
@@ -104,7 +104,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
     later = NOON + timedelta(hours=1)
     assert look(asked, now=later) == asked["status"]
     made = plan(asked, facts())
-    down = status(asked, made, sight(made, down=["llama-chat-engine"]), later)
+    down = build_status(asked, made, sight(made, down=["llama-chat-engine"]), later)
     assert told(down, "EngineReady")["lastTransitionTime"] == "2024-01-15T13:00:00Z"
     assert told(down, "IngressReady")["lastTransitionTime"] == "2024-01-15T12:00:00Z"
     assert down["components"]["engine"]["url"] == asked["status"]["components"]["engine"]["url"]
@@ -127,7 +127,7 @@ def test_the_new_revision_may_fail_while_the_old_one_answers() -> None:
     stuck = condition("Progressing", False, "ProgressDeadlineExceeded", "ReplicaSet has timed out progressing")
     engine["status"]["conditions"].append(stuck)
     engine["status"] |= {"updatedReplicas": 0}
-    found = status(asked, made, Observed(tuple(objects)), NOON)
+    found = build_status(asked, made, Observed(tuple(objects)), NOON)
     assert told(found, "Ready")["status"] == "True"
     latest = told(found, "LatestDeploymentReady")
     assert (latest["status"], latest["reason"], latest["severity"]) == ("False", "ProgressDeadlineExceeded", "Info")
@@ -145,19 +145,19 @@ def test_a_gateway_that_refuses_the_route_is_heard() -> None:
     gateway = {"disable_ingress_creation": False, "enable_gateway_api": True, "ingress_gateway": "a/b"}
     asked, cluster = service(LLAMA), facts(**gateway)
     made = plan(asked, cluster)
-    found = status(asked, made, sight(made, down=["llama-chat"]), NOON)
+    found = build_status(asked, made, sight(made, down=["llama-chat"]), NOON)
     ingress = told(found, "IngressReady")
     assert (ingress["status"], ingress["reason"]) == ("False", "NoMatchingParent")
     assert ingress["message"] == "HTTPRoute llama-chat: no such listener"
     silent = [{**each, "status": {}} if each["kind"] == "HTTPRoute" else each for each in map(live, made.objects)]
-    waiting = told(status(asked, made, Observed(tuple(silent)), NOON), "IngressReady")
+    waiting = told(build_status(asked, made, Observed(tuple(silent)), NOON), "IngressReady")
     assert (waiting["status"], waiting["reason"]) == ("Unknown", "WaitingForGateway")
 
 
 def test_knative_tells_of_routes_and_revisions() -> None:
     asked = service({**LLAMA, "engine": {"minReplicas": 0}})
     made = plan(asked, facts())
-    found = status(asked, made, sight(made), NOON)
+    found = build_status(asked, made, sight(made), NOON)
     kinds = {each["type"]: each["status"] for each in found["conditions"]}
     assert kinds["EngineRouteReady"] == kinds["EngineConfigurationReady"] == kinds["RoutesReady"] == "True"
     engine = found["components"]["engine"]
@@ -177,9 +177,9 @@ def test_the_router_that_wakes_a_service_is_its_way_in() -> None:
         each["metadata"]["name"] for each in made.objects if each["metadata"]["labels"].get("component") == "front"
     ]
     assert fronts and made.components["engine"].mode == "RawDeployment"
-    found = status(asked, made, sight(made, down=fronts, replicas=0), NOON)
+    found = build_status(asked, made, sight(made, down=fronts, replicas=0), NOON)
     assert told(found, "EngineReady")["status"] == "True" and told(found, "IngressReady")["status"] == "False"
-    up = status(asked, made, sight(made, replicas=0), NOON)
+    up = build_status(asked, made, sight(made, replicas=0), NOON)
     assert told(up, "Ready")["status"] == "True"
     assert up["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Standby"
 
@@ -196,10 +196,10 @@ def test_every_sample_gets_ready_and_stays_so(sample: Path) -> None:
             continue
         made = plan(document, cluster)
         assert made.problems == []
-        asked = {**document, "status": status(document, made, sight(made), NOON)}
+        asked = {**document, "status": build_status(document, made, sight(made), NOON)}
         assert {each["status"] for each in asked["status"]["conditions"]} == {"True"}
-        assert asked["status"]["url"] and schema.check_status(asked) == []
-        assert status(asked, made, sight(made), NOON + timedelta(days=1)) == asked["status"]
+        assert asked["status"]["url"] and schema.validate_status(asked) == []
+        assert build_status(asked, made, sight(made), NOON + timedelta(days=1)) == asked["status"]
 
 
 def test_the_accelerator_that_was_chosen_is_told() -> None:
@@ -222,8 +222,8 @@ def test_of_several_ray_clusters_one_is_enough() -> None:
     made = plan(asked, cluster_facts([*documents, *shipped_runtimes()]))
     names = [each["metadata"]["name"] for each in made.objects if each["kind"] == "RayCluster"]
     assert len(names) == 2
-    one = told(status(asked, made, sight(made, down=names[:1]), NOON), "EngineReady")
-    none = told(status(asked, made, sight(made, down=names), NOON), "EngineReady")
+    one = told(build_status(asked, made, sight(made, down=names[:1]), NOON), "EngineReady")
+    none = told(build_status(asked, made, sight(made, down=names), NOON), "EngineReady")
     assert one["status"] == "True" and (none["status"], none["reason"]) == ("False", "RayClusterFailed")
 
 
@@ -288,13 +288,13 @@ def test_whatever_is_seen_the_status_is_valid_and_settles(first: Any, second: An
     made = plan(asked, CLUSTER)
     objects = tuple({**each, "status": first} for each in map(live, made.objects))
     pods = ({**pod("a"), "status": second}, {**pod("b", ready=True), "spec": first})
-    asked["status"] = status(asked, made, Observed(objects, pods), NOON)
+    asked["status"] = build_status(asked, made, Observed(objects, pods), NOON)
     for later in range(1, 3):
-        again = status(asked, made, Observed(objects, pods), NOON + timedelta(hours=later))
+        again = build_status(asked, made, Observed(objects, pods), NOON + timedelta(hours=later))
         # What somebody else wrote into it may take one round to go.
         assert later == 1 or again == asked["status"]
         asked["status"] = again
-    assert isinstance(before, dict) or schema.check_status(asked) == []
+    assert isinstance(before, dict) or schema.validate_status(asked) == []
 
 
 CLUSTER = facts()

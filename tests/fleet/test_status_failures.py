@@ -10,10 +10,10 @@ import pytest
 from fleet_sight import LLAMA, NOON, facts, look, pod, revision, service, sight, told
 
 from headrace.fleet import schema
+from headrace.fleet.documents import ClusterFacts, Problem
 from headrace.fleet.planning import plan
-from headrace.fleet.status.failures import status_of_problems
-from headrace.fleet.status.observed import Observed
-from headrace.fleet.words import ClusterFacts, Problem
+from headrace.fleet.status.conditions import Observed
+from headrace.fleet.status.service_status import problem_status
 
 ENGINE: dict[str, Any] = {"engine": {}}
 STRANGE = {
@@ -54,7 +54,7 @@ def test_each_error_has_its_reason(spec: dict[str, Any], reason: str, failure: s
     assert model["lastFailureInfo"]["message"] == ready["message"]
     assert model["modelRevisionStates"] == {"activeModelState": "Pending", "targetModelState": "FailedToLoad"}
     assert found["observedGeneration"] == 4
-    assert schema.check_status({**asked, "status": found}) == []
+    assert schema.validate_status({**asked, "status": found}) == []
 
 
 def test_what_ran_before_stays_told() -> None:
@@ -76,11 +76,11 @@ def test_an_error_that_is_not_the_users_leaves_the_model_alone() -> None:
     asked = service(LLAMA)
     asked["status"] = before = look(asked)
     problem = Problem("", "the API server does not answer", "nothing: it is tried again")
-    found = status_of_problems(asked, [problem], NOON, reason="ReconcileError")
+    found = problem_status(asked, [problem], NOON, reason="ReconcileError")
     assert told(found, "Ready")["reason"] == "ReconcileError" and found["modelStatus"] == before["modelStatus"]
 
 
 def test_many_problems_are_counted() -> None:
     problems = [Problem(f"spec.{number}", "is wrong", "change it") for number in range(9)]
-    message = told(status_of_problems(service(LLAMA), problems, NOON), "Ready")["message"]
+    message = told(problem_status(service(LLAMA), problems, NOON), "Ready")["message"]
     assert "spec.4: is wrong" in message and "spec.5" not in message and message.endswith("and 4 more")

@@ -10,8 +10,8 @@ from fleet_sight import LLAMA, NOON, ROUTED, condition, crashing, facts, live, p
 
 from headrace.fleet import schema
 from headrace.fleet.planning import plan
-from headrace.fleet.status.document import status
-from headrace.fleet.status.observed import Observed
+from headrace.fleet.status.conditions import Observed
+from headrace.fleet.status.service_status import build_status
 
 DEEPSEEK: dict[str, Any] = {"model": {"name": "deepseek-r1"}}
 
@@ -23,8 +23,8 @@ def seen(
     made = plan(asked, facts())
     for each in pods:
         each["metadata"]["labels"] = {**revision(made), **each["metadata"]["labels"]}
-    found = status(asked, made, sight(made, down=down, pods=pods), NOON)
-    assert schema.check_status({**asked, "status": found}) == []
+    found = build_status(asked, made, sight(made, down=down, pods=pods), NOON)
+    assert schema.validate_status({**asked, "status": found}) == []
     return found
 
 
@@ -130,7 +130,7 @@ def test_what_a_quota_forbids_is_told_though_there_is_no_pod() -> None:
     objects = [live(each, up=False) for each in made.objects]
     [engine] = [each for each in objects if each["kind"] == "Deployment"]
     engine["status"]["conditions"].append(condition("ReplicaFailure", True, "FailedCreate", "exceeded quota: gpus"))
-    found = told(status(asked, made, Observed(tuple(objects)), NOON), "EngineReady")
+    found = told(build_status(asked, made, Observed(tuple(objects)), NOON), "EngineReady")
     assert (found["status"], found["reason"], found["message"]) == ("False", "FailedCreate", "exceeded quota: gpus")
 
 
@@ -150,7 +150,7 @@ def test_the_old_copy_answers_while_the_new_one_loads() -> None:
     observed = sight(made, pods=[old, new])
     engine = next(each for each in observed.objects if each["kind"] == "Deployment")
     engine["status"] |= {"updatedReplicas": 0}
-    model = status(asked, made, observed, NOON)["modelStatus"]
+    model = build_status(asked, made, observed, NOON)["modelStatus"]
     assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loading"}
     assert model["transitionStatus"] == "InProgress"
 
@@ -171,7 +171,7 @@ def test_the_half_of_a_pair_that_is_least_far_counts() -> None:
         pod("e", "engine", ready=True, labels=revision(made)),
         pod("d", "decoder", containerStatuses=[STARTING], labels=revision(made, "decoder")),
     ]
-    found = status(asked, made, sight(made, down=["llama-chat-decoder"], pods=pods), NOON)
+    found = build_status(asked, made, sight(made, down=["llama-chat-decoder"], pods=pods), NOON)
     assert found["modelStatus"]["modelRevisionStates"] == {"activeModelState": "Pending", "targetModelState": "Loading"}
     assert told(found, "DecoderReady")["reason"] == "ContainersNotReady"
     assert told(found, "Ready")["message"].startswith("DecoderReady: pod d:")
@@ -184,11 +184,11 @@ def test_of_a_group_of_nodes_the_leader_is_the_copy() -> None:
     name, index = "leaderworkerset.sigs.k8s.io/name", "leaderworkerset.sigs.k8s.io/worker-index"
     of = {name: "lws-llama-chat-engine", **revision(made)}
     pods = [pod("g", ready=True, labels={**of, index: "0"}), pod("g-1", ready=True, labels={**of, index: "1"})]
-    model = status(asked, made, sight(made, pods=pods), NOON)["modelStatus"]
+    model = build_status(asked, made, sight(made, pods=pods), NOON)["modelStatus"]
     assert model["modelCopies"] == {"failedCopies": 0, "totalCopies": 1}
     assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loaded"}
     pods = [pod("g", labels={**of, index: "0"}), crashing("g-1", labels={**of, index: "1"})]
-    found = status(asked, made, sight(made, down=["lws-llama-chat-engine"], pods=pods), NOON)
+    found = build_status(asked, made, sight(made, down=["lws-llama-chat-engine"], pods=pods), NOON)
     assert told(found, "EngineReady")["reason"] == "CrashLoopBackOff"
     assert found["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
 
@@ -201,7 +201,7 @@ def test_a_model_that_no_node_has_is_told() -> None:
     for state, transition in (("In_Transit", "InProgress"), ("Failed", "BlockedByFailedLoad")):
         model["status"] = {"state": state, "nodesFailed": ["n1"]}
         made = plan(asked, cluster)
-        found = status(asked, made, sight(made, down=["llama-chat-engine"]), NOON)["modelStatus"]
+        found = build_status(asked, made, sight(made, down=["llama-chat-engine"]), NOON)["modelStatus"]
         assert found["lastFailureInfo"]["reason"] == "BaseModelNotReady"
         assert state in found["lastFailureInfo"]["message"] and "n1" in found["lastFailureInfo"]["message"]
         assert found["transitionStatus"] == transition

@@ -9,10 +9,10 @@ import pytest
 from fleet_sight import LLAMA, NOON, by_key, crashing, facts, live, look, pod, revision, service, sight, told
 
 from headrace.fleet.planning import plan
-from headrace.fleet.planning.site import REVISION_LABEL
-from headrace.fleet.status.document import status
-from headrace.fleet.status.observed import Observed
-from headrace.fleet.status.revisions import Share, planned_revisions, rolled_out_revisions
+from headrace.fleet.planning.context import REVISION_LABEL
+from headrace.fleet.status.components import Share, planned_revisions, rolled_out_revisions
+from headrace.fleet.status.conditions import Observed
+from headrace.fleet.status.service_status import build_status
 
 A, B = "llama-chat-engine-00001", "llama-chat-engine-00002"
 
@@ -46,7 +46,7 @@ def engine_of(asked: dict[str, Any], changed: dict[str, Any], seen: tuple[dict[s
     made = plan(asked, facts(), by_key(seen))
     assert made.problems == []
     objects = tuple(live(each) for each in made.objects)
-    asked["status"] = status(asked, made, Observed(objects), NOON)
+    asked["status"] = build_status(asked, made, Observed(objects), NOON)
     return asked["status"]["components"]["engine"], objects
 
 
@@ -87,7 +87,7 @@ def test_a_canary_that_fails_is_told_and_hurts_nobody() -> None:
     old = pod("old", ready=True, age=99, labels={REVISION_LABEL: made.rollouts["engine"].stable})
     new = crashing("new", labels={**revision(made), "app": "llama-chat-engine-canary"})
     observed = sight(made, down=["llama-chat-engine-canary"], pods=[old, new])
-    found = status(asked, made, observed, NOON)
+    found = build_status(asked, made, observed, NOON)
     assert told(found, "Ready")["status"] == "True"
     latest = told(found, "LatestDeploymentReady")
     assert (latest["status"], latest["reason"]) == ("False", "CrashLoopBackOff") and "pod new:" in latest["message"]

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.fleet.explaining import shipped_runtimes
+from headrace.fleet.documents import cluster_facts
+from headrace.fleet.explain import shipped_runtimes
 from headrace.fleet.planning import plan
 from headrace.fleet.schema.fields import Field
 from headrace.fleet.schema.kinds.inference_service import INFERENCE_SERVICE
-from headrace.fleet.status.document import status
-from headrace.fleet.status.observed import Observed
-from headrace.fleet.words import cluster_facts
+from headrace.fleet.status.conditions import Observed
+from headrace.fleet.status.service_status import build_status
 
 SAMPLES = sorted((Path(__file__).parents[2] / "headrace" / "fleet" / "samples").glob("*.yaml"))
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -54,6 +54,6 @@ def test_every_field_of_a_status_is_in_its_table(path: Path) -> None:
     for service in (each for each in documents if each["kind"] == "InferenceService"):
         planned = plan({**service, "metadata": {**service["metadata"], "generation": 1}}, facts)
         for observed in (Observed(), seen(list(planned.objects))):
-            told = status(planned.service, planned, observed, NOW)
+            told = build_status(planned.service, planned, observed, NOW)
             assert INFERENCE_SERVICE.status is not None
             assert list(strange(told, INFERENCE_SERVICE.status, "status")) == []

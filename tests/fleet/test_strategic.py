@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.fleet.merging.origins import flat
-from headrace.fleet.merging.strategic import merged
-from headrace.fleet.merging.tables import COMPONENT, CONTAINER, POD
+from headrace.fleet.merging.strategic_merge import COMPONENT, CONTAINER, POD, flatten, merge
 
 Json = dict[str, Any]
 
@@ -51,7 +49,7 @@ def named(*names: str, **fields: Any) -> list[Json]:
     ],
 )  # fmt: skip
 def test_pods(base: Json, patch: Json, expected: Json) -> None:
-    assert merged(base, patch, POD) == expected
+    assert merge(base, patch, POD) == expected
 
 
 @pytest.mark.parametrize(
@@ -77,9 +75,9 @@ def test_pods(base: Json, patch: Json, expected: Json) -> None:
     ],
 )  # fmt: skip
 def test_containers(base: Json, patch: Json, expected: Json) -> None:
-    assert merged(base, patch, CONTAINER) == expected
-    assert merged({"runner": base}, {"runner": patch}, COMPONENT) == {"runner": expected}
-    assert merged(
+    assert merge(base, patch, CONTAINER) == expected
+    assert merge({"runner": base}, {"runner": patch}, COMPONENT) == {"runner": expected}
+    assert merge(
         {"leader": {"containers": [{"name": "a", **base}]}},
         {"leader": {"containers": [{"name": "a", **patch}]}},
         COMPONENT,
@@ -100,7 +98,7 @@ def test_containers(base: Json, patch: Json, expected: Json) -> None:
     ],
 )
 def test_the_order_of_keyed_lists_is_that_of_kubernetes(base: str, patch: str, order: str) -> None:
-    made = merged({"containers": named(*base)}, {"containers": named(*patch)}, POD)
+    made = merge({"containers": named(*base)}, {"containers": named(*patch)}, POD)
     assert [each["name"] for each in made["containers"]] == list(order)
 
 
@@ -144,20 +142,20 @@ pods = st.fixed_dictionaries(
 @given(pods, pods)
 def test_merging_twice_is_merging_once(base: Json, patch: Json) -> None:
     before = copy.deepcopy((base, patch))
-    once = merged(base, patch, COMPONENT)
-    assert merged(once, patch, COMPONENT) == once
+    once = merge(base, patch, COMPONENT)
+    assert merge(once, patch, COMPONENT) == once
     assert (base, patch) == before
 
 
 @given(pods)
 def test_an_empty_side_changes_nothing_but_nulls(pod: Json) -> None:
-    assert merged(pod, {}, COMPONENT) == pod
-    assert merged({}, pod, COMPONENT) == {key: value for key, value in pod.items() if value is not None}
+    assert merge(pod, {}, COMPONENT) == pod
+    assert merge({}, pod, COMPONENT) == {key: value for key, value in pod.items() if value is not None}
 
 
 @given(pods, pods)
 def test_what_the_patch_says_of_a_field_is_what_comes_out(base: Json, patch: Json) -> None:
-    made = flat(merged(base, patch, COMPONENT), COMPONENT)
-    for path, value in flat(merged({}, patch, COMPONENT), COMPONENT).items():
+    made = flatten(merge(base, patch, COMPONENT), COMPONENT)
+    for path, value in flatten(merge({}, patch, COMPONENT), COMPONENT).items():
         if not path.startswith(("containers", "runner.env", "volumes")):
             assert value in ({}, []) or value == made[path]

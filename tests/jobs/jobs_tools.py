@@ -12,10 +12,10 @@ from typing import Any
 
 from headrace.core.clock import Clock, ManualClock
 from headrace.core.errors import AlreadyExists
-from headrace.jobs.records import ExperimentWish, Job, JobWish
+from headrace.jobs.records import ExperimentSpec, Job, JobSpec
 from headrace.jobs.service import JobService
 from headrace.jobs.settings import JobSettings
-from headrace.platforms.contract import Check, Handle, LaunchSpec, Observed
+from headrace.platforms.contract import Check, Handle, LaunchSpec, PlatformStatus
 from support.ports import service_ports
 
 
@@ -62,13 +62,13 @@ class FakeDriver:
         self._die("started")
         return Handle(spec.job_id, self.name, {"pid": 7})
 
-    async def status(self, handle: Handle) -> Observed:
+    async def status(self, handle: Handle) -> PlatformStatus:
         await asyncio.sleep(0)
         if handle.job_id in self.running:
-            return Observed("running", f"fake-{handle.job_id[:8]}", "Running")
+            return PlatformStatus("running", f"fake-{handle.job_id[:8]}", "Running")
         if handle.job_id in self.ended:
-            return Observed("ended", word="Failed", exit_code=1, reason="it fell over")
-        return Observed("gone")
+            return PlatformStatus("ended", pod_phase="Failed", exit_code=1, reason="it fell over")
+        return PlatformStatus("gone")
 
     async def logs(self, handle: Handle, tail: int) -> str:
         return self.ended.get(handle.job_id) or ("alive" if handle.job_id in self.running else "")
@@ -83,7 +83,7 @@ class FakeDriver:
         self.ended.pop(handle.job_id, None)
         self._die("stopped")
 
-    async def found(self) -> dict[str, Observed]:
+    async def list_services(self) -> dict[str, PlatformStatus]:
         return {job_id: await self.status(Handle(job_id, self.name)) for job_id in [*self.running, *self.ended]}
 
     async def close(self) -> None:
@@ -96,7 +96,7 @@ RANGE = service_ports()
 
 def settings_of(folder: Path, **more: Any) -> JobSettings:
     """For real processes, of a program that starts in a moment."""
-    stand_in: dict[str, Any] = {"service_target": "stand_in_service:main", "service_words": ()}
+    stand_in: dict[str, Any] = {"service_target": "stand_in_service:main", "service_args": ()}
     stand_in["database_url"] = os.environ.get("HEADRACE_TEST_DATABASE", "")
     return JobSettings(folder / "data", port_range=RANGE, **{**stand_in, **more})
 
@@ -113,11 +113,13 @@ async def opened(
     *,
     url: str = "",
     clock: Clock | None = None,
-    ask: Any = silent,
+    fetch_status: Any = silent,
     **more: Any,
 ) -> AsyncIterator[JobService]:
     settings = JobSettings(folder / "data", url, **more)
-    service = await JobService.open(settings, driver or FakeDriver(), clock=clock or ManualClock(), ask=ask)
+    service = await JobService.open(
+        settings, driver or FakeDriver(), clock=clock or ManualClock(), fetch_status=fetch_status
+    )
     try:
         yield service
     finally:
@@ -146,10 +148,10 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 __all__ = [
-    "ExperimentWish",
+    "ExperimentSpec",
     "FakeDriver",
     "GatewayKilled",
-    "JobWish",
+    "JobSpec",
     "model_file",
     "opened",
     "run",

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from batch.bucket_stub import Bucket, bucket_stub
-from jobs_tools import ExperimentWish, JobWish, opened, run, started, trained
+from jobs_tools import ExperimentSpec, JobSpec, opened, run, started, trained
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound, PermissionDenied
-from headrace.jobs.backups import FOLDER, BackupPlace, backup_place
-from headrace.jobs.records import WorkspaceWish
+from headrace.jobs.backups import FOLDER, BackupLocation, backup_location
+from headrace.jobs.records import WorkspaceSpec
 
 
 def details(bucket: Bucket) -> dict[str, str]:
@@ -20,18 +20,18 @@ def details(bucket: Bucket) -> dict[str, str]:
     return {**keys, "cloud_bucket_name": "bucket"}
 
 
-def place(bucket: Bucket) -> BackupPlace:
-    return backup_place("aws", details(bucket))
+def place(bucket: Bucket) -> BackupLocation:
+    return backup_location("aws", details(bucket))
 
 
 def test_what_was_deleted_comes_back_and_what_is_there_stays(tmp_path: Path, database_url: str) -> None:
     async def main(bucket: Bucket) -> None:
         async with opened(tmp_path, url=database_url) as service:
-            workspace, _ = await service.create_workspace("org", "u", WorkspaceWish("w", "aws", details(bucket)))
-            kept = await service.create_experiment("org", "u", ExperimentWish("arch", "kept", workspace=workspace.id))
+            workspace, _ = await service.create_workspace("org", "u", WorkspaceSpec("w", "aws", details(bucket)))
+            kept = await service.create_experiment("org", "u", ExperimentSpec("arch", "kept", workspace=workspace.id))
             parent = await trained(service, tmp_path)
             served = await started(service, parent)  # is not finished, so not in it
-            told = await service.backups.backup("org", await service.backup_place("org", workspace.id), "first")
+            told = await service.backups.backup("org", await service.backup_location("org", workspace.id), "first")
             assert told == {"backup_file_name": "first", "workspaces": 1, "experiments": 2, "jobs": 1}
             written = bucket.objects[f"{FOLDER}/first"]
             assert b"whispered" not in written and parent.id.encode() not in written
@@ -57,9 +57,9 @@ def test_into_a_new_database_with_the_old_key_file_and_not_without(tmp_path: Pat
 
     async def back_up(bucket: Bucket) -> str:
         async with opened(old) as service:
-            workspace, _ = await service.create_workspace("org", "u", WorkspaceWish("w", "aws", details(bucket)))
-            experiment = await service.create_experiment("org", "u", ExperimentWish("arch", workspace=workspace.id))
-            await service.create_job("org", "u", experiment.id, JobWish("train"))
+            workspace, _ = await service.create_workspace("org", "u", WorkspaceSpec("w", "aws", details(bucket)))
+            experiment = await service.create_experiment("org", "u", ExperimentSpec("arch", workspace=workspace.id))
+            await service.create_job("org", "u", experiment.id, JobSpec("train"))
             return str((await service.backups.backup("org", place(bucket), ""))["backup_file_name"])
 
     async def restore(bucket: Bucket, name: str) -> None:
@@ -67,12 +67,12 @@ def test_into_a_new_database_with_the_old_key_file_and_not_without(tmp_path: Pat
         shutil.copy(old / "data" / "jobs.key", new / "data" / "jobs.key")
         async with opened(new) as service:
             # The same configuration under another id: experiments then belong to the one that is there.
-            there, _ = await service.create_workspace("org", "u", WorkspaceWish("w", "aws", details(bucket)))
-            told = await service.backups.restore("org", await service.backup_place("org", there.id), name)
+            there, _ = await service.create_workspace("org", "u", WorkspaceSpec("w", "aws", details(bucket)))
+            told = await service.backups.restore("org", await service.backup_location("org", there.id), name)
             assert (told["workspaces"], told["experiments"], told["jobs"]) == (0, 1, 1)
             (experiment,) = await service.list_experiments("org")
             assert experiment.workspace == there.id
-            with pytest.raises(FailedPrecondition, match="no backup of this organisation"):
+            with pytest.raises(FailedPrecondition, match="not a backup of this organisation"):
                 await service.backups.restore("org2", place(bucket), name)
         async with opened(other) as service:
             with pytest.raises(FailedPrecondition, match="key file"):
@@ -102,14 +102,14 @@ def test_what_stands_in_the_way(tmp_path: Path) -> None:
             with pytest.raises(NotFound):
                 await service.backups.restore("org", place(bucket), "missing")
             bucket.objects[f"{FOLDER}/made-up"] = b'1:{"format": 1}'
-            with pytest.raises(FailedPrecondition, match="no backup"):
+            with pytest.raises(FailedPrecondition, match="not a backup"):
                 await service.backups.restore("org", place(bucket), "made-up")
             bucket.closed = True
             with pytest.raises(PermissionDenied, match="may not be written"):
                 await service.backups.backup("org", place(bucket), "closed")
             for kind in ("self_hosted", "huggingface"):
                 with pytest.raises(InvalidArgument, match="has no bucket"):
-                    backup_place(kind, {})
+                    backup_location(kind, {})
 
     with bucket_stub() as bucket:
         run(main(bucket))

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_tools import FakeDriver, GatewayKilled, JobWish, opened, run, started, trained
+from jobs_tools import FakeDriver, GatewayKilled, JobSpec, opened, run, started, trained
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.jobs.batch.delivering import target_of
-from headrace.jobs.batch.job_file import JobFile, job_path, write_job
+from headrace.jobs.batch.output import parse_output
+from headrace.jobs.batch.progress import ProgressFile, progress_file_path, write_progress_file
 from headrace.jobs.batch.settings import BatchSettings, Shard
-from headrace.jobs.batch_ends import judge, read_progress
-from headrace.jobs.batch_specs import progress_path
+from headrace.jobs.batch_process import classify_exit, progress_path, read_progress
 from headrace.jobs.records import Job
 from headrace.jobs.service import JobService
-from headrace.platforms.contract import Handle, Observed
+from headrace.platforms.contract import Handle, PlatformStatus
 
 SUMMARY = {
     "state": "finished",
@@ -31,7 +30,7 @@ SUMMARY = {
     "seconds": 2.0,
 }
 FINISHED = "INFO loaded\n" + json.dumps(SUMMARY)
-KILLED = Observed("ended", word="Failed", exit_code=-9, reason="the process was ended by SIGKILL")
+KILLED = PlatformStatus("ended", pod_phase="Failed", exit_code=-9, reason="the process was ended by SIGKILL")
 
 
 class Platform(FakeDriver):
@@ -46,11 +45,11 @@ class Platform(FakeDriver):
         await self.may_stop.wait()
         await super().stop(handle, grace_seconds)
 
-    async def status(self, handle: Handle) -> Observed:
+    async def status(self, handle: Handle) -> PlatformStatus:
         found = await super().status(handle)
         if found.phase != "ended":
             return found
-        return Observed("ended", word="Succeeded") if "state" in self.ended[handle.job_id] else KILLED
+        return PlatformStatus("ended", pod_phase="Succeeded") if "state" in self.ended[handle.job_id] else KILLED
 
 
 async def settled(service: JobService) -> None:
@@ -60,7 +59,7 @@ async def settled(service: JobService) -> None:
 
 
 async def batch(service: JobService, parent: Job, output: str = "r.jsonl", **specs: Any) -> Job:
-    wish = JobWish("inference", parent.id, specs={"input": "items.jsonl", "output": output, **specs})
+    wish = JobSpec("inference", parent.id, specs={"input": "items.jsonl", "output": output, **specs})
     job = await service.create_batch("org", "user", parent.experiment_id, wish)
     await service.batches.close()
     return await service.get_job("org", job.id)
@@ -122,7 +121,7 @@ def test_a_killed_one_is_started_again_and_not_for_ever(tmp_path: Path) -> None:
             job = await batch(service, await trained(service, tmp_path))
             for deaths in (1, 2):
                 driver.crash(job.id)
-                job = await service.look_at_job("org", job.id)
+                job = await service.refresh_job("org", job.id)
                 assert (job.status, job.details["deaths"]) == ("Running", deaths) and job.id in driver.running
             driver.crash(job.id)
             await settled(service)
@@ -141,7 +140,9 @@ def test_cancel_at_every_point(tmp_path: Path) -> None:
             parent = await trained(service, tmp_path)
             running, waiting = await batch(service, parent), await batch(service, parent, "2.jsonl")
             assert (await service.cancel_job("org", "u", waiting.id)).status == "Canceled"
-            write_job(progress_path(running, service.settings), JobFile({}, 7, "cancelled", finished=3, failed=1))
+            write_progress_file(
+                progress_path(running, service.settings), ProgressFile({}, 7, "cancelled", finished=3, failed=1)
+            )
             assert (await service.cancel_job("org", "u", running.id)).status == "Canceling"
             await service.batches.close()
             running = await service.get_job("org", running.id)
@@ -166,7 +167,7 @@ def test_one_that_somebody_is_at_is_canceled_as_soon_as_he_leaves_it(tmp_path: P
         driver = Platform()
         async with opened(tmp_path, driver) as service:
             job = await batch(service, await trained(service, tmp_path))
-            async with service.services.acting.alone(job.id):
+            async with service.services.locks.hold(job.id):
                 assert (await service.cancel_job("org", "u", job.id)).status == "Canceling"
                 await asyncio.sleep(0.05)
                 assert job.id in driver.running
@@ -185,7 +186,7 @@ def test_a_gateway_killed_while_it_launches(tmp_path: Path, where: str) -> None:
         given(tmp_path)
         async with opened(tmp_path, driver) as service:
             parent = await trained(service, tmp_path)
-            wish = JobWish("inference", parent.id, specs={"input": "items.jsonl", "output": "r.jsonl"})
+            wish = JobSpec("inference", parent.id, specs={"input": "items.jsonl", "output": "r.jsonl"})
             service.batches.wake = lambda: None  # type: ignore[method-assign]
             job = await service.create_batch("org", "u", parent.experiment_id, wish)
             driver.killed_at = where
@@ -235,18 +236,18 @@ def test_paused_by_a_user_waits_for_a_user(tmp_path: Path) -> None:
             driver.may_stop.set()
             await service.batches.close()
             found = await service.get_job("org", first.id)
-            assert (found.status, found.reason) == ("Paused", "goes on when it is resumed")
+            assert (found.status, found.reason) == ("Paused", "continues when a user resumes it")
             assert list(driver.running) == [second.id]  # there was room for it
         async with opened(tmp_path, driver, max_batches=1) as service:
             driver.crash(second.id, FINISHED)
             await settled(service)
             assert (await service.get_job("org", first.id)).status == "Paused" and not driver.running
-            with pytest.raises(InvalidArgument, match="goes on with the specs"):
+            with pytest.raises(InvalidArgument, match="continues with its own specs"):
                 await service.resume_job("org", "u", first.id, specs={"input": "others.jsonl"})
             assert (await service.resume_job("org", "u", first.id, specs=first.specs)).status == "Resuming"
             await service.batches.close()
             assert (await service.get_job("org", first.id)).status == "Running" and first.id in driver.running
-            with pytest.raises(FailedPrecondition, match="is Running, and only what is Paused is resumed"):
+            with pytest.raises(FailedPrecondition, match="is Running: only a Paused job can be resumed"):
                 await service.resume_job("org", "u", first.id)
             told = [event.status for event in await service.job_events("org", first.id)]
             assert told == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
@@ -321,7 +322,7 @@ def test_a_failed_one_is_retried_as_a_new_job_with_the_same_output(tmp_path: Pat
             assert (await service.get_job("org", job.id)).status == "Canceled"
             driver.crash(new.id, FINISHED)
             await settled(service)
-            with pytest.raises(FailedPrecondition, match="it has done all there was"):
+            with pytest.raises(FailedPrecondition, match="it has finished"):
                 await service.retry_job("org", "u", new.id)
 
     run(main())
@@ -335,9 +336,9 @@ def test_a_launch_that_fails_is_an_error(tmp_path: Path) -> None:
         async with opened(tmp_path, driver) as service:
             job = await batch(service, await trained(service, tmp_path))
             assert (job.status, job.reason) == ("Error", "could not be launched: no room")
-            wish = JobWish("inference", specs={"input": "items.jsonl", "output": "r.jsonl"})
+            wish = JobSpec("inference", specs={"input": "items.jsonl", "output": "r.jsonl"})
             (tmp_path / "data/batches/org/files/own.parquet").write_bytes(b"somebody's own")
-            with pytest.raises(InvalidArgument, match=r"specs\.output exists and is not of a batch"):
+            with pytest.raises(InvalidArgument, match=r"specs\.output exists and was not written by a batch"):
                 await batch(service, await trained(service, tmp_path), "own.parquet")
             with pytest.raises(InvalidArgument, match="model_path is required"):
                 await service.create_batch("org", "u", job.experiment_id, wish)
@@ -361,14 +362,14 @@ def test_a_launch_that_fails_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_what_an_end_means(code: int | None, log: str, status: str, reason: str) -> None:
-    verdict = judge(Observed("ended", exit_code=code, reason="it has ended"), log)
+    verdict = classify_exit(PlatformStatus("ended", exit_code=code, reason="it has ended"), log)
     assert verdict.status == status and reason in verdict.reason
 
 
 @pytest.mark.parametrize("output", ["/o/r.jsonl", "/o/r.parquet", "/o/r-{shard}.jsonl", "s3://bucket/a/r.jsonl"])
 def test_progress_lies_where_the_batch_writes_it(tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.jobs.batch.delivering._store", lambda place, settings: None)
-    monkeypatch.setattr("headrace.jobs.batch.parquet.pyarrow_for", lambda what: None)
+    monkeypatch.setattr("headrace.jobs.batch.output._store", lambda place, settings: None)
+    monkeypatch.setattr("headrace.jobs.batch.sources.pyarrow_for", lambda what: None)
 
     async def main() -> None:
         given(tmp_path)
@@ -377,7 +378,7 @@ def test_progress_lies_where_the_batch_writes_it(tmp_path: Path, output: str, mo
             job = job._replace(details_json=json.dumps({**job.details, "output": output}))
             folder = service.settings.batch_cache("org")
             told = BatchSettings("m", "i", output, shard=Shard(2, 4), folder=folder)
-            assert progress_path(job, service.settings) == job_path(target_of(told).results)
+            assert progress_path(job, service.settings) == progress_file_path(parse_output(told).results)
 
     run(main())
 
@@ -385,9 +386,9 @@ def test_progress_lies_where_the_batch_writes_it(tmp_path: Path, output: str, mo
 def test_progress_is_read_from_what_the_batch_wrote(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.job.json"
     assert read_progress(path) is None
-    write_job(path, JobFile({}, 7, finished=3, failed=1))
+    write_progress_file(path, ProgressFile({}, 7, finished=3, failed=1))
     assert read_progress(path) == {"done": 3, "failed": 1, "total": 7}
-    write_job(path, JobFile({}, 7, "finished", finished=7))
+    write_progress_file(path, ProgressFile({}, 7, "finished", finished=7))
     assert read_progress(path) is None  # of an earlier job with the same output
     path.write_text("half")
     assert read_progress(path) is None

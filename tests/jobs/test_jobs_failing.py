@@ -9,16 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs_tools import ExperimentWish, FakeDriver, JobWish, opened, run, started, trained
+from jobs_tools import ExperimentSpec, FakeDriver, JobSpec, opened, run, started, trained
 from store_stub import StoreStub
 
 from headrace.core.errors import InvalidArgument, NotFound
-from headrace.jobs.idle import Ending
-from headrace.jobs.records import ExperimentChange, WorkspaceWish
+from headrace.jobs.records import ExperimentChange, WorkspaceSpec
 from headrace.jobs.service import JobService
+from headrace.jobs.service_status import FinalState
 from headrace.jobs.services import STOPPED
 
-FAILED = Ending("Error", "Model failed to load: no such operator", {"model_load_error": "no such operator"})
+FAILED = FinalState("Error", "Model failed to load: no such operator", {"model_load_error": "no such operator"})
 NOBODY = "99999999-9999-4999-8999-999999999999"
 
 
@@ -29,9 +29,9 @@ def test_a_failed_service_says_why_while_it_is_ended(tmp_path: Path, database_ur
             ids = job.org, job.experiment_id, job.id
             for status in ("Canceling", "Error"):
                 if status == "Canceling":
-                    await service.services.ask_to_end(job.id, FAILED, "the service")
+                    await service.services.request_stop(job.id, FAILED, "the service")
                 else:
-                    await service.services.finish_ending(job.id)
+                    await service.services.finish_stop(job.id)
                 assert (await service.get_job(job.org, job.id)).status == status
                 told = (await service.status(*ids)).body
                 assert (told["status"], told["model_load_error"]) == ("error", "no such operator")
@@ -50,7 +50,7 @@ def test_one_that_a_user_stops_is_not_there_while_it_is_ended(tmp_path: Path, da
     async def work() -> None:
         async with opened(tmp_path, url=database_url) as service:
             job = await started(service, await trained(service, tmp_path))
-            await service.services.ask_to_end(job.id, STOPPED, "user")
+            await service.services.request_stop(job.id, STOPPED, "user")
             with pytest.raises(NotFound):
                 await service.endpoint(job.org, job.experiment_id, job.id)
 
@@ -64,7 +64,7 @@ def test_a_start_may_name_its_own_workspace(tmp_path: Path, database_url: str) -
         driver = FakeDriver()
         async with opened(tmp_path, driver, url=database_url) as service:
             details = {"cloud_bucket_name": "b", **store.metadata("b")["aws"]["b"]}
-            wish = WorkspaceWish("w", "aws", details)
+            wish = WorkspaceSpec("w", "aws", details)
             workspace, _ = await service.create_workspace("org", "user", wish)
             path = {"model_path": "aws://b/models/m", "network_arch": "classification_pyt"}
             with pytest.raises(InvalidArgument):
@@ -85,9 +85,9 @@ def test_a_start_may_name_its_own_workspace(tmp_path: Path, database_url: str) -
 
     async def trained_in(service: JobService, workspace: str) -> str:
         experiment = await service.create_experiment(
-            "org", "user", ExperimentWish("classification_pyt", workspace=workspace)
+            "org", "user", ExperimentSpec("classification_pyt", workspace=workspace)
         )
-        wish = JobWish("train", checkpoint="aws://b/results")
+        wish = JobSpec("train", checkpoint="aws://b/results")
         return str((await service.create_job("org", "user", experiment.id, wish)).id)
 
     results = {f"results/model_epoch_{number:03}.pth": b"x" for number in (1, 2, 3)}
@@ -98,7 +98,7 @@ def test_a_start_may_name_its_own_workspace(tmp_path: Path, database_url: str) -
 def test_experiments_change_and_go_with_their_only_job(tmp_path: Path, database_url: str) -> None:
     async def work() -> None:
         async with opened(tmp_path, url=database_url) as service:
-            made = await service.create_experiment("org", "user", ExperimentWish("x", "old", details={"tags": ["a"]}))
+            made = await service.create_experiment("org", "user", ExperimentSpec("x", "old", details={"tags": ["a"]}))
             change = ExperimentChange("new", details={"checkpoint_choose_method": "latest_model", "tags": None})
             changed = await service.update_experiment("org", made.id, change)
             assert (changed.name, changed.details) == ("new", {"checkpoint_choose_method": "latest_model"})
@@ -125,7 +125,7 @@ def test_a_workspace_needs_a_bucket_that_is_there(tmp_path: Path) -> None:
         async with opened(tmp_path) as service:
             details = {"cloud_bucket_name": "none", **store.metadata("b")["aws"]["b"]}
             with pytest.raises(InvalidArgument, match="there is no bucket none"):
-                await service.create_workspace("org", "user", WorkspaceWish("w", "aws", details))
+                await service.create_workspace("org", "user", WorkspaceSpec("w", "aws", details))
 
     with StoreStub({"b": {}}) as store:
         run(work(store))

@@ -28,7 +28,7 @@ from PIL import Image
 from headrace.jobs.records import Job
 from headrace.jobs.service import JobService
 from headrace.jobs.settings import JobSettings
-from headrace.platforms.identity import stat_of
+from headrace.platforms.processes import read_stat
 from support.waiting import eventually_async
 
 HERE = str(Path(__file__).parent)
@@ -124,7 +124,7 @@ def test_a_real_microservice(folder: Path) -> None:
         assert found.url is not None
         code, told = await asyncio.to_thread(post, found.url, "/api/v1/inference", {"images": [picture()]})
         assert code == 200 and "red" in json.dumps(told["results"]), told
-        assert "the model is ready" in await service.job_logs("org", job.id)
+        assert "The model is ready" in await service.job_logs("org", job.id)
         assert (await service.stop("org", "u", experiment.id, job.id)).status == "Done"
         assert processes(folder) == [] and leftovers(folder) == []
 
@@ -132,7 +132,7 @@ def test_a_real_microservice(folder: Path) -> None:
         await until_loaded(service, other)
         (process,) = processes(folder)
         os.kill(process.pid, signal.SIGKILL)
-        await eventually_async(lambda: (stat := stat_of(process.pid)) is None or not stat.lives)
+        await eventually_async(lambda: (stat := read_stat(process.pid)) is None or not stat.is_alive)
         await service.reconcile()
         record = await service.get_job("org", other.id)
         assert record.status == "Error" and "SIGKILL" in record.reason and "The log ends" in record.reason

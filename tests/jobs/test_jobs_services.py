@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_tools import FakeDriver, JobWish, model_file, opened, run, started, trained
+from jobs_tools import FakeDriver, JobSpec, model_file, opened, run, started, trained
 
 from headrace.core.clock import ManualClock
 from headrace.core.errors import (
@@ -21,7 +21,7 @@ from headrace.core.errors import (
     ResourceExhausted,
     Unauthenticated,
 )
-from headrace.jobs.records import ExperimentWish
+from headrace.jobs.records import ExperimentSpec
 from support.waiting import eventually_async
 
 
@@ -33,7 +33,7 @@ def test_a_service_from_start_to_stop(tmp_path: Path, database_url: str) -> None
         return {"job_id": job_id, "status": "healthy", "model_loaded": True, "server_initializing": False, "extra": 1}
 
     async def main() -> None:
-        async with opened(tmp_path, driver, url=database_url, ask=ask) as service:
+        async with opened(tmp_path, driver, url=database_url, fetch_status=ask) as service:
             parent = await trained(service, tmp_path)
             job = await started(service, parent, torch_dtype="float16", num_gpus=2)
             assert (job.status, job.action, job.parent_id, job.num_gpu) == (
@@ -111,8 +111,8 @@ def test_another_organisation_sees_nothing(tmp_path: Path, database_url: str) ->
                 service.endpoint(stranger, None, job.id),
                 service.stop(stranger, "u", experiment, job.id),
                 service.start(stranger, "u", experiment, parent.id, {}),
-                service.create_job(stranger, "u", experiment, JobWish("train", checkpoint="hf_model://a/b")),
-                service.create_experiment(stranger, "u", ExperimentWish("x", workspace=str(uuid.uuid4()))),
+                service.create_job(stranger, "u", experiment, JobSpec("train", checkpoint="hf_model://a/b")),
+                service.create_experiment(stranger, "u", ExperimentSpec("x", workspace=str(uuid.uuid4()))),
             ):
                 with pytest.raises(NotFound):
                     await call
@@ -141,13 +141,13 @@ def test_what_cannot_be_started(tmp_path: Path) -> None:
             await refused(InvalidArgument, "not a valid UUID", parent_id="nope")
             await refused(InvalidArgument, "parent_id is required", parent_id=None)
             await refused(InvalidArgument, "not found", parent_id=str(uuid.uuid4()))
-            pending = await service.create_job("org", "u", experiment, JobWish("inference"))
+            pending = await service.create_job("org", "u", experiment, JobSpec("inference"))
             await refused(InvalidArgument, r"not in 'Done' state \(current status: Pending\)", parent_id=pending.id)
-            await refused(PermissionDenied, "registered by its operator", model_path="/etc/passwd")
-            await refused(PermissionDenied, "registered by its operator", model_path=f"file://{tmp_path}")
-            await refused(PermissionDenied, "registered by its operator", base_model_path=str(tmp_path))
-            await refused(PermissionDenied, "registered by its operator", parameters={"adapters": f"a={tmp_path}"})
-            await refused(PermissionDenied, "registered by its operator", parameters={"deep": ["../../x"]})
+            await refused(PermissionDenied, "ask the operator to register it", model_path="/etc/passwd")
+            await refused(PermissionDenied, "ask the operator to register it", model_path=f"file://{tmp_path}")
+            await refused(PermissionDenied, "ask the operator to register it", base_model_path=str(tmp_path))
+            await refused(PermissionDenied, "ask the operator to register it", parameters={"adapters": f"a={tmp_path}"})
+            await refused(PermissionDenied, "ask the operator to register it", parameters={"deep": ["../../x"]})
             await refused(PermissionDenied, "trust_remote_code", parameters={"trust_remote_code": "true"})
             await refused(InvalidArgument, "no credentials", model_path="s3://bucket/key")
             await refused(InvalidArgument, "scheme", model_path="ftp://x/y")
@@ -207,7 +207,7 @@ def test_secrets_are_in_no_record_and_on_no_command_line(tmp_path: Path) -> None
 
     async def main() -> None:
         async with opened(tmp_path, driver, callback_url="http://127.0.0.1:1") as service:
-            wish = ExperimentWish("cosmos-rl", docker_env_vars={"HF_TOKEN": secret, "WANDB_PROJECT": "p"})
+            wish = ExperimentSpec("cosmos-rl", docker_env_vars={"HF_TOKEN": secret, "WANDB_PROJECT": "p"})
             experiment = await service.create_experiment("org", "u", wish)
             job = await service.start(
                 "org", "u", experiment.id, None, {"hf_model": "a/b", "docker_env_vars": {"JOB_ID": 3}}
@@ -344,7 +344,7 @@ def test_two_gateways_on_one_database(tmp_path: Path, database_url: str) -> None
             assert (await two.status("org", None, job.id)).job.status == "Running"
             await asyncio.gather(*(each.reconcile() for each in (one, two) for _ in range(3)))
             assert [each.status for each in await one.job_events("org", job.id)] == ["Pending", "Running"]
-            async with one.services.acting.alone(job.id):
+            async with one.services.locks.hold(job.id):
                 driver.crash(job.id)
                 await two.reconcile()  # one is at it
                 assert (await two.get_job("org", job.id)).status == "Running"

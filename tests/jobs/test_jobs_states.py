@@ -21,7 +21,7 @@ from jobs_tools import FakeDriver, GatewayKilled, model_file, silent
 
 from headrace.core.clock import ManualClock
 from headrace.core.errors import HeadraceError, NotFound
-from headrace.jobs.records import MOVES, SERVICE, Job
+from headrace.jobs.records import SERVICE, TRANSITIONS, Job
 from headrace.jobs.service import JobService
 from headrace.jobs.settings import JobSettings
 from headrace.platforms.contract import LaunchSpec
@@ -46,15 +46,15 @@ class Gateways(RuleBasedStateMachine):
 
     def open(self) -> JobService:
         settings = JobSettings(self.folder / "data", lease_seconds=0.05)
-        service: JobService = self.do(JobService.open(settings, self.driver, clock=self.clock, ask=silent))
+        service: JobService = self.do(JobService.open(settings, self.driver, clock=self.clock, fetch_status=silent))
         leases = service.store.leases
-        give_back = leases.give_back
+        release = leases.release
 
         async def unless_dead(job_id: str, owner: str) -> None:
             if not self.driver.gateway_is_dead:
-                await give_back(job_id, owner)
+                await release(job_id, owner)
 
-        leases.give_back = unless_dead  # type: ignore[method-assign]
+        leases.release = unless_dead  # type: ignore[method-assign]
         return service
 
     def do(self, work: Any) -> Any:
@@ -137,7 +137,7 @@ class Gateways(RuleBasedStateMachine):
             events = self.do(self.gateways[0].job_events("org", job.id))
             assert events[-1].status == job.status and events[0].status == "Pending"
             for before, after in zip(events, events[1:], strict=False):
-                assert after.status == before.status or after.status in MOVES[before.status]
+                assert after.status == before.status or after.status in TRANSITIONS[before.status]
                 assert after.time >= before.time and after.reason
             # What is Done has ended: nobody may be told of a stop that did not happen.
             assert job.status != "Done" or job.id not in self.driver.running

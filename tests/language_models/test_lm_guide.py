@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from headrace.backends.llm.settings import _OF_OTHERS, LlmSettings
+from headrace.backends.llm.settings import _OTHER_PARAMETERS, LlmSettings
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "language-models.md"
 
@@ -14,4 +14,4 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "language-models.md"
 def test_every_parameter_is_in_the_guide() -> None:
     table = GUIDE.read_text().partition("<!-- llm-parameters:start -->")[2].partition("<!-- llm-parameters:end -->")[0]
     named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert sorted(named) == sorted({*LlmSettings.__dataclass_fields__, *_OF_OTHERS})
+    assert sorted(named) == sorted({*LlmSettings.__dataclass_fields__, *_OTHER_PARAMETERS})

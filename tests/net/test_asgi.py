@@ -33,7 +33,7 @@ from starlette.websockets import WebSocket
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from headrace.net.asgi.app import AsgiApp
+from headrace.net.asgi_host import MountedApp
 from headrace.net.http.heads import OK_PLAIN
 from headrace.net.http.routes import Routes
 from headrace.net.negotiation import NegotiatingProtocol
@@ -51,7 +51,7 @@ class Server:
     def __init__(self) -> None:
         self.seen: queue.Queue[Any] = queue.Queue()
         self.release = asyncio.Event()
-        self.asgi = AsgiApp(self._application(), "/app")
+        self.asgi = MountedApp(self._application(), "/app")
         self.site = Site(Routes())
         self.site.routes.mount("/app", self.asgi.handle)
         self.site.routes.add("GET", "/plain", lambda exchange: exchange.respond(OK_PLAIN, b"not the application"))

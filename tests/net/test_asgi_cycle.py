@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import NotFound
-from headrace.net.asgi.app import AsgiApp
-from headrace.net.asgi.lifespan import LifespanFailed
-from headrace.net.asgi.scope import address_of
-from headrace.net.asgi.session import WebSocketSession
+from headrace.net.asgi_host import LifespanFailed, MountedApp, WebSocketSession, address_of
 from headrace.net.http.exchange import Exchange
-from headrace.net.http.heads import Fields, RequestHead, ResponseHead
-from headrace.net.http.status import HTTP_STATUS
+from headrace.net.http.heads import HTTP_STATUS, Fields, RequestHead, ResponseHead
 
 Test = Callable[[], Coroutine[Any, Any, None]]
 GET = {"type": "http.request", "body": b"", "more_body": False}
@@ -105,9 +101,9 @@ def run(test: Test) -> None:
     asyncio.run(asyncio.wait_for(test(), 40))
 
 
-async def drive(app: Any, exchange: FakeExchange, root_path: str = "") -> AsgiApp:
+async def drive(app: Any, exchange: FakeExchange, root_path: str = "") -> MountedApp:
     """Hand a bodiless request to an application and wait until the application has returned."""
-    asgi = AsgiApp(app, root_path)
+    asgi = MountedApp(app, root_path)
     asgi.handle(exchange)
     exchange.body_end()
     await asgi.shutdown()
@@ -307,7 +303,7 @@ def test_the_body_comes_in_order_and_then_the_end() -> None:
             await answer(start(), body())(scope, receive, send)
             got.put_nowait(await receive())
 
-        asgi, exchange = AsgiApp(app), FakeExchange(b"POST")
+        asgi, exchange = MountedApp(app), FakeExchange(b"POST")
         asgi.handle(exchange)
         exchange.body(b"a", b"b")
         assert await got.get() == {"type": "http.request", "body": b"ab", "more_body": True}
@@ -329,7 +325,7 @@ def test_the_last_piece_says_that_it_is_the_last() -> None:
             got.append(await receive())
             await answer(start(), body())(scope, receive, send)
 
-        asgi, exchange = AsgiApp(app), FakeExchange(b"POST")
+        asgi, exchange = MountedApp(app), FakeExchange(b"POST")
         asgi.handle(exchange)
         exchange.body(b"all")
         exchange.body_end()
@@ -353,7 +349,7 @@ def test_a_client_that_sends_faster_than_the_application_reads_is_held_back() ->
                 more = message["more_body"]
             await answer(start(), body(b"%d" % size))(scope, receive, send)
 
-        asgi, exchange = AsgiApp(app), FakeExchange(b"POST")
+        asgi, exchange = MountedApp(app), FakeExchange(b"POST")
         asgi.handle(exchange)
         exchange.body(b"x" * 200_000)
         assert exchange.events == []
@@ -373,7 +369,7 @@ def test_a_client_that_sends_faster_than_the_application_reads_is_held_back() ->
 
 def test_a_body_nobody_reads_does_not_hold_the_connection_for_ever() -> None:
     async def test() -> None:
-        asgi, exchange = AsgiApp(answer(start(), body(b"x"))), FakeExchange(b"POST")
+        asgi, exchange = MountedApp(answer(start(), body(b"x"))), FakeExchange(b"POST")
         asgi.handle(exchange)
         exchange.body(b"x" * 300_000)
         assert exchange.events.pop() == "pause"
@@ -387,7 +383,7 @@ def test_a_body_nobody_reads_does_not_hold_the_connection_for_ever() -> None:
 
 def test_send_waits_for_a_client_that_does_not_read() -> None:
     async def test() -> None:
-        asgi = AsgiApp(answer(start(), body(b"a", True), body(b"b", True), body(b"c")))
+        asgi = MountedApp(answer(start(), body(b"a", True), body(b"b", True), body(b"c")))
         exchange = FakeExchange()
         exchange.room = False
         asgi.handle(exchange)
@@ -446,7 +442,7 @@ def test_a_stream_is_stopped_when_its_client_goes(caplog: pytest.LogCaptureFixtu
                 await send(body(b"x", True))
                 sent.append(n)
 
-        asgi, exchange = AsgiApp(app), FakeExchange()
+        asgi, exchange = MountedApp(app), FakeExchange()
         exchange.room = False
         asgi.handle(exchange)
         await exchange.until(2)
@@ -469,7 +465,7 @@ def test_receive_tells_that_the_client_has_gone_and_the_task_is_not_cancelled() 
             await answer(start(), body(b"x"))(scope, receive, send)
             got.append("background")
 
-        asgi, exchange = AsgiApp(app), FakeExchange()
+        asgi, exchange = MountedApp(app), FakeExchange()
         asgi.handle(exchange)
         exchange.body_end()
         for _ in range(10):
@@ -488,7 +484,7 @@ def test_abort_cancels_background_tasks_and_leaves_the_response_alone() -> None:
             await answer(start(), body(b"x"))(scope, receive, send)
             await asyncio.Event().wait()
 
-        asgi, exchange = AsgiApp(app), FakeExchange()
+        asgi, exchange = MountedApp(app), FakeExchange()
         asgi.handle(exchange)
         await exchange.until(1)
         asgi.abort()
@@ -505,7 +501,7 @@ def test_abort_cancels_and_cuts() -> None:
             await send(body(b"x", True))
             await asyncio.Event().wait()
 
-        asgi, exchange = AsgiApp(app), FakeExchange()
+        asgi, exchange = MountedApp(app), FakeExchange()
         asgi.handle(exchange)
         await exchange.until(2)
         asgi.abort()
@@ -534,7 +530,7 @@ def test_lifespan_runs_around_and_hands_its_state_to_requests() -> None:
             scope["state"]["model"] = "changed by one request"
             await answer(start(), body())(scope, receive, send)
 
-        asgi = AsgiApp(app)
+        asgi = MountedApp(app)
         await asgi.startup()
         for _ in range(2):
             exchange = FakeExchange()
@@ -553,7 +549,7 @@ def test_a_failed_startup_is_raised_with_its_reason() -> None:
             await receive()
             await send({"type": "lifespan.startup.failed", "message": "no database"})
 
-        asgi = AsgiApp(app)
+        asgi = MountedApp(app)
         with pytest.raises(LifespanFailed, match="no database"):
             await asgi.startup()
         await asgi.shutdown()
@@ -568,7 +564,7 @@ def test_an_application_without_lifespan_is_served_all_the_same() -> None:
                 raise ValueError("only http")
             await answer(start(), body(b"x"))(scope, receive, send)
 
-        asgi = AsgiApp(app)
+        asgi = MountedApp(app)
         await asgi.startup()
         exchange = FakeExchange()
         asgi.handle(exchange)
@@ -587,7 +583,7 @@ def test_a_failed_shutdown_is_logged(caplog: pytest.LogCaptureFixture) -> None:
             await receive()
             await send({"type": "lifespan.shutdown.failed", "message": "disk full"})
 
-        asgi = AsgiApp(app)
+        asgi = MountedApp(app)
         await asgi.startup()
         await asgi.shutdown()
 

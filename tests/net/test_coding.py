@@ -121,7 +121,7 @@ def test_gzip_members_are_joined_and_count_together() -> None:
 
 
 def test_members_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "_MEMBERS", 10)
+    monkeypatch.setattr(coding, "_MAX_MEMBERS", 10)
     member = gzip.compress(b"x")
     assert inflate(b"gzip", member * 9, 100) == b"x" * 9
     with pytest.raises(TooLarge, match="10 members"):
@@ -207,7 +207,7 @@ def test_what_is_remembered_is_bounded() -> None:
     for n in range(1000):
         choose_coding(b"gzip;x=%d" % n)
         choose_coding(b"gzip;x=%d" % n + b" " * 300)
-    info = coding._choose_remembered.cache_info()
+    info = coding._choose_cached.cache_info()
     assert info.maxsize is not None
     assert info.currsize <= info.maxsize <= 1000
 

@@ -14,10 +14,10 @@ from websockets.sync.client import connect
 
 from headrace.core.errors import InvalidArgument
 from headrace.core.limits import Limits
-from headrace.net.hosted.app import HostedRoutes
+from headrace.net.asgi_app import RoutesApp
 from headrace.net.http.heads import OK_PLAIN
 from headrace.net.http.routes import Routes
-from headrace.net.websocket.accept import accept
+from headrace.net.websocket.handshake import accept
 from support.waiting import eventually
 
 LIMITS = Limits(body_bytes=1_000_000, message_bytes=10_000)
@@ -123,7 +123,7 @@ def hosted(app):
 @pytest.fixture(scope="module")
 def running():
     seen = Seen()
-    with hosted(HostedRoutes(site(seen), LIMITS)) as port:
+    with hosted(RoutesApp(site(seen), LIMITS)) as port:
         yield port, seen
 
 

@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 from headrace.core.limits import Limits
-from headrace.net.http1.protocol import Http1Protocol
+from headrace.net.http1.connection import Http1Connection
 from headrace.net.http2.connection import Http2Connection
 from headrace.net.negotiation import NegotiatingProtocol, feed
 from headrace.net.site import Site
@@ -116,20 +116,20 @@ class TestFirstBytes:
     @pytest.mark.parametrize("size", range(1, 10))
     def test_a_request_cut_anywhere(self, site: Site, size: int) -> None:
         made = negotiate(site, *(GET[start : start + size] for start in range(0, len(GET), size)))
-        assert isinstance(made.protocol, Http1Protocol)
+        assert isinstance(made.protocol, Http1Connection)
         assert made.written.endswith(b"hello")
 
     @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "PROPFIND"])
     def test_a_method_that_begins_like_the_preface(self, site: Site, method: str) -> None:
         request = f"{method} /echo HTTP/1.1\r\nHost: test\r\nContent-Length: 3\r\n\r\nabc".encode()
         made = negotiate(site, *(bytes([byte]) for byte in request))
-        assert isinstance(made.protocol, Http1Protocol)
+        assert isinstance(made.protocol, Http1Connection)
         assert made.written.startswith(b"HTTP/1.1 200" if method in ("POST", "PUT") else b"HTTP/1.1 405")
 
     def test_what_is_nearly_a_preface_is_a_bad_request(self, site: Site) -> None:
         for cut in range(1, 16):
             made = negotiate(site, PREFACE[:cut], b"\x00\x01\x02")
-            assert isinstance(made.protocol, Http1Protocol), cut
+            assert isinstance(made.protocol, Http1Connection), cut
             assert made.written.startswith(b"HTTP/1.1 400"), cut
 
     def test_a_large_first_packet_is_handed_on_whole(self, site: Site) -> None:
@@ -144,7 +144,7 @@ class TestFirstBytes:
         assert isinstance(made.protocol, NegotiatingProtocol)
         made.protocol.data_received(GET)
         assert [id(each) for each in site.connections] == [id(made.protocol)]
-        assert isinstance(made.protocol, Http1Protocol)
+        assert isinstance(made.protocol, Http1Connection)
         made.protocol.connection_lost(None)
         assert site.connections == set()
 
@@ -161,7 +161,7 @@ class TestFirstBytes:
 
 class TestAlpn:
     @pytest.mark.parametrize(
-        ("alpn", "kind"), [("h2", Http2Connection), ("http/1.1", Http1Protocol), (None, Http1Protocol)]
+        ("alpn", "kind"), [("h2", Http2Connection), ("http/1.1", Http1Connection), (None, Http1Connection)]
     )
     def test_decides_before_the_first_byte(self, site: Site, alpn: str | None, kind: type) -> None:
         made = negotiate(site, transport=Transport(alpn, tls=True))

@@ -25,7 +25,7 @@ from headrace.core.errors import FailedPrecondition
 from headrace.net.http.heads import OK_PLAIN
 from headrace.net.http.routes import Routes
 from headrace.net.negotiation import NegotiatingProtocol
-from headrace.net.server import REST_SECONDS, SWEEP_SECONDS, WireServer, drain_servers, run_until_signal
+from headrace.net.server import IDLE_SWEEP_SECONDS, SWEEP_SECONDS, HttpServer, drain_servers, run_until_signal
 from headrace.net.site import Site
 from headrace.net.sockets import Address, Listener, reserve_port
 from support.programs import Program
@@ -98,7 +98,7 @@ class Line(asyncio.Protocol):
         self.transport.abort()
 
 
-OPEN: list[WireServer | socket.socket] = []
+OPEN: list[HttpServer | socket.socket] = []
 """Closed after each test, whatever became of it: with warnings as errors, uvloop hangs on handles left open."""
 
 
@@ -119,7 +119,7 @@ def run(main: Coroutine[Any, Any, None], *, virtual: bool = False) -> None:
             await asyncio.wait_for(main, 200)
         finally:
             for left in OPEN:
-                if isinstance(left, WireServer):
+                if isinstance(left, HttpServer):
                     left.abort()
             await asyncio.sleep(0.01)
 
@@ -129,8 +129,8 @@ def run(main: Coroutine[Any, Any, None], *, virtual: bool = False) -> None:
         uvloop.run(bounded())
 
 
-async def started(site: Site, address: Address = LOOPBACK, **options: Any) -> WireServer:
-    server = WireServer(site, address, lambda: Line(site), **options)
+async def started(site: Site, address: Address = LOOPBACK, **options: Any) -> HttpServer:
+    server = HttpServer(site, address, lambda: Line(site), **options)
     OPEN.append(server)
     await server.start()
     return server
@@ -253,7 +253,7 @@ def test_a_server_without_connections_rests_and_has_the_right_time_when_one_come
         server = await started(site)
         server._tick()
         assert server._timer is not None
-        assert server._timer.when() > asyncio.get_running_loop().time() + REST_SECONDS / 2
+        assert server._timer.when() > asyncio.get_running_loop().time() + IDLE_SWEEP_SECONDS / 2
         site.tick(0.0)  # as if it had rested for long
         before = asyncio.get_running_loop().time()
         connected(server.address)
@@ -284,7 +284,7 @@ def test_connections_in_the_backlog_are_answered(
 ) -> None:
     # As where the kernel takes no filter: the drain does not wait, so the loop cannot accept them in the ordinary way.
     if kind == "tcp":
-        monkeypatch.setattr(Listener, "turn_away", lambda self: False)
+        monkeypatch.setattr(Listener, "refuse_new", lambda self: False)
 
     async def main() -> None:
         site = Site()
@@ -320,7 +320,7 @@ def test_http_requests_in_the_backlog_are_answered(tmp_path: Path) -> None:
         routes = Routes()
         routes.add("GET", "/hello", lambda exchange: exchange.respond(OK_PLAIN, b"hello"))
         site = Site(routes)
-        server = WireServer(site, Address(path=str(tmp_path / "s")), lambda: NegotiatingProtocol(site))
+        server = HttpServer(site, Address(path=str(tmp_path / "s")), lambda: NegotiatingProtocol(site))
         OPEN.append(server)
         await server.start()
         clients = [connected(server.address) for _ in range(20)]
@@ -340,7 +340,7 @@ def test_http_requests_in_the_backlog_are_answered(tmp_path: Path) -> None:
 def test_a_draining_port_lets_no_connection_begin() -> None:
     async def main() -> None:
         probe = Listener(LOOPBACK)
-        filters = probe.turn_away()
+        filters = probe.refuse_new()
         probe.close()
         if not filters:
             pytest.skip("this kernel takes no socket filters")
@@ -573,7 +573,7 @@ SERVER_SCRIPT = """
     sys.path[:0] = [{root!r}, {tests!r}, {here!r}]
     import uvloop
     from test_server import Line
-    from headrace.net.server import WireServer, run_until_signal
+    from headrace.net.server import HttpServer, run_until_signal
     from headrace.net.site import Site
     from headrace.net.sockets import Address
 
@@ -588,7 +588,7 @@ SERVER_SCRIPT = """
         servers = []
         for text in ("127.0.0.1:0", "unix:{path}"):
             site = Site()
-            servers.append(WireServer(site, Address.parse(text), lambda site=site: Held(site)))
+            servers.append(HttpServer(site, Address.parse(text), lambda site=site: Held(site)))
             await servers[-1].start()
         return await run_until_signal(servers, {grace})
 

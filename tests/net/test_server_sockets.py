@@ -187,11 +187,11 @@ def test_turning_away_keeps_the_backlog_and_begins_nothing_new(host: str) -> Non
     listener = Listener(Address(host, 0))
     early = socket.create_connection((host, listener.address.port), timeout=30)
     early.sendall(b"hello")
-    if not listener.turn_away():
+    if not listener.refuse_new():
         pytest.skip("this kernel takes no socket filters")
     with pytest.raises(TimeoutError):
         socket.create_connection((host, listener.address.port), timeout=0.2)
-    (taken,) = listener.take_backlog()
+    (taken,) = listener.accept_backlog()
     listener.close()
     taken.setblocking(True)
     assert taken.recv(10) == b"hello"
@@ -208,9 +208,9 @@ os.dup2(int(given), 3)
 os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()))
 from headrace.net.sockets import Address, Listener
 listener = Listener(Address.parse(address))
-print(listener.address, listener.fileno() == 3, listener.turn_away(), flush=True)
+print(listener.address, listener.fileno() == 3, listener.refuse_new(), flush=True)
 sys.stdin.readline()
-for connection in listener.take_backlog():
+for connection in listener.accept_backlog():
     connection.sendall(b"from the heir")
     connection.close()
 """
@@ -229,7 +229,7 @@ def test_a_socket_that_a_process_was_started_with_is_accepted_from_and_outlives_
         heir.stdin.close()
         assert client.recv(100) == b"from the heir"
     with socket.create_connection((host, held.address.port), 30):
-        (waited,) = held.take_backlog()
+        (waited,) = held.accept_backlog()
         waited.close()
     held.close()
 

@@ -8,7 +8,7 @@ from http import HTTPStatus
 import pytest
 
 from headrace.core.errors import Code
-from headrace.net.http.status import HTTP_STATUS, REASON
+from headrace.net.http.heads import HTTP_STATUS, REASON
 
 TABLE = {
     "invalid_argument": 400,

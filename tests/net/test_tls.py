@@ -23,17 +23,17 @@ from cryptography.hazmat.primitives.serialization import (
 
 from headrace.core.errors import InvalidArgument
 from headrace.core.limits import Limits
-from headrace.net.server import WireServer
+from headrace.net.server import HttpServer
 from headrace.net.site import Site
 from headrace.net.sockets import Address, Listener
-from headrace.net.tls import TlsContexts, TlsFiles, make_context
+from headrace.net.tls import ReloadingTlsContext, TlsFiles, make_context
 from support.waiting import eventually_async
 
 VERSIONS = [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3]
 CA = trustme.CA()
 """Signs every server certificate here; clients trust it."""
 CLIENT_CA, OTHER_CLIENT_CA = trustme.CA(), trustme.CA()
-OPEN: list[WireServer | socket.socket] = []
+OPEN: list[HttpServer | socket.socket] = []
 
 
 class Echo(asyncio.Protocol):
@@ -115,7 +115,7 @@ class Client:
     """A blocking TLS client; use its methods through `there`, in a thread."""
 
     def __init__(
-        self, server: WireServer, context: ssl.SSLContext, name: str | None = "localhost", session: Any = None
+        self, server: HttpServer, context: ssl.SSLContext, name: str | None = "localhost", session: Any = None
     ) -> None:
         plain = socket.create_connection(("127.0.0.1", server.port), timeout=30)
         OPEN.append(plain)
@@ -132,7 +132,7 @@ async def there(deed: Callable[..., Any], *args: Any) -> Any:
     return await asyncio.to_thread(deed, *args)
 
 
-def visit(server: WireServer, context: ssl.SSLContext, name: str | None = "localhost") -> bytes | None:
+def visit(server: HttpServer, context: ssl.SSLContext, name: str | None = "localhost") -> bytes | None:
     """One whole visit; returns the certificate that the server showed."""
     client = Client(server, context, name)
     assert client.echo(b"x") == b"x"
@@ -140,7 +140,7 @@ def visit(server: WireServer, context: ssl.SSLContext, name: str | None = "local
     return client.peer
 
 
-def refused(server: WireServer, context: ssl.SSLContext, name: str | None = "localhost", session: Any = None) -> bool:
+def refused(server: HttpServer, context: ssl.SSLContext, name: str | None = "localhost", session: Any = None) -> bool:
     """Whether a client gets no byte back: in TLS 1.3 it believes in its handshake before the server has judged it."""
     try:
         return Client(server, context, name, session).echo(b"x") == b""
@@ -171,26 +171,26 @@ def run(main: Coroutine[Any, Any, None]) -> None:
             await asyncio.wait_for(main, 200)
         finally:
             for left in OPEN:
-                if isinstance(left, WireServer):
+                if isinstance(left, HttpServer):
                     left.abort()
             await asyncio.sleep(0.01)
 
     uvloop.run(bounded())
 
 
-async def started(files: TlsFiles, *, limits: Limits | None = None) -> WireServer:
+async def started(files: TlsFiles, *, limits: Limits | None = None) -> HttpServer:
     site = Site(limits=limits)
-    server = WireServer(site, Address("127.0.0.1", 0), lambda: Echo(site), tls=files)
+    server = HttpServer(site, Address("127.0.0.1", 0), lambda: Echo(site), tls=files)
     OPEN.append(server)
     await server.start()
     return server
 
 
-async def until_reloaded(server: WireServer, change: Callable[[], object]) -> None:
+async def until_reloaded(server: HttpServer, change: Callable[[], object]) -> None:
     """Make a change and wait until the server accepts with a new context."""
-    before = server._accepting
+    before = server._asyncio_server
     change()
-    await eventually_async(lambda: server._accepting is not before)
+    await eventually_async(lambda: server._asyncio_server is not before)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -360,7 +360,7 @@ def test_broken_files_are_reported_once_and_the_old_ones_stay(tmp_path: Path, ca
 
 def test_a_certificate_waits_for_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = Files(tmp_path)
-    contexts = TlsContexts(files.tls)
+    contexts = ReloadingTlsContext(files.tls)
     first = contexts.context
     key = (tmp_path / "key.pem").read_bytes()
     files.renew()
@@ -397,7 +397,7 @@ def test_bad_files_at_the_start_are_named(tmp_path: Path) -> None:
 def test_tls_connections_in_the_backlog_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Listener, "turn_away", lambda self: False)  # see test_server.py
+    monkeypatch.setattr(Listener, "refuse_new", lambda self: False)  # see test_server.py
     caplog.set_level("INFO")
 
     async def main() -> None:

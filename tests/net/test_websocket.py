@@ -29,12 +29,12 @@ from headrace.core.limits import Limits
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_PLAIN, RequestHead
 from headrace.net.http.routes import Routes
-from headrace.net.http1.protocol import Http1Protocol
+from headrace.net.http1.connection import Http1Connection
 from headrace.net.site import Site
-from headrace.net.websocket import accept as accept_module
-from headrace.net.websocket.accept import accept, any_origin, same_origin
-from headrace.net.websocket.closing import CLOSE_CODE, fit_reason, may_be_sent
+from headrace.net.websocket import handshake as accept_module
 from headrace.net.websocket.connection import WebSocketConnection
+from headrace.net.websocket.contract import CLOSE_CODE, fit_reason, may_be_sent
+from headrace.net.websocket.handshake import accept, any_origin, same_origin
 
 WAIT = 60  # seconds until a test that hangs fails; no test's result depends on it
 MESSAGE_BYTES = 8 * 1024 * 1024
@@ -62,7 +62,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self.site.tick(self._loop.time())
-        server = await self._loop.create_server(lambda: Http1Protocol(self.site), "127.0.0.1", 0, ssl=self._tls)
+        server = await self._loop.create_server(lambda: Http1Connection(self.site), "127.0.0.1", 0, ssl=self._tls)
         self._ready.set_result(server.sockets[0].getsockname()[1])
         await self._stop.wait()
         server.close()
@@ -249,7 +249,7 @@ def test_an_exception_closes_with_1011_and_is_logged_once(server: Server, caplog
     assert "find-me" in closed.value.rcvd.reason
     assert server.seen.get(timeout=WAIT) == "one"
     assert server.seen.empty()
-    assert [record.message for record in caplog.records if record.exc_info] == ["a WebSocket handler failed"]
+    assert [record.message for record in caplog.records if record.exc_info] == ["WebSocket handler failed"]
 
 
 def test_our_own_error_closes_with_its_code_and_is_not_logged(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -304,7 +304,7 @@ def test_the_connection_is_on_the_site_and_leaves_it(server: Server) -> None:
         kinds = server.call(lambda: [type(connection) for connection in server.site.connections])
         assert kinds == [WebSocketConnection]
         assert server.log == [(b"/ws", 101)]
-    assert server.seen.get(timeout=WAIT) is Http1Protocol  # when it handed the connection over
+    assert server.seen.get(timeout=WAIT) is Http1Connection  # when it handed the connection over
     assert server.seen.get(timeout=WAIT) == (1000, "")
     assert server.seen.get(timeout=WAIT) is WebSocketConnection
     assert not server.site.connections

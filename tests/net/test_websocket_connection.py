@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from headrace.core.limits import Limits
 from headrace.net.http.heads import RequestHead
 from headrace.net.site import Site
-from headrace.net.websocket.closing import may_be_sent
 from headrace.net.websocket.connection import WebSocketConnection
+from headrace.net.websocket.contract import may_be_sent
 from headrace.net.websocket.handshake import negotiate
 
 PING, PONG_HEAD = b"\x89\x00", 0x8A
@@ -342,7 +342,7 @@ def test_empty_fragments_take_no_memory() -> None:
     room.connection.data_received(frame(0x01, b"a"))
     for _ in range(100):
         room.connection.data_received(frame(0x00) * 1000)
-    assert bytes(room.connection._inbox._partial or b"") == b"a"
+    assert bytes(room.connection._reader._partial or b"") == b"a"
     room.connection.data_received(frame(0x80, b"b"))
     assert room.messages == ["ab"]
 
@@ -384,7 +384,7 @@ def test_bytes_after_the_end_are_not_kept() -> None:
     room.connection.data_received(close_frame(1000))
     for _ in range(10):
         room.connection.data_received(frame(0x81, b"x" * 1000))
-    assert room.connection._inbox._received == b""
+    assert room.connection._reader._received == b""
     assert room.connection._frames.reader.buffer == b""
     assert room.messages == []
 

@@ -31,7 +31,7 @@ import pytest
 from contract_means import HERE, NOTHING, PROGRAM, Watch, command, hostile
 
 from headrace.core.errors import AlreadyExists, HeadraceError, InvalidArgument
-from headrace.platforms.contract import Driver, Handle, LaunchSpec, Mount, Observed
+from headrace.platforms.contract import Driver, Handle, LaunchSpec, Mount, PlatformStatus
 from support.ports import free_port
 from support.waiting import eventually_async
 
@@ -95,9 +95,9 @@ class DriverContract:
             told = await self.answer(driver, handle)
             assert told["words"] == ["one", "two words"] and told["environ"]["MODE"] == "x y"
             observed = await driver.status(handle)
-            assert (observed.phase, observed.word) == ("running", "Running") and observed.name
+            assert (observed.phase, observed.pod_phase) == ("running", "Running") and observed.name
             assert await driver.status(Handle(job_id, driver.name)) == observed
-            assert (await driver.found())[job_id].phase == "running"
+            assert (await driver.list_services())[job_id].phase == "running"
             await self.logged(driver, handle, "serving", 50)
             assert len((await driver.logs(handle, 1)).splitlines()) <= 1
             with pytest.raises(AlreadyExists):
@@ -118,7 +118,7 @@ class DriverContract:
             assert [each["words"] for each in told] == [[job_id] for job_id in ids]
             urls = await asyncio.gather(*(driver.endpoint(handle) for handle in handles))
             assert len(set(urls)) == 3
-            found = await driver.found()
+            found = await driver.list_services()
             assert {found[job_id].phase for job_id in ids} == {"running"}
             await driver.stop(handles[1], self.grace)
             await self.is_gone(driver, handles[1])
@@ -151,13 +151,13 @@ class DriverContract:
                 driver.start(self.spec(str(uuid.uuid4()), "finish")),
             )
             observed = await self.phase(driver, failed, "ended")
-            assert (observed.word, observed.exit_code) == ("Failed", 3) and observed.reason, observed
+            assert (observed.pod_phase, observed.exit_code) == ("Failed", 3) and observed.reason, observed
             await self.logged(driver, failed, "the reason why", 100)
             assert await driver.endpoint(failed) is None
             observed = await self.phase(driver, finished, "ended")
-            assert (observed.word, observed.exit_code) == ("Succeeded", 0), observed
-            found = await driver.found()
-            assert (found[failed.job_id].word, found[finished.job_id].word) == ("Failed", "Succeeded")
+            assert (observed.pod_phase, observed.exit_code) == ("Succeeded", 0), observed
+            found = await driver.list_services()
+            assert (found[failed.job_id].pod_phase, found[finished.job_id].pod_phase) == ("Failed", "Succeeded")
             for handle in (failed, finished):
                 await driver.stop(handle, self.grace)
                 await self.is_gone(driver, handle)
@@ -171,7 +171,7 @@ class DriverContract:
             await self.answer(driver, kept)
             await self.kill_behind_its_back(killed)
             observed = await self.phase(driver, killed, "ended", "gone")
-            assert observed.phase == "gone" or (observed.word == "Failed" and observed.reason), observed
+            assert observed.phase == "gone" or (observed.pod_phase == "Failed" and observed.reason), observed
             assert await driver.endpoint(killed) is None
             assert (await driver.status(kept)).phase == "running"
             await self.answer(driver, kept)
@@ -202,7 +202,7 @@ class DriverContract:
                     await task
 
                 async def known(job_id: str = job_id) -> bool:
-                    return job_id in await driver.found() or await self.everything_held() == before
+                    return job_id in await driver.list_services() or await self.everything_held() == before
 
                 await self.until(known, f"cancelled after {seconds} s: neither found nor gone")
                 handle = Handle(job_id, driver.name)
@@ -220,7 +220,7 @@ class DriverContract:
             await first.close()
             await first.close()
             assert driver.place == first.place
-            assert (await driver.found())[handle.job_id].phase == "running"
+            assert (await driver.list_services())[handle.job_id].phase == "running"
             assert (await driver.status(handle)).phase == "running"
             assert (await self.answer(driver, handle))["pid"] == pid
             await self.logged(driver, handle, "serving", 10)
@@ -398,7 +398,7 @@ class DriverContract:
             error.add_note(f"{await driver.status(handle)}; log: {await driver.logs(handle, 100)}")
             raise
 
-    async def phase(self, driver: Driver, handle: Handle, *wanted: str) -> Observed:
+    async def phase(self, driver: Driver, handle: Handle, *wanted: str) -> PlatformStatus:
         """How it is, as soon as its phase is one of those."""
 
         async def there() -> bool:
@@ -420,7 +420,7 @@ class DriverContract:
         assert (await driver.status(handle)).phase == "gone"
         assert await driver.endpoint(handle) is None
         assert await driver.logs(handle, 10) == ""
-        assert handle.job_id not in await driver.found()
+        assert handle.job_id not in await driver.list_services()
 
     async def until(self, look: Callable[[], Awaitable[bool]], told: str) -> None:
         """Look until it is so, for as long as the platform may take."""

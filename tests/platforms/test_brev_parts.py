@@ -29,11 +29,11 @@ from headrace.core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from headrace.platforms.brev import remote, states
+from headrace.platforms.brev import remote_docker
 from headrace.platforms.brev.driver import BrevDriver
 from headrace.platforms.brev.settings import BrevSettings
 from headrace.platforms.contract import Check, Container, Handle, LaunchSpec, Mount
-from headrace.platforms.identity import session_members
+from headrace.platforms.processes import session_members
 from support.waiting import eventually_async
 
 JOB = "0123abcd-4567-89ab-cdef-0123456789ab"
@@ -74,43 +74,49 @@ async def answer(driver: BrevDriver, handle: Handle) -> Any:
 def test_words_go_through_both_shells_as_they_are(tmp_path: Path) -> None:
     texts = hostile(tmp_path / "canary")
     show = "printf '%s\\0' \"$@\"; echo; echo; exit 7"
-    line = remote.line_of(show, texts, "mark")
+    line = remote_docker.exec_command(show, texts, "mark")
     # As brev does it: quoted once more, for a shell here that runs ssh, whose other end has a shell again.
     outer = "bash -c '" + line.replace("'", "'\\''") + "'"
     done = subprocess.run(["bash", "-c", outer], capture_output=True, check=True)
-    told = remote.outcome(done.stdout.decode() + "box\n", "mark")
+    told = remote_docker.parse_outcome(done.stdout.decode() + "box\n", "mark")
     assert told is not None and told[0] == 7
     assert told[1].strip("\n").split("\0")[:-1] == texts
     assert not (tmp_path / "canary").exists()
 
 
 def test_a_line_that_did_not_end_has_no_outcome() -> None:
-    assert remote.outcome("", "mark") is None
-    assert remote.outcome("mark 0\n", "mark") is None
-    assert remote.outcome("said\nmark x\n", "mark") is None
-    assert remote.outcome("\nmark 1\nmore\n\nmark 0\nbox\n", "mark") == (0, "\nmark 1\nmore\n")
+    assert remote_docker.parse_outcome("", "mark") is None
+    assert remote_docker.parse_outcome("mark 0\n", "mark") is None
+    assert remote_docker.parse_outcome("said\nmark x\n", "mark") is None
+    assert remote_docker.parse_outcome("\nmark 1\nmore\n\nmark 0\nbox\n", "mark") == (0, "\nmark 1\nmore\n")
 
 
 def test_what_is_too_long_or_has_a_zero_byte_is_refused() -> None:
     for word in ("x" * 130_000, "'" * 40_000, "a\0b"):
         with pytest.raises(InvalidArgument):
-            remote.line_of("true", [word], "mark")
+            remote_docker.exec_command("true", [word], "mark")
 
 
 def test_the_words_for_docker() -> None:
     box = Container("nvcr.io/x:1", "umask 0 && run", 8080, (Mount('/a,b"c', "/in"),))
     spec = LaunchSpec(JOB, container=box, host_port=8085, environment={"A": "1"}, gpus=2, labels={"org": "o"})
-    words = remote.create_words(spec, BrevSettings(), "n1")
+    words = remote_docker.create_args(spec, BrevSettings(), "n1")
     assert words[-4:] == ["nvcr.io/x:1", "/bin/bash", "-c", "umask 0 && run"]
     pairs = list(zip(words[:-4:2], words[1:-4:2], strict=True))
     assert ("-p", "127.0.0.1:8085:8080") in pairs and ("--gpus", "2") in pairs and ("-e", "A=1") in pairs
     assert {("--label", f"headrace-job={JOB}"), ("--label", "headrace-start=n1"), ("--label", "org=o")} <= set(pairs)
     mount = next(csv.reader([dict(pairs)["--mount"]]))
     assert mount == ["type=bind", 'source=/a,b"c', "target=/in", "readonly"]
-    public = remote.create_words(LaunchSpec(JOB, container=BOX), BrevSettings(reach="public"), "n", "/bin/sh")
+    public = remote_docker.create_args(LaunchSpec(JOB, container=BOX), BrevSettings(reach="public"), "n", "/bin/sh")
     assert "0.0.0.0::8080" in public and public[-5:] == ["--entrypoint", "/bin/sh", "tao:1", "-c", BOX.command]
-    assert remote.shell_of('noise\n{"headrace.shell": "/bin/sh"}\n') == "/bin/sh"
-    assert remote.shell_of("null") == remote.shell_of("") == remote.shell_of("{}") == remote.shell_of("?") == ""
+    assert remote_docker.parse_shell_label('noise\n{"headrace.shell": "/bin/sh"}\n') == "/bin/sh"
+    assert (
+        remote_docker.parse_shell_label("null")
+        == remote_docker.parse_shell_label("")
+        == remote_docker.parse_shell_label("{}")
+        == remote_docker.parse_shell_label("?")
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,20 +126,20 @@ def test_the_words_for_docker() -> None:
         LaunchSpec(JOB, container=Container("--privileged", "x")),
         LaunchSpec(JOB, container=Container("a b", "x")),
         LaunchSpec(JOB, container=Container("i", "x", mounts=(Mount("a", "/b"),))),
-        LaunchSpec(JOB, container=BOX, environment={remote.VARIABLES: "x"}),
+        LaunchSpec(JOB, container=BOX, environment={remote_docker.VARIABLES: "x"}),
     ],
 )
 def test_what_docker_would_misunderstand_is_refused(spec: LaunchSpec) -> None:
     with pytest.raises(InvalidArgument):
-        remote.create_words(spec, BrevSettings(), "n")
+        remote_docker.create_args(spec, BrevSettings(), "n")
 
 
 def test_secret_variables_are_read_by_a_shell_and_never_on_the_line(tmp_path: Path) -> None:
     texts = hostile(tmp_path / "canary")
     variables = {f"V{number}": text for number, text in enumerate(texts)}
     spec = LaunchSpec(JOB, container=BOX, secret_environment={"HF_TOKEN": "hf_x"})
-    assert "hf_x" not in str(remote.create_words(spec, BrevSettings(), "n"))
-    with tarfile.open(fileobj=io.BytesIO(remote.packed(variables))) as tar:
+    assert "hf_x" not in str(remote_docker.create_args(spec, BrevSettings(), "n"))
+    with tarfile.open(fileobj=io.BytesIO(remote_docker.secrets_tar(variables))) as tar:
         assert [(each.name, each.mode) for each in tar][0][1] == 0o777
         found = tar.extractfile("headrace-variables/variables")
         assert found is not None
@@ -152,15 +158,20 @@ def test_secret_variables_are_read_by_a_shell_and_never_on_the_line(tmp_path: Pa
 
 
 def test_what_brev_lists() -> None:
-    assert states.instances_of('{"workspaces": [{"name": "a", "status": "RUNNING"}, {"name": "b"}]}') == {
+    assert remote_docker.parse_instances('{"workspaces": [{"name": "a", "status": "RUNNING"}, {"name": "b"}]}') == {
         "a": "RUNNING",
         "b": "UNKNOWN",
     }
-    assert states.instances_of('{"workspaces": null}') == states.instances_of("[]") == states.instances_of("") == {}
+    assert (
+        remote_docker.parse_instances('{"workspaces": null}')
+        == remote_docker.parse_instances("[]")
+        == remote_docker.parse_instances("")
+        == {}
+    )
     with pytest.raises(Unavailable):
-        states.instances_of("You have 1 instances in Org x")
-    assert states.job_of_instance(states.own_instance(JOB)) == JOB
-    assert states.job_of_instance("headrace-box") is None and states.job_of_instance(JOB) is None
+        remote_docker.parse_instances("You have 1 instances in Org x")
+    assert remote_docker.job_of_instance(remote_docker.own_instance(JOB)) == JOB
+    assert remote_docker.job_of_instance("headrace-box") is None and remote_docker.job_of_instance(JOB) is None
 
 
 @pytest.mark.parametrize(
@@ -177,11 +188,13 @@ def test_what_brev_lists() -> None:
 )
 def test_what_docker_tells(state: dict[str, Any], phase: str, word: str, told: str) -> None:
     ports = {"8080/tcp": [{"HostIp": "127.0.0.1", "HostPort": "8081"}], "9/tcp": None}
-    look = states.look_of(f"noise\n/{JOB} {json.dumps(state)} {json.dumps(ports)}\nfile .headrace-{JOB}-0a.tar\n")
+    look = remote_docker.parse_listing(
+        f"noise\n/{JOB} {json.dumps(state)} {json.dumps(ports)}\nfile .headrace-{JOB}-0a.tar\n"
+    )
     seen = look.containers[JOB]
-    assert (seen.observed.phase, seen.observed.word, seen.port) == (phase, word, 8081)
+    assert (seen.observed.phase, seen.observed.pod_phase, seen.port) == (phase, word, 8081)
     assert told in seen.observed.reason and look.cut_short == frozenset()
-    assert states.look_of(f"file .headrace-{JOB}-0a.key").cut_short == {JOB}
+    assert remote_docker.parse_listing(f"file .headrace-{JOB}-0a.key").cut_short == {JOB}
 
 
 # Against the fake
@@ -220,11 +233,11 @@ def test_nobody_is_woken_and_no_login_is_told(fake: FakeBrev) -> None:
         for call in (driver.status(handle), driver.stop(handle, 1), driver.start(served())):
             with pytest.raises(Unavailable, match="brev start box"):
                 await call
-        assert await driver.found() == {} and await driver.endpoint(handle) is None
+        assert await driver.list_services() == {} and await driver.endpoint(handle) is None
         assert {words[0] for words in fake.calls()} == {"ls"}
         (fake.root / "logged-in").unlink()
         with pytest.raises(Unauthenticated, match="brev login"):
-            await driver.found()
+            await driver.list_services()
         await driver.close()
 
     asyncio.run(main())
@@ -237,7 +250,7 @@ def test_a_service_has_an_instance_of_its_own_which_goes_with_it(fake: FakeBrev)
         driver = driver_of(fake, instance_id="", gpu_name="A100", cloud_cred_id="c", workspace_group_id="g")
         spec = served()
         handle = await driver.start(spec)
-        own = states.own_instance(spec.job_id)
+        own = remote_docker.own_instance(spec.job_id)
         assert handle.data["instance_id"] == own
         assert [
             "create",
@@ -251,14 +264,14 @@ def test_a_service_has_an_instance_of_its_own_which_goes_with_it(fake: FakeBrev)
             "--detached",
         ] in (fake.calls())
         await answer(driver, handle)
-        assert (await driver.found())[spec.job_id].phase == "running"
+        assert (await driver.list_services())[spec.job_id].phase == "running"
         with pytest.raises(AlreadyExists):
             await driver.start(spec)
         await driver.stop(handle, 1)
-        assert await driver.found() == {} and fake.held() == set()
+        assert await driver.list_services() == {} and fake.held() == set()
         # One whose start was cut short after the instance was made.
-        fake.add_instance(states.own_instance(JOB))
-        assert (await driver.found())[JOB] == await driver.status(Handle(JOB, "brev"))
+        fake.add_instance(remote_docker.own_instance(JOB))
+        assert (await driver.list_services())[JOB] == await driver.status(Handle(JOB, "brev"))
         assert (await driver.status(Handle(JOB, "brev"))).phase == "starting"
         await driver.stop(Handle(JOB, "brev"), 1)
         assert fake.held() == set()

@@ -45,7 +45,7 @@ def test_fields_have_the_defaults_of_the_skill() -> None:
 
 def test_what_is_offered_is_what_our_own_services_take() -> None:
     for name, arch in load().items():
-        chat = {each: parameter for parameter in PROFILES[name].chat for each in (parameter.name, *parameter.also)}
+        chat = {each: parameter for parameter in PROFILES[name].chat for each in (parameter.name, *parameter.aliases)}
         for field in arch.fields:
             assert field.name in chat
             assert field.default == chat[field.name].default
@@ -79,16 +79,16 @@ def test_an_architecture_without_an_image_has_that_of_cosmos_rl(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("name: [\n", "line 2: not YAML"),
-        ("- a\n", "line 1: the document is no mapping"),
+        ("name: [\n", "line 2: not valid YAML"),
+        ("- a\n", "line 1: the document is not a mapping"),
         ("image: {}\n", "line 1: name is missing"),
         ("name: Bad Name\n", "line 1: name is not a name of lower-case"),
-        ("name: a\nimages: {}\n", "line 2: images is not known here: there are name, image"),
+        ("name: a\nimages: {}\n", "line 2: images is unknown here: use name, image"),
         ("name: a\nimage:\n  key: lower\n", "line 3: image.key is not a key of capitals"),
-        ("name: a\nimage: text\n", "line 2: image is no mapping"),
-        ("name: a\nmodel_path:\n  forms: [s3]\n", "line 3: model_path.forms is no list of hub, path, bare"),
+        ("name: a\nimage: text\n", "line 2: image is not a mapping"),
+        ("name: a\nmodel_path:\n  forms: [s3]\n", "line 3: model_path.forms is not a list of hub, path, bare"),
         ("name: a\ncommand:\n\n  shape: magic\n", "line 4: command.shape is none of job, flags"),
-        ("name: a\ncommand: {program: x}\n", "line 2: command.program is no list"),
+        ("name: a\ncommand: {program: x}\n", "line 2: command.program is not a list"),
         ("name: a\ncommand:\n  options:\n    o: {flag: rm}\n", "line 4: command.options.o.flag is not a flag"),
         ('name: a\ncommand: {output_dir: "x\\ny"}\n', "line 2: command.output_dir has a control character"),
         ("name: a\nrequest:\n  fields:\n    f: {type: bool}\n", "line 4: request.fields.f.type is none of int"),
@@ -96,9 +96,9 @@ def test_an_architecture_without_an_image_has_that_of_cosmos_rl(tmp_path: Path) 
             "name: a\nrequest:\n  fields:\n    f: {type: int, default: x}\n",
             "request.fields.f.default is not of the type",
         ),
-        ("name: a\nrequest:\n  fields:\n    f: {least: x}\n", "line 4: request.fields.f.least is no number"),
+        ("name: a\nrequest:\n  fields:\n    f: {least: x}\n", "line 4: request.fields.f.least is not a number"),
         ("name: a\nmedia: {required: maybe}\n", "line 2: media.required is neither"),
-        ("name: a\nmedia:\n  images:\n    .png: image/png\n", "line 4: media.images..png is no extension"),
+        ("name: a\nmedia:\n  images:\n    .png: image/png\n", "line 4: media.images..png is not an extension"),
         ("name: a\nmedia:\n  images:\n    png: text/html\n", "line 4: media.images.png is not a MIME type"),
     ],
 )
@@ -115,13 +115,13 @@ def test_two_files_of_the_same_name_and_no_folder(tmp_path: Path) -> None:
     _write(tmp_path, "b.yaml", "name: same\n")
     with pytest.raises(InvalidArgument, match=r"a\.yaml is named same as well"):
         load(tmp_path)
-    with pytest.raises(NotFound, match="is no folder"):
+    with pytest.raises(NotFound, match="is not a folder"):
         load(tmp_path / "none")
 
 
 def test_an_unknown_one_is_refused_with_those_there_are() -> None:
     assert find(load(), "Cosmos-RL").name == "cosmos-rl"
-    with pytest.raises(InvalidArgument, match="these are: cosmos-predict2.5, cosmos-rl, tao-dataservices"):
+    with pytest.raises(InvalidArgument, match="known: cosmos-predict2.5, cosmos-rl, tao-dataservices"):
         find(load(), "resnet\n$(x)")
 
 
@@ -153,10 +153,10 @@ def test_a_config_file_without_an_image_means_the_fallback_key(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('{"a":\n', "line 2: not JSON"),
-        ("[]", "the document is no object"),
-        ('{"api_params": 3}', "api_params is no object"),
-        ('{"api_params": {"image": 3}}', "api_params.image is no string"),
+        ('{"a":\n', "line 2: not valid JSON"),
+        ("[]", "the document is not an object"),
+        ('{"api_params": 3}', "api_params is not an object"),
+        ('{"api_params": {"image": 3}}', "api_params.image is not a string"),
         ('{"api_params": {"image": "a; rm -rf /"}}', "api_params.image is 'a; rm -rf /'"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_network_that_was_there_stays(engine: DockerEngine) -> None:
         engine.docker("network", "create", "mine")
         before = engine.held()
         driver = driver_of(engine, network="mine")
-        assert [check.message for check in await driver.preflight() if check.name == "network"] == ["mine is there"]
+        assert [check.message for check in await driver.preflight() if check.name == "network"] == ["mine exists"]
         handle = await driver.start(spec_of(command()))
         await driver.stop(handle, 0.5)
         assert engine.held() == before
@@ -135,7 +135,7 @@ def test_mounts_are_read_only_whatever_their_names(engine: DockerEngine, tmp_pat
         handle = await driver.start(spec_of(line, mounts=(Mount(str(folder), "/mo,dels"),)))
         await ended(driver, handle)
         log = await driver.logs(handle, 10)
-        assert "here" in log and "Read-only" in log and (await driver.status(handle)).word == "Succeeded"
+        assert "here" in log and "Read-only" in log and (await driver.status(handle)).pod_phase == "Succeeded"
         await driver.stop(handle, 1)
         assert [path.name for path in folder.iterdir()] == ["weights"]
 
@@ -148,7 +148,7 @@ def test_one_that_dies_at_once_is_told_with_its_last_words(engine: DockerEngine)
         handle = await driver.start(spec_of("for n in 1 2 3 4; do echo out $n; done; exec >&2; echo why; exit 9"))
         reason = await ended(driver, handle)
         # The engine reads both streams, and in which order is its own business.
-        assert "code 9; it said last: " in reason and "out 4" in reason and "why" in reason
+        assert "code 9; the log ends with: " in reason and "out 4" in reason and "why" in reason
         assert sorted((await driver.logs(handle, 100)).splitlines()) == ["out 1", "out 2", "out 3", "out 4", "why"]
         assert len((await driver.logs(handle, 3)).splitlines()) == 3
         await driver.stop(handle, 1)
@@ -188,7 +188,7 @@ def test_preflight_tells_what_is_missing(engine: DockerEngine, monkeypatch: pyte
         silent = await checks(host="unix:///nowhere.sock")
         assert list(silent) == ["docker"] and not silent["docker"][0] and "DOCKER_HOST" in silent["docker"][1]
         with pytest.raises(Unavailable, match="no Docker engine answers"):
-            await driver_of(DockerEngine("unix:///nowhere.sock")).found()
+            await driver_of(DockerEngine("unix:///nowhere.sock")).list_services()
         monkeypatch.setenv("PATH", "/nowhere")
         missing = await checks()
         assert not missing["docker"][0] and "install Docker" in missing["docker"][1]
@@ -310,6 +310,6 @@ def test_our_image_is_started_by_the_driver(engine: DockerEngine, own_image: str
         assert "it's a secret" not in engine.docker("inspect", spec.job_id)
         assert engine.docker("exec", spec.job_id, "ls", "/headrace-secrets") == ""
         await driver.stop(handle, 20)
-        assert await driver.found() == {}
+        assert await driver.list_services() == {}
 
     run(main())

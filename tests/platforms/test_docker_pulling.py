@@ -29,9 +29,8 @@ from driver_contract import Watch  # noqa: E402
 
 from headrace.core.errors import FailedPrecondition, Unavailable  # noqa: E402
 from headrace.platforms.contract import Container, Handle, LaunchSpec  # noqa: E402
+from headrace.platforms.docker.cli import DockerCli, ensure_image  # noqa: E402
 from headrace.platforms.docker.driver import DockerDriver  # noqa: E402
-from headrace.platforms.docker.engine import Engine  # noqa: E402
-from headrace.platforms.docker.pulling import present_image  # noqa: E402
 from headrace.platforms.docker.settings import DockerSettings  # noqa: E402
 
 pytestmark = pytest.mark.platform
@@ -157,14 +156,14 @@ def test_an_image_is_pulled_with_the_key_which_is_left_nowhere(
 ) -> None:
     settings = settings_of(engine, registry, KEY)
     with caplog.at_level(logging.INFO, "headrace.launch"), Watch(KEY) as watch:
-        image = asyncio.run(present_image(Engine(settings), registry.image, settings))
+        image = asyncio.run(ensure_image(DockerCli(settings), registry.image, settings))
     assert image.shell == "/bin/sh"
-    told = [record.getMessage().removeprefix(f"image {registry.image}: ") for record in caplog.records]
+    told = [record.getMessage().removeprefix(f"Image {registry.image}: ") for record in caplog.records]
     assert told == ["pulling", "1 of 2 layers", "2 of 2 layers", "pulled"]
     assert KEY not in caplog.text and not watch.seen
     assert os.listdir(own_logins) == [] and list(own_logins.parent.glob("headrace-docker-*")) == []
     caplog.clear()
-    asyncio.run(present_image(Engine(settings), registry.image, settings))
+    asyncio.run(ensure_image(DockerCli(settings), registry.image, settings))
     assert not caplog.records, "it is there now"
     engine.docker("image", "rm", registry.image)
 

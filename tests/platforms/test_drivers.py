@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import InvalidArgument
-from headrace.platforms.drivers import PLATFORMS, DriverOptions, driver_of, read_settings, recorded_settings
+from headrace.platforms.drivers import PLATFORMS, DriverOptions, create_driver, parse_settings, recorded_settings
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,25 @@ def test_texts_are_read_as_the_types_of_the_settings() -> None:
         "folder": "/x",
         "names": "a,b",
     }
-    assert Settings(**read_settings(Settings, given, "slurm")) == Settings(
+    assert Settings(**parse_settings(Settings, given, "slurm")) == Settings(
         "a b", "x", 2.5, 3, True, Path("/x"), ("a", "b")
     )
-    assert read_settings(Settings, {"count": 4}, "slurm") == {"count": 4}
+    assert parse_settings(Settings, {"count": 4}, "slurm") == {"count": 4}
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
-    [("nodes", "1", "it knows account, count"), ("count", "many", "no number"), ("keep", "perhaps", "true or false")],
+    [("nodes", "1", "it has account, count"), ("count", "many", "not a number"), ("keep", "perhaps", "true or false")],
 )
 def test_settings_that_are_not_known_or_wrong_are_named(name: str, value: str, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
-        read_settings(Settings, {name: value}, "slurm")
+        parse_settings(Settings, {name: value}, "slurm")
 
 
 @pytest.mark.parametrize("name", ["", "docker", "local-docker; rm -rf /", "Process", "\n"])
 def test_a_platform_that_is_not_known_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="use one of process, local-docker, slurm"):
-        driver_of(name, DriverOptions(tmp_path))
+        create_driver(name, DriverOptions(tmp_path))
 
 
 def test_all_six_platforms_have_a_driver(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_all_six_platforms_have_a_driver(tmp_path: Path) -> None:
     given = {"slurm": {"partition": "debug"}, "lepton": {"resource_shape": "gpu.a10"}}
     environ = {"LEPTON_WORKSPACE_ID": "w", "LEPTON_AUTH_TOKEN": "t", "BREV_API_TOKEN": "b", "PATH": "/usr/bin"}
     for platform in PLATFORMS:
-        driver = driver_of(platform, DriverOptions(tmp_path, environ, given.get(platform, {})))
+        driver = create_driver(platform, DriverOptions(tmp_path, environ, given.get(platform, {})))
         assert driver.name == platform
         assert driver.place
 
@@ -74,7 +74,7 @@ def test_what_a_driver_was_made_with_is_recorded_and_its_secrets_are_not(tmp_pat
     assert recorded_settings("local-docker", DriverOptions(tmp_path, environ)) == {"host": "tcp://x:1"}
     assert recorded_settings("process", options) == {}
     with pytest.raises(InvalidArgument, match="registry-key is secret"):
-        driver_of("local-docker", DriverOptions(tmp_path, {}, {"registry-key": "nvapi-x"}))
+        create_driver("local-docker", DriverOptions(tmp_path, {}, {"registry-key": "nvapi-x"}))
     assert recorded_settings("kubernetes", DriverOptions(tmp_path, {}, {"node_selector": "a=b,c=d"})) == {
         "node_selector": {"a": "b", "c": "d"}
     }
@@ -82,4 +82,4 @@ def test_what_a_driver_was_made_with_is_recorded_and_its_secrets_are_not(tmp_pat
 
 def test_the_process_driver_has_no_settings_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no setting 'partition'"):
-        driver_of("process", DriverOptions(tmp_path, {}, {"partition": "x"}))
+        create_driver("process", DriverOptions(tmp_path, {}, {"partition": "x"}))

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.core.errors import ResourceExhausted
 from headrace.platforms.contract import PORT, Handle, LaunchSpec
-from headrace.platforms.gpus import choose, gpus_here
+from headrace.platforms.node_resources import choose_gpus, visible_gpus
 from headrace.platforms.process import ProcessDriver
 from support.ports import service_ports
 from support.waiting import eventually, eventually_async
@@ -43,14 +43,14 @@ def devices(folder: Path, count: int) -> Path:
 )
 def test_the_gpus_here_are_those_that_are_visible(tmp_path: Path, variable: str | None, here: tuple[str, ...]) -> None:
     environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
-    assert gpus_here(environ, devices(tmp_path / "dev", 3)) == here
-    assert gpus_here({}, tmp_path / "nowhere") == ()
+    assert visible_gpus(environ, devices(tmp_path / "dev", 3)) == here
+    assert visible_gpus({}, tmp_path / "nowhere") == ()
 
 
 def test_the_first_free_ones_are_chosen() -> None:
-    assert choose(("0", "1", "2"), {"1"}, 2) == ("0", "2")
+    assert choose_gpus(("0", "1", "2"), {"1"}, 2) == ("0", "2")
     with pytest.raises(ResourceExhausted, match=r"needs 2 GPU\(s\), and of 3 here 1 are free"):
-        choose(("0", "1", "2"), {"1", "2"}, 2)
+        choose_gpus(("0", "1", "2"), {"1", "2"}, 2)
 
 
 def driver(tmp_path: Path, gpus: int) -> ProcessDriver:
@@ -85,7 +85,7 @@ def test_services_that_start_at_once_share_no_gpu_and_the_next_is_refused(tmp_pa
         assert sorted(given(tmp_path, each) for each in handles) == ["0", "1", "2"]
         with pytest.raises(ResourceExhausted, match="0 are free: stop a service"):
             await second.start(spec(1))
-        assert len(await first.found()) == 3
+        assert len(await first.list_services()) == 3
         without = await first.start(spec(0))
         assert given(tmp_path, without) == ""
         freed = given(tmp_path, handles[1])
@@ -131,4 +131,4 @@ def test_a_machine_without_gpus_starts_it_all_the_same_and_says_so(
 
     with caplog.at_level(logging.INFO, "headrace.launch"):
         asyncio.run(main())
-    assert "without the 2 asked for" in caplog.text
+    assert "without the 2 requested" in caplog.text

@@ -60,7 +60,7 @@ def test_a_named_versions_file_must_be_there(arch: Architecture, tmp_path: Path)
 )
 def test_a_key_that_names_no_image_is_told(arch: Architecture, tmp_path: Path, key: str) -> None:
     versions = _versions(tmp_path / "versions.yaml")
-    with pytest.raises(NotFound, match=f"has no image images.{key}, which IMAGE_COSMOS_RL asks for"):
+    with pytest.raises(NotFound, match=f"has no image images.{key}, which IMAGE_COSMOS_RL needs"):
         resolve_image(arch, {"IMAGE_COSMOS_RL": key}, versions)
 
 
@@ -88,7 +88,7 @@ def test_hostile_names_are_refused(arch: Architecture, tmp_path: Path, name: str
         lambda: choose_image(arch, {}, name),
         lambda: choose_image(arch, {"HEADRACE_IMAGE": name}),
     ):
-        with pytest.raises(InvalidArgument, match="is no name of an image"):
+        with pytest.raises(InvalidArgument, match="is not the name of an image"):
             ask()
     versions = tmp_path / "versions.yaml"
     versions.write_text(f"images: {{tao_toolkit: {{cosmos_rl: {__import__('json').dumps(name)}}}}}")
@@ -99,7 +99,7 @@ def test_hostile_names_are_refused(arch: Architecture, tmp_path: Path, name: str
 def test_a_broken_versions_file_is_told_with_its_line(arch: Architecture, tmp_path: Path) -> None:
     versions = tmp_path / "versions.yaml"
     versions.write_text("images:\n  a: [\n")
-    with pytest.raises(InvalidArgument, match=r"versions\.yaml, line 3: not YAML"):
+    with pytest.raises(InvalidArgument, match=r"versions\.yaml, line 3: not valid YAML"):
         resolve_image(arch, {}, versions)
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, Unavailable
 from headrace.platforms.contract import Check, Container, Handle, LaunchSpec
-from headrace.platforms.kubernetes.addresses import address
 from headrace.platforms.kubernetes.driver import KubernetesDriver
 from headrace.platforms.kubernetes.settings import KubernetesSettings
+from headrace.platforms.kubernetes.status import service_url
 from support.ports import free_port
 
 
@@ -41,7 +41,7 @@ def told(path: Path, kind: type[HeadraceError], text: str, **given: str) -> list
         handle = Handle(str(uuid.uuid4()), driver.name)
         spec = LaunchSpec(handle.job_id, container=Container("a:1", "x"))
         calls = (driver.start(spec), driver.status(handle), driver.logs(handle, 1), driver.endpoint(handle))
-        for call in (*calls, driver.stop(handle, 1.0), driver.found()):
+        for call in (*calls, driver.stop(handle, 1.0), driver.list_services()):
             with pytest.raises(kind, match=text):
                 await call
         checks = await driver.preflight()
@@ -130,7 +130,7 @@ def test_something_else_answers(tmp_path: Path, stranger: str) -> None:
         driver = KubernetesDriver(KubernetesSettings(kubeconfig=str(kubeconfig(tmp_path / "config", stranger))))
         handle = Handle(str(uuid.uuid4()), driver.name)
         spec = LaunchSpec(handle.job_id, container=Container("a:1", "x"))
-        for call in (driver.start(spec), driver.status(handle), driver.found()):
+        for call in (driver.start(spec), driver.status(handle), driver.list_services()):
             with pytest.raises(HeadraceError, match="in namespace default: "):
                 await call
         assert not all(check.passed for check in await driver.preflight())
@@ -149,11 +149,11 @@ def test_addresses_as_clusters_give_them() -> None:
 
     settings = KubernetesSettings(namespace="n")
     pod = {"status": {"hostIP": "10.0.0.5"}}
-    assert address(service("LoadBalancer"), pod, settings) is None
-    assert address(service("LoadBalancer", {"ip": "1.2.3.4"}), pod, settings) == "http://1.2.3.4:8080"
-    assert address(service("LoadBalancer", {"hostname": "x.elb"}), None, settings) == "http://x.elb:8080"
-    assert address(service("LoadBalancer", {"ip": "fd00::1"}), None, settings) == "http://[fd00::1]:8080"
-    assert address(service("NodePort"), None, settings) is None
-    assert address(service("NodePort"), pod, settings) == "http://10.0.0.5:30000"
-    assert address(service("NodePort"), pod, KubernetesSettings(node_host="gate")) == "http://gate:30000"
-    assert address(service("ClusterIP"), pod, settings) == "http://s.n.svc:8080"
+    assert service_url(service("LoadBalancer"), pod, settings) is None
+    assert service_url(service("LoadBalancer", {"ip": "1.2.3.4"}), pod, settings) == "http://1.2.3.4:8080"
+    assert service_url(service("LoadBalancer", {"hostname": "x.elb"}), None, settings) == "http://x.elb:8080"
+    assert service_url(service("LoadBalancer", {"ip": "fd00::1"}), None, settings) == "http://[fd00::1]:8080"
+    assert service_url(service("NodePort"), None, settings) is None
+    assert service_url(service("NodePort"), pod, settings) == "http://10.0.0.5:30000"
+    assert service_url(service("NodePort"), pod, KubernetesSettings(node_host="gate")) == "http://gate:30000"
+    assert service_url(service("ClusterIP"), pod, settings) == "http://s.n.svc:8080"

@@ -19,7 +19,7 @@ from lightkube.resources import apps_v1, batch_v1, core_v1
 from lightkube.types import PatchType
 
 from headrace.core.errors import AlreadyExists, FailedPrecondition, HeadraceError, ResourceExhausted, Unavailable
-from headrace.platforms.contract import Container, Handle, LaunchSpec, Mount, Observed
+from headrace.platforms.contract import Container, Handle, LaunchSpec, Mount, PlatformStatus
 from headrace.platforms.kubernetes import manifests
 from headrace.platforms.kubernetes.driver import KubernetesDriver
 from headrace.platforms.kubernetes.settings import KubernetesSettings
@@ -38,8 +38,8 @@ def spec(program: str = "serve", image: str = "example/service:1", **given: Any)
     return LaunchSpec(**{"job_id": str(uuid.uuid4()), "container": box, "host_port": port, **given})
 
 
-async def phase(driver: KubernetesDriver, handle: Handle, wanted: str, reason: str = "") -> Observed:
-    seen: list[Observed] = []
+async def phase(driver: KubernetesDriver, handle: Handle, wanted: str, reason: str = "") -> PlatformStatus:
+    seen: list[PlatformStatus] = []
 
     async def there() -> bool:
         seen.append(await driver.status(handle))
@@ -138,15 +138,15 @@ def test_three_services_one_killed_and_nothing_is_left(cluster: Platform, worklo
         handles = await asyncio.gather(*(driver.start(spec(secret_environment={"HF_TOKEN": "x"})) for _ in range(3)))
         pids = [(await answers(driver, handle))["pid"] for handle in handles]
         assert len(set(pids)) == 3
-        found = await driver.found()
-        assert {found[handle.job_id].word for handle in handles} == {"Running"}
+        found = await driver.list_services()
+        assert {found[handle.job_id].pod_phase for handle in handles} == {"Running"}
         for handle in handles:
             assert "serving" in await driver.logs(handle, 10)
         pod = (await driver.status(handles[1])).name
         cluster.kubelet.kill(pod)
         if workload == "job":
             observed = await phase(driver, handles[1], "ended")
-            assert (observed.word, observed.exit_code) == ("Failed", 137) and "signal 9" in observed.reason
+            assert (observed.pod_phase, observed.exit_code) == ("Failed", 137) and "signal 9" in observed.reason
             assert await driver.endpoint(handles[1]) is None
         else:  # it is started again
 
@@ -159,7 +159,7 @@ def test_three_services_one_killed_and_nothing_is_left(cluster: Platform, worklo
             await eventually_async(other_pid)
         assert [(await driver.status(handle)).phase for handle in (handles[0], handles[2])] == ["running", "running"]
         await asyncio.gather(*(driver.stop(handle, 2.0) for handle in handles))
-        assert await driver.found() == {}
+        assert await driver.list_services() == {}
 
     run(driver, main)
     left_as(cluster, before)
@@ -259,14 +259,14 @@ def test_images_memory_and_crashes_are_told(cluster: Platform) -> None:
         missing, hungry = await driver.start(spec(image=MISSING + "x:1")), await driver.start(spec())
         crashing = await restarted.start(spec("fail"))
         observed = await phase(driver, missing, "ended")
-        assert observed.word == "Failed" and "ImagePullBackOff" in observed.reason
+        assert observed.pod_phase == "Failed" and "ImagePullBackOff" in observed.reason
         assert await driver.logs(missing, 10) == ""
         await answers(driver, hungry)
         cluster.kubelet.kill((await driver.status(hungry)).name, oom=True)
         observed = await phase(driver, hungry, "ended")
         assert observed.exit_code == 137 and "OOMKilled" in observed.reason
         observed = await phase(restarted, crashing, "ended")
-        assert (observed.word, observed.exit_code) == ("Failed", 3) and "again and again" in observed.reason
+        assert (observed.pod_phase, observed.exit_code) == ("Failed", 3) and "again and again" in observed.reason
         assert "the reason why" in await restarted.logs(crashing, 10)
         for each, handle in ((driver, missing), (driver, hungry), (restarted, crashing)):
             await each.stop(handle, 1.0)
@@ -286,7 +286,7 @@ def test_gpus_that_no_node_has(cluster: Platform) -> None:
         assert cluster.server.held() == before
         handle = await careless.start(spec(gpus=3))
         observed = await phase(careless, handle, "starting", "Insufficient nvidia.com/gpu")
-        assert observed.word == "Pending" and await careless.endpoint(handle) is None
+        assert observed.pod_phase == "Pending" and await careless.endpoint(handle) is None
         await careless.stop(handle, 1.0)
         await careless.close()
 
@@ -319,7 +319,7 @@ def test_somebody_elses_rules_and_quotas_are_told(cluster: Platform) -> None:
         await eventually_async(refused)
 
         async def empty() -> bool:
-            return await driver.found() == {}
+            return await driver.list_services() == {}
 
         await eventually_async(empty)
         server.kubectl("delete", "quota", "q", "-n", "tight")
@@ -346,8 +346,8 @@ def test_a_user_needs_no_more_than_the_guides_role(cluster: Platform) -> None:
 
     async def main() -> None:
         handle = Handle(str(uuid.uuid4()), "kubernetes")
-        for call in (driver.start(spec()), driver.status(handle), driver.found(), driver.stop(handle, 1.0)):
-            with pytest.raises(FailedPrecondition, match=r"nobody.* cannot .*role of the guide"):
+        for call in (driver.start(spec()), driver.status(handle), driver.list_services(), driver.stop(handle, 1.0)):
+            with pytest.raises(FailedPrecondition, match=r"nobody.* cannot .*role in the guide"):
                 await call
         rights = next(check for check in await driver.preflight() if check.name == "rights")
         assert not rights.passed and "create jobs" in rights.message and "get pods/log" in rights.message
@@ -361,7 +361,7 @@ def test_a_user_needs_no_more_than_the_guides_role(cluster: Platform) -> None:
         await eventually_async(allowed)
         handle = await driver.start(spec(secret_environment={"HF_TOKEN": "x"}, gpus=1))
         await answers(driver, handle)
-        assert "serving" in await driver.logs(handle, 5) and handle.job_id in await driver.found()
+        assert "serving" in await driver.logs(handle, 5) and handle.job_id in await driver.list_services()
         await driver.stop(handle, 1.0)
         assert (await driver.status(handle)).phase == "gone"
 
@@ -390,7 +390,7 @@ def test_nobody_else_is_let_in_and_no_server_is_told(cluster: Platform, tmp_path
             with pytest.raises(kind, match=told):
                 await driver.start(spec())
             with pytest.raises(kind, match=told):
-                await driver.found()
+                await driver.list_services()
             failed = [check for check in await driver.preflight() if not check.passed]
             assert len(failed) == 1 and told in failed[0].message
             assert driver.place.startswith("kubernetes:")
@@ -412,10 +412,10 @@ def test_a_pod_that_does_not_go_is_told_and_stopping_again_is_fine(cluster: Plat
             cluster.server.client.patch(core_v1.Pod, pod, patch, namespace="default", patch_type=PatchType.MERGE)
 
         hold(["example.org/held"])
-        with pytest.raises(Unavailable, match=f"Pod {pod} .*do not go away"):
+        with pytest.raises(Unavailable, match=f"Pod {pod} .*are not deleted"):
             await driver.stop(handle, 1.0)
-        assert (await driver.status(handle)).word == "Terminating"
-        assert handle.job_id in await driver.found()
+        assert (await driver.status(handle)).pod_phase == "Terminating"
+        assert handle.job_id in await driver.list_services()
         with pytest.raises(AlreadyExists, match="still being removed"):
             await driver.start(spec(job_id=handle.job_id))
         hold([])
@@ -437,9 +437,9 @@ def test_a_pull_secret_must_be_there_and_be_one(cluster: Platform) -> None:
         )
 
     async def main() -> None:
-        assert await check() == (False, "ngc is not there: `kubectl create secret docker-registry` makes it")
+        assert await check() == (False, "ngc does not exist: `kubectl create secret docker-registry` creates it")
         cluster.server.kubectl("create", "secret", "generic", "ngc", "--from-literal=a=b")
-        assert await check() == (False, "ngc is no secret of type docker-registry")
+        assert await check() == (False, "ngc is not a secret of type docker-registry")
         cluster.server.kubectl("delete", "secret", "ngc")
         words = ("--docker-server=nvcr.io", "--docker-username=$oauthtoken", "--docker-password=x")
         cluster.server.kubectl("create", "secret", "docker-registry", "ngc", *words)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from headrace.core.errors import InvalidArgument
 from headrace.platforms.contract import Container, LaunchSpec, Mount
-from headrace.platforms.kubernetes import manifests, names
+from headrace.platforms.kubernetes import manifests
 from headrace.platforms.kubernetes.settings import KubernetesSettings
 
 JOB = "0f9c3a51-6c53-4d4d-9a51-3f3c7e0b2f11"
@@ -103,7 +103,7 @@ def test_the_same_spec_gives_the_same_bytes_and_yaml_reads_back_the_same(setting
     one = spec(environment={"A": "1", "B": "2"})
     other = spec(environment={"B": "2", "A": "1"})
     assert json.dumps(all_of(one, settings)) == json.dumps(all_of(other, settings))
-    shown = manifests.shown(all_of(one, settings))
+    shown = manifests.to_yaml(all_of(one, settings))
     assert list(yaml.safe_load_all(shown)) == all_of(one, settings)[:2]
 
 
@@ -111,7 +111,7 @@ def test_the_same_spec_gives_the_same_bytes_and_yaml_reads_back_the_same(setting
 def test_a_secret_is_in_the_secret_alone(settings: KubernetesSettings) -> None:
     made = all_of(spec(), settings)
     encoded = base64.b64encode(SECRET.encode()).decode()
-    shown = manifests.shown(made)
+    shown = manifests.to_yaml(made)
     for text in (SECRET, encoded):
         assert text not in json.dumps(made[:2]) and text not in shown
     assert "HF_TOKEN" not in shown
@@ -128,7 +128,7 @@ def test_hostile_texts_stay_what_they_are() -> None:
             container=Container("a/b:1", text, 8080),
             labels={"org": text},
         )
-        made = [*yaml.safe_load_all(manifests.shown(all_of(wanted, JOBS)))]
+        made = [*yaml.safe_load_all(manifests.to_yaml(all_of(wanted, JOBS)))]
         container = container_of(made[0])
         assert expanded(container["command"][2]) == text
         assert {each["name"]: expanded(each["value"]) for each in container["env"]}["PLAIN"] == text
@@ -141,7 +141,7 @@ def test_hostile_texts_stay_what_they_are() -> None:
 @given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60))
 def test_any_text_goes_through_yaml_and_back(text: str) -> None:
     wanted = spec(environment={"PLAIN": text}, labels={"org": text})
-    shown = manifests.shown(all_of(wanted, SETS))
+    shown = manifests.to_yaml(all_of(wanted, SETS))
     assert list(yaml.safe_load_all(shown)) == all_of(wanted, SETS)[:2]
 
 
@@ -152,8 +152,8 @@ def test_a_label_that_cannot_be_one_is_an_annotation_alone() -> None:
 
 
 def test_a_given_label_cannot_take_the_place_of_ours() -> None:
-    made = manifests.workload(spec(labels={names.JOB_LABEL: "other"}), JOBS, "s1")["metadata"]
-    assert made["labels"][names.JOB_LABEL] == JOB
+    made = manifests.workload(spec(labels={manifests.JOB_LABEL: "other"}), JOBS, "s1")["metadata"]
+    assert made["labels"][manifests.JOB_LABEL] == JOB
 
 
 @pytest.mark.parametrize(

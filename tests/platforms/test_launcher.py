@@ -29,26 +29,26 @@ from headrace.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from headrace.platforms import planning
-from headrace.platforms.asking import NotReadyYet
-from headrace.platforms.contract import Check, Handle, LaunchSpec, Observed
+from headrace.platforms import launch_plan
+from headrace.platforms.contract import Check, Handle, LaunchSpec, PlatformStatus
 from headrace.platforms.drivers import DriverOptions, default_state_dir
-from headrace.platforms.identity import own_name
-from headrace.platforms.launcher import Launcher, Patience, StartFailed, StartRequest
+from headrace.platforms.launcher import Launcher, StartFailed, StartRequest, WaitPolicy
+from headrace.platforms.processes import process_name
 from headrace.platforms.registry import DEFAULT_PATH, RUNNING, STARTING, Entry, Registry
-from headrace.platforms.slurm.script import node_port
+from headrace.platforms.service_client import NotReadyYet
+from headrace.platforms.slurm.batch_script import node_port
 from support.ports import launchers_ports
 from support.waiting import eventually_async
 
 HERE = str(Path(__file__).parent)
 ARCH = "tao-dataservices"
 SECRET = "wandb-" + "9" * 20
-GONE = f"{own_name().split('/')[0]}/another-boot/1/1/"
+GONE = f"{process_name().split('/')[0]}/another-boot/1/1/"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(planning, "TARGET", "service_programs:serve")
+    monkeypatch.setattr(launch_plan, "TARGET", "service_programs:serve")
     with launchers_ports():
         yield tmp_path
     left = [each.pid for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
@@ -90,9 +90,9 @@ def test_a_service_is_started_found_asked_and_stopped_without_a_trace(folder: Pa
             assert ours.registry.latest == entry.job_id
 
             [service] = await ours.list()
-            assert (service.state, service.word, service.entry) == ("running", "Running", entry)
+            assert (service.state, service.pod_phase, service.entry) == ("running", "Running", entry)
             assert (await ours.status(entry.job_id)).state == "running"
-            told = await ours.told(entry.job_id)
+            told = await ours.fetch_status(entry.job_id)
             assert told is not None and told["environ"]["WANDB_API_KEY"] == SECRET
             job = json.loads(told["words"][told["words"].index("--job") + 1])
             assert job == {
@@ -108,7 +108,7 @@ def test_a_service_is_started_found_asked_and_stopped_without_a_trace(folder: Pa
                 "CLOUD_BASED": "False",
             }
 
-            answer = await ours.ask(entry.job_id, {"messages": [{"role": "user", "content": "hi"}]})
+            answer = await ours.send_chat(entry.job_id, {"messages": [{"role": "user", "content": "hi"}]})
             assert json.loads(answer.text)["messages"][0]["content"] == "hi"
             assert "started with" in await ours.logs(entry.job_id)
 
@@ -118,7 +118,7 @@ def test_a_service_is_started_found_asked_and_stopped_without_a_trace(folder: Pa
 
             await ours.stop(entry.job_id)
             assert nothing_left(folder) and await ours.list() == []
-            for asked in (ours.stop, ours.status, ours.logs, ours.told, ours.wait_ready):
+            for asked in (ours.stop, ours.status, ours.logs, ours.fetch_status, ours.wait_ready):
                 with pytest.raises(NotFound, match=r"headrace service list"):
                     await asked(entry.job_id)
 
@@ -161,7 +161,7 @@ def test_what_ended_or_vanished_behind_the_launchers_back_is_told_and_pruned(fol
             shutil.rmtree(folder / "registry.json.services" / "jobs" / vanished.job_id)
             await ended(ours, killed)
             found = {each.entry.job_id: each for each in await ours.list()}
-            assert (found[killed.job_id].state, found[killed.job_id].word) == ("ended", "Failed")
+            assert (found[killed.job_id].state, found[killed.job_id].pod_phase) == ("ended", "Failed")
             assert "SIGKILL" in found[killed.job_id].reason
             assert found[vanished.job_id].state == "stale" and "does not know it" in found[vanished.job_id].reason
             assert found[living.job_id].state == "running"
@@ -180,7 +180,7 @@ def test_a_start_that_was_cut_short_is_stale_only_if_its_launcher_is_dead(folder
         registry = Registry(folder / "registry.json")
         dead, alive, old = (
             registry.begin(Entry(str(uuid.uuid4()), "process", ARCH, more={"launcher": name}), wants_port=True)
-            for name in (GONE, own_name(), "elsewhere/boot/1/1/")
+            for name in (GONE, process_name(), "elsewhere/boot/1/1/")
         )
         registry.put(replace(old, started_at="2020-01-01T00:00:00+00:00"))
         async with launcher(folder) as ours:
@@ -197,7 +197,7 @@ def test_a_start_that_was_cut_short_is_stale_only_if_its_launcher_is_dead(folder
 def test_one_that_dies_at_once_is_told_with_its_last_lines_and_undone(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
-            with pytest.raises(StartFailed, match=r"code 7; its last words: last reason: no weights") as caught:
+            with pytest.raises(StartFailed, match=r"code 7; its log ends with: last reason: no weights") as caught:
                 await ours.start(request(folder, "dies"))
             assert caught.value.last_lines.splitlines()[-2:] == ["first reason", "last reason: no weights"]
             assert nothing_left(folder)
@@ -211,12 +211,12 @@ def test_one_whose_model_cannot_be_loaded_is_undone_and_one_that_is_slow_is_not(
             with pytest.raises(StartFailed, match="the weights are torn") as caught:
                 await ours.start(request(folder, "broken"), wait=True)
             assert "started with" in caught.value.last_lines and nothing_left(folder)
-            with pytest.raises(DeadlineExceeded, match="half of it is loaded.*it runs on"):
-                await ours.start(request(folder, "loading"), wait=True, patience=Patience(2.0))
+            with pytest.raises(DeadlineExceeded, match="half of it is loaded.*it keeps running"):
+                await ours.start(request(folder, "loading"), wait=True, wait_policy=WaitPolicy(2.0))
             [service] = await ours.list()
             assert service.state == "running"
             with pytest.raises(NotReadyYet, match="still loading"):
-                await ours.ask(service.entry.job_id, {})
+                await ours.send_chat(service.entry.job_id, {})
             make_model(folder / "loading", "ready")
             await ours.wait_ready(service.entry.job_id)
             await ours.stop(service.entry.job_id)
@@ -250,7 +250,7 @@ def test_a_log_is_followed_to_the_end_of_the_service(folder: Path) -> None:
 
             task = asyncio.create_task(follow())
             await eventually_async(lambda: lines)
-            await ours.ask(entry.job_id, {})
+            await ours.send_chat(entry.job_id, {})
             os.kill(entry.more["handle"]["pid"], signal.SIGKILL)
             await task
             assert lines[0].startswith("started with") and lines[1:] == ["asked"]
@@ -268,21 +268,21 @@ def test_a_log_is_followed_to_the_end_of_the_service(folder: Path) -> None:
         ),
         ({"model_path": "hf://org/name"}, "hf_model://ORG/NAME"),
         ({"model_path": "/nowhere/at/all"}, "there is no model at"),
-        ({"model_path": ""}, "which model"),
+        ({"model_path": ""}, "no model is given"),
         ({"model_path": "/tmp\n/x"}, "no model at|control character"),
-        ({"arch": "resnet"}, "these are: cosmos-predict2.5, cosmos-rl, tao-dataservices"),
-        ({"arch": "$(touch CANARY)"}, "is not known"),
+        ({"arch": "resnet"}, "known: cosmos-predict2.5, cosmos-rl, tao-dataservices"),
+        ({"arch": "$(touch CANARY)"}, "unknown architecture"),
         ({"platform": "mainframe"}, "use one of process"),
-        ({"platform": "process; touch CANARY"}, "is not known"),
+        ({"platform": "process; touch CANARY"}, "unknown platform"),
         ({"num_gpus": -1}, "GPUs, not -1"),
         ({"num_gpus": 0, "platform": "local-docker", "model_path": "/m"}, "1 to 1024 GPUs"),
-        ({"job_id": "../../etc/passwd"}, "no UUID"),
-        ({"job_id": "'; touch CANARY #"}, "no UUID"),
+        ({"job_id": "../../etc/passwd"}, "not a UUID"),
+        ({"job_id": "'; touch CANARY #"}, "not a UUID"),
         ({"image": "x"}, "runs no container"),
         ({"options": {"idle_timeout_minutes": "$(touch CANARY)"}}, "whole number"),
         ({"options": {"host": "0.0.0.0"}}, "has no option"),
         ({"settings": {"partition": "x"}}, "no setting"),
-        ({"platform": "local-docker", "model_path": "/m", "image": "a b;touch CANARY"}, "no name of an image"),
+        ({"platform": "local-docker", "model_path": "/m", "image": "a b;touch CANARY"}, "not the name of an image"),
     ],
 )
 def test_what_cannot_be_started_is_refused_before_anything_is_recorded(
@@ -306,7 +306,7 @@ def test_a_hostile_path_arrives_as_it_is(folder: Path, name: str) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             entry = await ours.start(StartRequest(ARCH, str(make_model(folder / name))))
-            told = await ours.told(entry.job_id)
+            told = await ours.fetch_status(entry.job_id)
             assert told is not None
             job = json.loads(told["words"][told["words"].index("--job") + 1])
             assert job["specs"]["model_path"] == str(folder / name)
@@ -325,7 +325,7 @@ class Fake:
 
     def __init__(self, **more: Any) -> None:
         self.fails = more
-        self.held: dict[str, Observed] = {}
+        self.held: dict[str, PlatformStatus] = {}
         self.url: str | None = None
         self.stopped: list[str] = []
 
@@ -335,12 +335,12 @@ class Fake:
     async def start(self, spec: LaunchSpec) -> Handle:
         if "start" in self.fails:
             raise self.fails["start"]
-        self.held[spec.job_id] = Observed("starting", word="Pending")
+        self.held[spec.job_id] = PlatformStatus("starting", pod_phase="Pending")
         self.spec = spec
         return Handle(spec.job_id, self.name, {"docker_url": f"http://{spec.job_id}:8080", "odd": object()})
 
-    async def status(self, handle: Handle) -> Observed:
-        return self.held.get(handle.job_id, Observed("gone"))
+    async def status(self, handle: Handle) -> PlatformStatus:
+        return self.held.get(handle.job_id, PlatformStatus("gone"))
 
     async def logs(self, handle: Handle, tail: int) -> str:
         return ""
@@ -354,7 +354,7 @@ class Fake:
         self.stopped.append(handle.job_id)
         self.held.pop(handle.job_id, None)
 
-    async def found(self) -> dict[str, Observed]:
+    async def list_services(self) -> dict[str, PlatformStatus]:
         if "found" in self.fails:
             raise self.fails["found"]
         return dict(self.held)
@@ -389,7 +389,7 @@ def test_a_container_gets_the_line_of_every_platform_and_an_address_when_there_i
             assert SECRET not in container.command + str(fake.spec.environment) + (folder / "registry.json").read_text()
             [service] = await ours.list()
             assert service.state == "starting"
-            fake.held[entry.job_id], fake.url = Observed("running", word="Running"), "http://127.0.0.1:9"
+            fake.held[entry.job_id], fake.url = PlatformStatus("running", pod_phase="Running"), "http://127.0.0.1:9"
             [service] = await ours.list()
             assert (service.state, service.entry.host_url) == ("running", "http://127.0.0.1:9")
             assert recorded(folder)[entry.job_id].host_url == "http://127.0.0.1:9"
@@ -403,13 +403,13 @@ class Sleeper(Fake):
     asleep = False
     tunnel = 71
 
-    async def described(self, handle: Handle) -> Handle:
+    async def describe(self, handle: Handle) -> Handle:
         return replace(handle, data={**handle.data, "tunnel_pid": self.tunnel, "slurm_node": "n1", "started": 5})
 
-    async def found(self) -> dict[str, Observed]:
+    async def list_services(self) -> dict[str, PlatformStatus]:
         return {} if self.asleep else dict(self.held)
 
-    async def status(self, handle: Handle) -> Observed:
+    async def status(self, handle: Handle) -> PlatformStatus:
         if self.asleep:
             raise Unavailable("the instance box is STOPPED: start it with `brev start box`")
         return await super().status(handle)
@@ -421,14 +421,14 @@ def test_what_is_known_once_there_is_an_address_is_recorded(folder: Path) -> Non
         async with faked(folder, fake) as ours:
             entry = await ours.start(DOCKER)
             assert entry.tunnel_pid is None
-            fake.held[entry.job_id], fake.url = Observed("running", word="Running"), "http://127.0.0.1:9"
+            fake.held[entry.job_id], fake.url = PlatformStatus("running", pod_phase="Running"), "http://127.0.0.1:9"
             await ours.list()
             found = recorded(folder)[entry.job_id]
             assert (found.tunnel_pid, found.slurm_node, found.more["handle"]["started"]) == (71, "n1", 5)
             # A tunnel that died is made again when its service does not answer, maybe elsewhere.
             fake.url, fake.tunnel = "http://127.0.0.1:10", 72
             with pytest.raises(DeadlineExceeded):
-                await ours.wait_ready(entry.job_id, Patience(0.0, try_seconds=0.1))
+                await ours.wait_ready(entry.job_id, WaitPolicy(0.0, try_seconds=0.1))
             found = recorded(folder)[entry.job_id]
             assert (found.tunnel_pid, found.host_url) == (72, "http://127.0.0.1:10")
             fake.url = "http://127.0.0.1:11"
@@ -518,9 +518,9 @@ def test_a_platform_that_does_not_answer_hides_no_other(folder: Path) -> None:
         fake = Fake(found=Unavailable("docker does not answer"))
 
         def made(platform: str, options: DriverOptions) -> Any:
-            from headrace.platforms.drivers import driver_of
+            from headrace.platforms.drivers import create_driver
 
-            return fake if platform == "local-docker" else driver_of(platform, options)
+            return fake if platform == "local-docker" else create_driver(platform, options)
 
         async with launcher(folder, make_driver=made) as ours:
             ours.registry.begin(Entry(str(uuid.uuid4()), "process", ARCH, more={"launcher": GONE}), wants_port=True)
@@ -530,7 +530,7 @@ def test_a_platform_that_does_not_answer_hides_no_other(folder: Path) -> None:
                 "vms": "unknown",
                 "process": "stale",
             }
-            assert "does not answer" in found["local-docker"].reason and "not known" in found["vms"].reason
+            assert "does not answer" in found["local-docker"].reason and "unknown platform" in found["vms"].reason
             assert len(await ours.prune()) == 1 and len(recorded(folder)) == 2
 
     run(main)
@@ -595,9 +595,9 @@ def test_files_of_services_lie_with_the_user_and_never_in_a_strangers_folder(fol
 ONE = """
 import asyncio, sys
 from pathlib import Path
-from headrace.platforms import planning
+from headrace.platforms import launch_plan
 from headrace.platforms.launcher import Launcher, StartRequest
-planning.TARGET = "service_programs:serve"
+launch_plan.TARGET = "service_programs:serve"
 async def main():
     async with Launcher(Path(sys.argv[1])) as ours:
         print((await ours.start(StartRequest("tao-dataservices", sys.argv[2]))).host_port, flush=True)
@@ -644,7 +644,7 @@ def test_a_bare_job_of_slurm_is_planned_by_the_variable_too(folder: Path) -> Non
         environ = {"SLURM_PARTITION": "gpu", "SLURM_CONTAINER_MODE": mode}
         plan = launcher(folder, environ=environ)._plan(wanted)
         assert plan.settings == {"partition": "gpu", "mode": mode}
-        container = planning.spec_of(plan, 8085, folder).container
+        container = launch_plan.launch_spec(plan, 8085, folder).container
         assert container is not None and container.image.partition(":")[0] == image
         # The node's network is shared: the service listens where nobody else does.
         port = node_port(plan.job_id)

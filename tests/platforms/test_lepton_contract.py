@@ -11,7 +11,7 @@ from driver_contract import NOTHING, DriverContract, command, free_port
 from fake_lepton import FakeLepton
 
 from headrace.platforms.contract import Container, Driver, Handle, LaunchSpec
-from headrace.platforms.lepton.bodies import name_of
+from headrace.platforms.lepton.deployments import deployment_name
 from headrace.platforms.lepton.driver import LeptonDriver
 from headrace.platforms.lepton.settings import LeptonSettings
 
@@ -50,7 +50,7 @@ class TestLepton(DriverContract):
         return LaunchSpec(job_id, container=box, environment=environment, secret_environment=secret_environment)
 
     async def kill_behind_its_back(self, handle: Handle) -> None:
-        self.fake.kill(name_of(handle.job_id))
+        self.fake.kill(deployment_name(handle.job_id))
 
     async def everything_held(self) -> set[str]:
         return self.fake.held()
@@ -60,5 +60,5 @@ class TestLepton(DriverContract):
             self.fake.answer("GET", f"/api/v2/workspaces/ws/{path}", "Bearer lepton-token", b"")[1]
             for path in ("deployments", "usersecrets")
         ]
-        assert name_of(handle.job_id) in json.dumps(shown)
+        assert deployment_name(handle.job_id) in json.dumps(shown)
         return json.dumps(shown)

@@ -21,8 +21,8 @@ from headrace.core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from headrace.platforms.contract import Check, Container, Handle, LaunchSpec, Mount, Observed
-from headrace.platforms.lepton import bodies, states
+from headrace.platforms.contract import Check, Container, Handle, LaunchSpec, Mount, PlatformStatus
+from headrace.platforms.lepton import deployments
 from headrace.platforms.lepton.driver import LeptonDriver
 from headrace.platforms.lepton.settings import LeptonSettings
 
@@ -41,11 +41,11 @@ def fake() -> Iterator[FakeLepton]:
 
 
 def test_names_have_36_characters_and_can_be_read_back() -> None:
-    name = bodies.name_of(JOB)
-    assert (len(name), name[0], bodies.job_of(name)) == (36, "t", JOB)
-    assert bodies.job_of_secret(bodies.secret_name(JOB, "HF_TOKEN")) == JOB
+    name = deployments.deployment_name(JOB)
+    assert (len(name), name[0], deployments.job_of_deployment(name)) == (36, "t", JOB)
+    assert deployments.job_of_secret(deployments.secret_name(JOB, "HF_TOKEN")) == JOB
     for other in ("", "tao-", "tao-job-1", "headrace", name + "0", name.upper()):
-        assert bodies.job_of(other) is None and bodies.job_of_secret(other) is None
+        assert deployments.job_of_deployment(other) is None and deployments.job_of_secret(other) is None
 
 
 def test_a_body_has_the_values_and_no_secret(tmp_path: Path) -> None:
@@ -58,18 +58,18 @@ def test_a_body_has_the_values_and_no_secret(tmp_path: Path) -> None:
         image_pull_secret="ngc",
         endpoint_token="callers",
     )
-    body = json.loads(json.dumps(bodies.deployment_of(spec, chosen)))
+    body = json.loads(json.dumps(deployments.deployment_body(spec, chosen)))
     assert "hf_x" not in json.dumps(body)
     assert body["spec"]["container"]["command"] == ["/bin/bash", "-c", BOX.command]
     variables = {each["name"]: each for each in body["spec"]["envs"]}
     assert {name: variables[name]["value"] for name in plain} == plain
-    assert variables["HF_TOKEN"]["value_from"] == {"secret_name_ref": bodies.secret_name(JOB, "HF_TOKEN")}
-    assert bodies.secrets_of(spec)[0]["value"] == "hf_x"
+    assert variables["HF_TOKEN"]["value_from"] == {"secret_name_ref": deployments.secret_name(JOB, "HF_TOKEN")}
+    assert deployments.secret_bodies(spec)[0]["value"] == "hf_x"
     wanted = body["spec"]["resource_requirement"]
     assert (wanted["resource_shape"], wanted["min_replicas"], wanted["max_replicas"]) == ("gpu.8xh100-sxm", 1, 1)
     assert wanted["affinity"] == {"allowed_dedicated_node_groups": ["nodes"]}
     assert body["spec"]["api_tokens"] == [{"value": "callers"}]
-    public = bodies.deployment_of(spec, settings(resource_shape="gpu.8xh100-sxm", public=True))["spec"]
+    public = deployments.deployment_body(spec, settings(resource_shape="gpu.8xh100-sxm", public=True))["spec"]
     assert (public["api_tokens"], public["allow_unauthenticated_access"]) == ([], True)
 
 
@@ -85,7 +85,7 @@ def test_a_body_has_the_values_and_no_secret(tmp_path: Path) -> None:
 )
 def test_what_has_no_place_is_refused(spec: LaunchSpec, more: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):
-        bodies.deployment_of(spec, settings(**more))
+        deployments.deployment_body(spec, settings(**more))
 
 
 @pytest.mark.parametrize(
@@ -106,22 +106,22 @@ def test_what_has_no_place_is_refused(spec: LaunchSpec, more: dict[str, Any], to
     ],
 )
 def test_states(status: dict[str, str], phase: str, word: str) -> None:
-    observed = states.observed({"metadata": {"id": "x"}, "status": status})
-    assert (observed.phase, observed.word, observed.name) == (phase, word, "x")
+    observed = deployments.deployment_status({"metadata": {"id": "x"}, "status": status})
+    assert (observed.phase, observed.pod_phase, observed.name) == (phase, word, "x")
 
 
 def test_the_last_termination_tells_how_it_ended() -> None:
     told = {"r-1": [{"finished_at": 5, "exit_code": 0}, {"finished_at": 9, "exit_code": 137, "reason": "OOMKilled"}]}
-    observed = states.observed({"status": {"state": "Not Ready"}}, told)
+    observed = deployments.deployment_status({"status": {"state": "Not Ready"}}, told)
     assert (observed.phase, observed.exit_code) == ("ended", 137) and "OOMKilled" in observed.reason
-    assert states.observed({"status": {"state": "Ready"}}, told).phase == "running"
+    assert deployments.deployment_status({"status": {"state": "Ready"}}, told).phase == "running"
 
 
 def test_lines_come_in_their_order() -> None:
     streams = [{"values": [["3", "c"], ["1", "a"]]}, {"values": [["2", "b"]]}]
-    assert states.lines_of({"data": {"result": streams}}, 2) == "b\nc"
+    assert deployments.log_lines({"data": {"result": streams}}, 2) == "b\nc"
     for nothing in (None, {}, {"data": None}, {"data": {"result": None}}):
-        assert states.lines_of(nothing, 5) == ""
+        assert deployments.log_lines(nothing, 5) == ""
 
 
 def preflight(chosen: LeptonSettings) -> dict[str, Check]:
@@ -150,7 +150,7 @@ def test_preflight_tells_what_is_missing_and_no_value(fake: FakeLepton) -> None:
 def test_troubles_are_told_as_what_they_are(fake: FakeLepton) -> None:
     async def told(chosen: LeptonSettings) -> HeadraceError:
         with pytest.raises(HeadraceError) as caught:
-            await LeptonDriver(chosen).found()
+            await LeptonDriver(chosen).list_services()
         return caught.value
 
     async def main() -> None:
@@ -174,12 +174,12 @@ def test_a_refused_service_leaves_no_secret_and_half_a_start_is_told(fake: FakeL
         with pytest.raises(InvalidArgument, match="no image has this name"):
             await driver.start(refused)
         assert fake.held() == set()
-        fake.secrets[bodies.secret_name(JOB, "HF_TOKEN")] = "hf_x"
+        fake.secrets[deployments.secret_name(JOB, "HF_TOKEN")] = "hf_x"
         fake.secrets["SOMEBODY_ELSES"] = "1"
-        assert (await driver.found())[JOB] == await driver.status(Handle(JOB, "lepton"))
+        assert (await driver.list_services())[JOB] == await driver.status(Handle(JOB, "lepton"))
         assert "never started" in (await driver.status(Handle(JOB, "lepton"))).reason
         await driver.stop(Handle(JOB, "lepton"), 1)
-        assert fake.held() == {"secret SOMEBODY_ELSES"} and await driver.found() == {}
+        assert fake.held() == {"secret SOMEBODY_ELSES"} and await driver.list_services() == {}
 
     asyncio.run(main())
 
@@ -189,8 +189,10 @@ def test_an_image_that_cannot_be_pulled_is_told(fake: FakeLepton) -> None:
         driver = LeptonDriver(settings(gateway=fake.url))
         job_id = str(uuid.uuid4())
         handle = await driver.start(LaunchSpec(job_id, container=Container("no-such/image:1", "x")))
-        assert handle.data["platform_job_id"] == bodies.name_of(job_id)
-        wanted = Observed("starting", bodies.name_of(job_id), "Pending", reason="ConfigError: ImagePullBackOff")
+        assert handle.data["platform_job_id"] == deployments.deployment_name(job_id)
+        wanted = PlatformStatus(
+            "starting", deployments.deployment_name(job_id), "Pending", reason="ConfigError: ImagePullBackOff"
+        )
         assert await driver.status(handle) == wanted
         await driver.stop(handle, 1)
         assert fake.held() == set()

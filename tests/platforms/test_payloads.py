@@ -28,10 +28,10 @@ from headrace.platforms.payloads import (
     env_json,
     environment,
     inner_command,
+    is_secret,
     job_json,
-    program_words,
+    program_args,
 )
-from headrace.platforms.variables import is_secret
 
 JOB = "0f9b1c2e-6a4d-4f3b-8a57-3c1d2e4f5a6b"
 CATALOGUE = load()
@@ -77,8 +77,8 @@ def test_our_own_program_takes_the_place_of_the_shell() -> None:
 def test_another_port_is_told() -> None:
     for arch in (COSMOS_RL, PREDICT, DATA):
         assert shlex.split(inner_command(_payload(arch), 8091))[-2:] == ["--port", "8091"]
-        assert program_words(_payload(arch), PORT)[-1] == PORT
-    with pytest.raises(InvalidArgument, match="no port"):
+        assert program_args(_payload(arch), PORT)[-1] == PORT
+    with pytest.raises(InvalidArgument, match="not a port"):
         inner_command(_payload(), 70_000)
 
 
@@ -102,7 +102,7 @@ def test_the_line_is_the_same_on_all_platforms_but_for_the_backend() -> None:
         "slurm": "slurm",
         "kubernetes": "local-k8s",
     }
-    with pytest.raises(InvalidArgument, match="these are: process, local-docker"):
+    with pytest.raises(InvalidArgument, match="known: process, local-docker"):
         check_platform("aws; rm")
 
 
@@ -161,7 +161,7 @@ def test_a_real_shell_passes_hostile_texts_on(tmp_path: Path, platform: str) -> 
 @pytest.mark.parametrize("path", ["/models/m", "hf_model://a/b"])
 def test_our_own_program_understands_its_words(arch: Architecture, path: str) -> None:
     payload = _payload(arch, path, options={"idle_timeout_minutes": 5})
-    words = program_words(payload, 8085, own_image=True)
+    words = program_args(payload, 8085, own_image=True)
     assert words[:3] == ("headrace", "microservice", "start")
     assert JOB in " ".join(words)
     command = typer.main.get_command(app).commands["microservice"]  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ def test_our_own_program_understands_its_words(arch: Architecture, path: str) ->
         assert told["checkpoint_path" if path.startswith("/") else "model_path"] == path
     else:
         assert json.loads(told["job"])["specs"]["model_path"] == path
-    assert program_words(payload, PORT, own_image=True, host="127.0.0.1")[-4:-2] == ("--host", "127.0.0.1")
+    assert program_args(payload, PORT, own_image=True, host="127.0.0.1")[-4:-2] == ("--host", "127.0.0.1")
 
 
 def test_options_are_those_of_the_architecture() -> None:
@@ -214,7 +214,7 @@ def test_cloud_uris_are_refused_with_the_reason(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("", "which model"),
+        ("", "no model is given"),
         ("hf://org/model", "is written hf_model://ORG/NAME"),
         ("hf_model://model", "is written hf_model://ORG/NAME"),
         ("hf_model://org/model/file", "is written hf_model://ORG/NAME"),
@@ -222,11 +222,11 @@ def test_cloud_uris_are_refused_with_the_reason(scheme: str) -> None:
         ("HF_MODEL://org/model", "is written hf_model://ORG/NAME"),
         ("https://example.org/m", "cannot begin with https"),
         ("file:///etc", "cannot begin with file"),
-        ("model", "write it from the root on"),
-        ("./org/model", "write it from the root on"),
-        ("../model", "write it from the root on"),
-        ("~/model", "write it from the root on"),
-        ("-o/model", "write it from the root on"),
+        ("model", "write the absolute path"),
+        ("./org/model", "write the absolute path"),
+        ("../model", "write the absolute path"),
+        ("~/model", "write the absolute path"),
+        ("-o/model", "write the absolute path"),
         ("/a\nb", "control character"),
         ("/a\0b", "control character"),
         ("/a\x85b", "control character"),
@@ -253,7 +253,7 @@ def test_nothing_secret_gets_onto_the_line() -> None:
             with pytest.raises(InvalidArgument, match="secret") as caught:
                 inner_command(_payload(arch, variables={name: value}))
             assert "canary" not in caught.value.message
-    with pytest.raises(InvalidArgument, match="call back"):
+    with pytest.raises(InvalidArgument, match="call the gateway back"):
         env_json(_payload(variables={"TAO_ADMIN_KEY": "canary"}))
 
 

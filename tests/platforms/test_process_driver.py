@@ -22,9 +22,9 @@ import pytest
 from headrace.core.errors import AlreadyExists, InvalidArgument, ResourceExhausted
 from headrace.platforms import process
 from headrace.platforms.contract import PORT, SECRET, Handle, LaunchSpec
-from headrace.platforms.identity import boot, command_of, is_surely_dead, own_name, stat_of
-from headrace.platforms.ports import Ports, is_free
+from headrace.platforms.node_resources import PortAllocator, is_port_free
 from headrace.platforms.process import ProcessDriver
+from headrace.platforms.processes import boot_id, command_line, is_dead, process_name, read_stat
 from support.ports import service_ports
 from support.waiting import eventually, eventually_async
 
@@ -69,8 +69,8 @@ async def answer(driver: ProcessDriver, handle: Handle) -> Any:
 
 
 def lives(pid: int) -> bool:
-    stat = stat_of(pid)
-    return stat is not None and stat.lives
+    stat = read_stat(pid)
+    return stat is not None and stat.is_alive
 
 
 def empty(root: Path) -> bool:
@@ -95,9 +95,9 @@ def test_a_service_is_started_reached_and_stopped_without_a_trace(root: Path) ->
         for file in (root / "jobs" / wanted.job_id).glob("*.json"):
             assert file.stat().st_mode & 0o077 == 0
         observed = await driver.status(Handle(wanted.job_id, "process"))
-        assert (observed.phase, observed.word) == ("running", "Running") and str(told["pid"]) in observed.name
+        assert (observed.phase, observed.pod_phase) == ("running", "Running") and str(told["pid"]) in observed.name
         assert "serving" in await driver.logs(handle, 10)
-        assert list(await driver.found()) == [wanted.job_id]
+        assert list(await driver.list_services()) == [wanted.job_id]
         with pytest.raises(AlreadyExists):
             await driver.start(wanted)
         await driver.stop(handle, 10)
@@ -105,7 +105,7 @@ def test_a_service_is_started_reached_and_stopped_without_a_trace(root: Path) ->
         assert not lives(told["pid"]) and empty(root)
         assert (await driver.status(handle)).phase == "gone"
         assert await driver.endpoint(handle) is None and await driver.logs(handle, 10) == ""
-        assert is_free("127.0.0.1", handle.data["port"])
+        assert is_port_free("127.0.0.1", handle.data["port"])
         await driver.close()
 
     run(main())
@@ -135,7 +135,7 @@ def test_the_end_of_a_service_is_told_with_its_code_and_its_log(root: Path) -> N
 
         await eventually_async(ended)
         observed = await driver.status(failed)
-        assert (observed.word, observed.exit_code) == ("Failed", 3) and "code 3" in observed.reason
+        assert (observed.pod_phase, observed.exit_code) == ("Failed", 3) and "code 3" in observed.reason
         assert "the reason why" in await driver.logs(failed, 100)
         killed = await driver.start(spec("serve"))
         told = await answer(driver, killed)
@@ -178,10 +178,10 @@ STARTER = """
 import asyncio, os, sys
 from pathlib import Path
 from headrace.platforms.contract import PORT, LaunchSpec
-from headrace.platforms import process
+from headrace.platforms import process, processes
 async def main():
     if sys.argv[3] == "before the gate":
-        process._open_gate = lambda child: (print(child.pid, flush=True), os.kill(os.getpid(), 9))
+        processes._open_gate = lambda child: (print(child.pid, flush=True), os.kill(os.getpid(), 9))
     ports = int(sys.argv[4]), int(sys.argv[5])
     driver = process.ProcessDriver(Path(sys.argv[1]), ports=ports, environ={**os.environ})
     await driver.start(LaunchSpec(sys.argv[2], "launched_programs:serve", ("--port", PORT)))
@@ -209,7 +209,7 @@ def test_a_service_outlives_the_gateway_and_is_found_by_the_next(root: Path) -> 
     async def main() -> None:
         driver = driver_of(root)
         handle = Handle(job_id, "process")
-        assert (await driver.found()) == {job_id: await driver.status(handle)} and (
+        assert (await driver.list_services()) == {job_id: await driver.status(handle)} and (
             await driver.status(handle)
         ).phase == "running"
         told = await answer(driver, handle)
@@ -247,11 +247,18 @@ def test_a_process_that_only_has_the_number_is_left_alone(root: Path, change: di
         folder = root / "jobs" / job_id
         folder.mkdir(parents=True)
         stranger = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
-        stat = stat_of(stranger.pid)
+        stat = read_stat(stranger.pid)
         assert stat is not None
-        while not command_of(stranger.pid):  # the kernel is about to give it its words
+        while not command_line(stranger.pid):  # the kernel is about to give it its words
             await asyncio.sleep(0.01)
-        meta = {"job_id": job_id, "pid": stranger.pid, "started": stat.started, "boot": boot(), "port": 1, "host": "h"}
+        meta = {
+            "job_id": job_id,
+            "pid": stranger.pid,
+            "started": stat.started,
+            "boot": boot_id(),
+            "port": 1,
+            "host": "h",
+        }
         (folder / "launch.json").write_text(json.dumps(meta | change))
         assert (await driver.status(Handle(job_id, "process"))).phase == "ended"
         await driver.stop(Handle(job_id, "process"), 1)
@@ -270,7 +277,7 @@ def test_one_that_the_kernel_is_about_to_give_its_words_lives(root: Path, monkey
         driver = driver_of(root)
         handle = await driver.start(spec())
         with monkeypatch.context() as patch:
-            patch.setattr(process, "command_of", lambda _: [])
+            patch.setattr(process, "command_line", lambda _: [])
             assert (await driver.status(handle)).phase == "running"
         assert (await driver.status(handle)).phase == "running"
         await driver.stop(handle, 30)
@@ -283,7 +290,7 @@ def test_one_that_the_kernel_is_about_to_give_its_words_lives(root: Path, monkey
 def test_ports_are_bound_before_they_are_given_and_given_in_turn(tmp_path: Path) -> None:
     first, last = service_ports(4)
     with socket.create_server(("127.0.0.1", first + 1)):
-        ports = Ports(tmp_path / "ports", "127.0.0.1", first, last)
+        ports = PortAllocator(tmp_path / "ports", "127.0.0.1", first, last)
         known = {"a", "b", "c"}
         given = [ports.claim(name, known.__contains__) for name in "abc"]
         turn = [first, first + 2, first + 3]
@@ -299,9 +306,10 @@ def test_folders_that_share_the_ports_do_not_all_begin_with_the_same(tmp_path: P
     """Nobody listens yet where the first service of another folder is about to."""
     first, last = service_ports()
     given = [
-        Ports(tmp_path / str(number), "127.0.0.1", first, last).claim("a", {"a"}.__contains__) for number in range(10)
+        PortAllocator(tmp_path / str(number), "127.0.0.1", first, last).claim("a", {"a"}.__contains__)
+        for number in range(10)
     ]
-    again = Ports(tmp_path / "0", "127.0.0.1", first, last)
+    again = PortAllocator(tmp_path / "0", "127.0.0.1", first, last)
     again.release("a")
     assert len(set(given)) > 1 and again.claim("b", {"b"}.__contains__) == given[0] + 1 - (
         last - first + 1 if given[0] == last else 0
@@ -314,7 +322,7 @@ def test_a_failed_start_leaves_nothing(root: Path) -> None:
         driver = ProcessDriver(root, ports=only, environ={"PYTHONPATH": HERE, **os.environ})
         with socket.create_server(("127.0.0.1", only[0])), pytest.raises(ResourceExhausted):
             await driver.start(spec())
-        assert empty(root) and await driver.found() == {}
+        assert empty(root) and await driver.list_services() == {}
         await driver.close()
 
     run(main())
@@ -335,10 +343,10 @@ def test_a_job_id_that_is_no_uuid_reaches_no_file(root: Path, bad: str) -> None:
 
 
 def test_who_lives() -> None:
-    mine = own_name("x")
-    assert not is_surely_dead(mine)
+    mine = process_name("x")
+    assert not is_dead(mine)
     host, started_boot, pid, started, extra = mine.split("/")
-    assert is_surely_dead("/".join((host, started_boot, pid, "1", extra)))
-    assert is_surely_dead("/".join((host, "another-boot", pid, started, extra)))
-    assert not is_surely_dead("/".join(("another-host", started_boot, pid, "1", extra)))
-    assert not is_surely_dead("") and not is_surely_dead("nonsense")
+    assert is_dead("/".join((host, started_boot, pid, "1", extra)))
+    assert is_dead("/".join((host, "another-boot", pid, started, extra)))
+    assert not is_dead("/".join(("another-host", started_boot, pid, "1", extra)))
+    assert not is_dead("") and not is_dead("nonsense")

@@ -15,9 +15,9 @@ import pytest
 
 from headrace.core.errors import DeadlineExceeded, InvalidArgument
 from headrace.core.telemetry.progress import ProgressEvent
-from headrace.platforms.contract import Observed
-from headrace.platforms.http_asking import Told, get
-from headrace.platforms.readiness import PATH, NeverReady, Patience, judged, wait_ready
+from headrace.platforms.contract import PlatformStatus
+from headrace.platforms.http_client import Response, get
+from headrace.platforms.service_client import READINESS_PATH, NeverReady, WaitPolicy, parse_readiness, wait_ready
 
 
 class Clock:
@@ -39,33 +39,40 @@ class Clock:
         return int(self.now * 1e9)
 
 
-def answer(status: int, kind: str = "", message: str = "") -> Told:
-    return Told(status, {"error": {"type": kind, "message": message}} if kind else {})
+def answer(status: int, kind: str = "", message: str = "") -> Response:
+    return Response(status, {"error": {"type": kind, "message": message}} if kind else {})
 
 
 def waited(
-    answers: Sequence[Told | None], look: Observed | None = None, **bounds: float
+    answers: Sequence[Response | None], look: PlatformStatus | None = None, **bounds: float
 ) -> tuple[list[float], list[Any]]:
     """The pauses that were made, and what was told."""
     clock, pauses, events, left = Clock(), [], [], list(answers)
 
-    async def ask(url: str, path: str, seconds: float) -> Told | None:
-        assert (url, path, seconds) == ("http://x:1", PATH, 5.0)
+    async def ask(url: str, path: str, seconds: float) -> Response | None:
+        assert (url, path, seconds) == ("http://x:1", READINESS_PATH, 5.0)
         return left.pop(0) if len(left) > 1 else left[0]
 
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
         clock.now += seconds
 
-    async def looked() -> Observed:
-        return look or Observed("running")
+    async def looked() -> PlatformStatus:
+        return look or PlatformStatus("running")
 
     def told(event: ProgressEvent) -> None:
         events.append((event.state, event.message))
 
     asyncio.run(
         wait_ready(
-            "http://x:1", "job 1", looked, patience=Patience(**bounds), progress=told, ask=ask, clock=clock, pause=pause
+            "http://x:1",
+            "job 1",
+            looked,
+            wait_policy=WaitPolicy(**bounds),
+            progress=told,
+            get_response=ask,
+            clock=clock,
+            pause=pause,
         )
     )
     return pauses, events
@@ -96,9 +103,12 @@ def test_pauses_grow_and_the_time_is_bounded() -> None:
 
 @pytest.mark.parametrize(
     ("observed", "words"),
-    [(Observed("ended", reason="the process has ended with code 3"), "code 3"), (Observed("gone"), "does not know it")],
+    [
+        (PlatformStatus("ended", reason="the process has ended with code 3"), "code 3"),
+        (PlatformStatus("gone"), "does not know it"),
+    ],
 )
-def test_one_that_does_not_run_any_more_is_not_waited_for(observed: Observed, words: str) -> None:
+def test_one_that_does_not_run_any_more_is_not_waited_for(observed: PlatformStatus, words: str) -> None:
     with pytest.raises(NeverReady, match=words):
         waited([None], observed)
 
@@ -119,14 +129,14 @@ def test_answers_are_read_from_a_real_server_and_silence_is_none() -> None:
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        told = asyncio.run(get(f"http://127.0.0.1:{server.server_port}/base", PATH, 60))
+        told = asyncio.run(get(f"http://127.0.0.1:{server.server_port}/base", READINESS_PATH, 60))
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert told is not None and judged(told) == ("waiting", f"/base{PATH}")
+    assert told is not None and parse_readiness(told) == ("waiting", f"/base{READINESS_PATH}")
     with socket.socket() as nobody:  # bound, so that nobody else listens there either
         nobody.bind(("127.0.0.1", 0))
-        assert asyncio.run(get(f"http://127.0.0.1:{nobody.getsockname()[1]}", PATH, 60)) is None
+        assert asyncio.run(get(f"http://127.0.0.1:{nobody.getsockname()[1]}", READINESS_PATH, 60)) is None
     with pytest.raises(InvalidArgument):
-        asyncio.run(get("file:///etc/passwd", PATH, 5))
+        asyncio.run(get("file:///etc/passwd", READINESS_PATH, 5))

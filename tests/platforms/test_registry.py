@@ -258,8 +258,8 @@ def test_ten_processes_at_once_get_ten_ports(path: Path) -> None:
 
 def test_a_lock_that_is_kept_is_told_of_and_ends_with_its_holder(path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from headrace.platforms import registry_file\n"
-        "with registry_file.alone(Path(sys.argv[1]), 30): print('held', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from headrace.platforms import registry\n"
+        "with registry.locked(Path(sys.argv[1]), 30): print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

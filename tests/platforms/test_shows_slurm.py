@@ -55,7 +55,7 @@ class Somebody:
 
 def test_three_services_from_start_to_stop(slurm: Cluster, folder: Path) -> None:
     me = Somebody(slurm, folder, {"SLURM_CONF": slurm.environ["SLURM_CONF"]})
-    started = show(me.shell, kill=me.kill, held=me.held, logged="the model is ready")
+    started = show(me.shell, kill=me.kill, held=me.held, logged="The model is ready")
     for row in started:
         assert row["slurm_node"] and row["host_port"] >= 20_000 and "tunnel_pid" not in row
 
@@ -74,7 +74,7 @@ def test_three_services_over_ssh_from_start_to_stop(slurm: Cluster, folder: Path
         again = next(each for each in me.shell("list", "--json") if each["job_id"] == kept["job_id"])
         assert again["tunnel_pid"] != kept["tunnel_pid"] and again["host_url"] == kept["host_url"]
 
-    started = show(me.shell, kill=kill, held=me.held, logged="the model is ready")
+    started = show(me.shell, kill=kill, held=me.held, logged="The model is ready")
     for row in started:
         assert row["slurm_node"] and row["host_url"] == f"http://127.0.0.1:{row['host_port']}"
         assert 8080 <= row["host_port"] <= 8199 and row["tunnel_pid"]

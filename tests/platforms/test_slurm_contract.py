@@ -18,9 +18,14 @@ pytest.register_assert_rewrite("driver_contract")
 from driver_contract import NOTHING, DriverContract, command  # noqa: E402
 from slurm_platform import Cluster  # noqa: E402
 
-from headrace.platforms.contract import Container, Driver, Handle, LaunchSpec  # noqa: E402
-from headrace.platforms.folders import is_id  # noqa: E402
-from headrace.platforms.slurm.script import node_port  # noqa: E402
+from headrace.platforms.contract import (  # noqa: E402
+    Container,
+    Driver,
+    Handle,
+    LaunchSpec,
+    is_job_id,  # noqa: E402
+)
+from headrace.platforms.slurm.batch_script import node_port  # noqa: E402
 
 pytestmark = pytest.mark.platform
 
@@ -47,7 +52,7 @@ class Contract(DriverContract):
         environment: Mapping[str, str] = NOTHING,
         secret_environment: Mapping[str, str] = NOTHING,
     ) -> LaunchSpec:
-        port = node_port(job_id) if is_id(job_id) else 20_000
+        port = node_port(job_id) if is_job_id(job_id) else 20_000
         box = Container("", command(program, words, port=port, python=sys.executable), port)
         return LaunchSpec(job_id, container=box, environment=environment, secret_environment=secret_environment)
 

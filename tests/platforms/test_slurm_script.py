@@ -18,19 +18,27 @@ pytest.register_assert_rewrite("driver_contract")
 from driver_contract import hostile  # noqa: E402
 
 from headrace.core.errors import InvalidArgument  # noqa: E402
-from headrace.platforms.contract import Container, LaunchSpec, Mount, Observed  # noqa: E402
-from headrace.platforms.slurm import programs  # noqa: E402
-from headrace.platforms.slurm.looking import Seen, node_address, observe, read_checks, read_look  # noqa: E402
-from headrace.platforms.slurm.script import (  # noqa: E402
+from headrace.platforms.contract import Container, LaunchSpec, Mount, PlatformStatus  # noqa: E402
+from headrace.platforms.slurm import login_node  # noqa: E402
+from headrace.platforms.slurm.batch_script import (  # noqa: E402
     PORT_TAKEN,
     apptainer_image,
-    build,
+    build_batch_job,
+    export_lines,
     node_port,
     pyxis_image,
-    variables_text,
 )
 from headrace.platforms.slurm.settings import SlurmSettings  # noqa: E402
-from headrace.platforms.slurm.states import observed_of, state_of, waiting_reason  # noqa: E402
+from headrace.platforms.slurm.status import (  # noqa: E402
+    JobRecord,
+    job_status,
+    parse_checks,
+    parse_listing,
+    parse_node_address,
+    parse_state,
+    pending_reason,
+    service_status,
+)
 
 JOB = "3f0c0a52-5d5c-4a4e-9f5e-0b6a7c1d2e3f"
 OTHER = "00000000-0000-4000-8000-000000000001"
@@ -44,7 +52,7 @@ def ran(tmp_path: Path, spec: LaunchSpec, settings: SlurmSettings) -> tuple[list
     """The words that a script gives to srun, and what it gives it to read, as bash sees them."""
     folder = tmp_path / "a job's folder"
     folder.mkdir()
-    made = build(spec, settings, str(folder), 0.0)
+    made = build_batch_job(spec, settings, str(folder), 0.0)
     subprocess.run(["bash", "-n"], input=made.script.encode(), check=True)
     assert "\r" not in made.script and all(not line.startswith("#SBATCH") for line in made.script.split("\n"))
     (folder / "env").write_text(made.variables)
@@ -72,7 +80,7 @@ def test_a_script_gives_srun_the_very_same_words(tmp_path: Path, mode: str) -> N
         words, given = ran(tmp_path, LaunchSpec(JOB, container=box, environment={"A": text}, gpus=2), settings)
     assert words[-5:-2] == ["/bin/sh", "-c", 'eval "$(cat)" && exec /bin/sh -c "$1" "$0" </dev/null']
     assert words[-2:] == [f"headrace-{JOB}", text]
-    assert "--cpus-per-task=3" in words and given == variables_text({"A": text})
+    assert "--cpus-per-task=3" in words and given == export_lines({"A": text})
     if mode == "pyxis":
         assert "--container-image=nvcr.io#nvidia/tao/x:1" in words and "--no-container-mount-home" in words
         assert "--container-mounts=/models/a b:/in $(x):ro,/extra:/extra:ro" in words
@@ -91,13 +99,13 @@ def test_variables_are_the_same_in_a_shell_and_never_in_the_script(tmp_path: Pat
     values = {f"V{number}": text for number, text in enumerate(hostile(canary))}
     shown = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k[0] == 'V'}))"
     for shell in ("/bin/sh", "bash"):
-        text = variables_text(values) + f'python3 -c "{shown}"\n'
+        text = export_lines(values) + f'python3 -c "{shown}"\n'
         told = subprocess.run(
             [shell, "-s"], input=text.encode(), capture_output=True, check=True, env={"PATH": os.environ["PATH"]}
         )
         assert json.loads(told.stdout) == values
     secret = LaunchSpec(JOB, container=Container("", "true", 20_001), secret_environment={"HF_TOKEN": "hf_very_secret"})
-    made = build(secret, SlurmSettings(partition="p"), "/f", 0.0)
+    made = build_batch_job(secret, SlurmSettings(partition="p"), "/f", 0.0)
     assert "hf_very_secret" in made.variables
     assert "hf_very_secret" not in made.script + made.meta + "".join(made.sbatch) and "HF_TOKEN" not in made.script
     assert not canary.exists()
@@ -105,7 +113,9 @@ def test_variables_are_the_same_in_a_shell_and_never_in_the_script(tmp_path: Pat
 
 def test_what_a_job_asks_of_slurm() -> None:
     settings = SlurmSettings(partition="a,b", account="acc", time_limit="4:00:00", memory="8G", cpus=4, qos="q")
-    made = build(LaunchSpec(JOB, container=Container("", "true", 20_001), gpus=2), settings, f"/shared/{JOB}", 0.0)
+    made = build_batch_job(
+        LaunchSpec(JOB, container=Container("", "true", 20_001), gpus=2), settings, f"/shared/{JOB}", 0.0
+    )
     for word in (
         *(
             f"--job-name={JOB}",
@@ -117,7 +127,9 @@ def test_what_a_job_asks_of_slurm() -> None:
         *("--mem=8G", "--cpus-per-task=4", "--gres=gpu:2", f"--output=/shared/{JOB}/log", "--no-requeue", "--qos=q"),
     ):
         assert word in made.sbatch
-    plain = build(LaunchSpec(JOB, container=Container("", "true", 20_001)), SlurmSettings(partition="a"), "/f", 0.0)
+    plain = build_batch_job(
+        LaunchSpec(JOB, container=Container("", "true", 20_001)), SlurmSettings(partition="a"), "/f", 0.0
+    )
     assert not any(word.startswith(("--gres", "--account", "--time")) for word in plain.sbatch)
     assert any(word.startswith("--mem=") for word in plain.sbatch)
 
@@ -140,7 +152,7 @@ def test_what_a_job_asks_of_slurm() -> None:
 )
 def test_what_cannot_arrive_is_refused(box: Container) -> None:
     with pytest.raises(InvalidArgument):
-        build(LaunchSpec(JOB, container=box), SlurmSettings(partition="p"), "/f", 0.0)
+        build_batch_job(LaunchSpec(JOB, container=box), SlurmSettings(partition="p"), "/f", 0.0)
 
 
 def test_images_as_each_runtime_writes_them() -> None:
@@ -160,7 +172,7 @@ def test_ports_differ_by_job() -> None:
 
 def test_a_program_that_was_cut_does_nothing(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
-    text = programs.text('touch "$1"', (str(canary),))
+    text = login_node.script_text('touch "$1"', (str(canary),))
     for end in range(len(text) - 2):
         subprocess.run(
             ["/bin/sh", "-s"], input=text[:end].encode(), capture_output=True, check=False
@@ -178,7 +190,7 @@ def test_a_program_that_was_cut_does_nothing(tmp_path: Path) -> None:
     [("CANCELLED+", "CANCELLED"), ("CANCELLED by 0", "CANCELLED"), ("RUNNING", "RUNNING"), ("", ""), (" ", "")],
 )
 def test_states_are_read_in_all_their_spellings(told: str, state: str) -> None:
-    assert state_of(told) == state
+    assert parse_state(told) == state
 
 
 @pytest.mark.parametrize(
@@ -200,19 +212,19 @@ def test_states_are_read_in_all_their_spellings(told: str, state: str) -> None:
     ],
 )
 def test_every_state_in_kubernetes_words(state: str, phase: str, word: str) -> None:
-    observed = observed_of(state, "12", "None", None)
-    assert (observed.phase, observed.word, observed.name) == (phase, word, "12")
+    observed = job_status(state, "12", "None", None)
+    assert (observed.phase, observed.pod_phase, observed.name) == (phase, word, "12")
     assert observed.reason or word in ("Running", "Succeeded", "Unknown")
 
 
 def test_reasons_are_sentences_with_slurms_own_word() -> None:
-    assert waiting_reason("Resources") == "in the queue: no node has enough free GPUs, processors or memory (Resources)"
-    assert "down, drained or reserved" in waiting_reason("ReqNodeNotAvail, UnavailableNodes:n[1-4]")
-    assert "a limit of the account" in waiting_reason("QOSMaxGRESPerUser")
-    assert waiting_reason("SomethingNew") == "in the queue: SomethingNew"
-    assert "longer one (SLURM_TIME_HOURS)" in observed_of("TIMEOUT", "1", "", None).reason
-    assert "taken on its node" in observed_of("FAILED", "1", "", PORT_TAKEN).reason
-    assert "SIGKILL" in observed_of("FAILED", "1", "", 137).reason
+    assert pending_reason("Resources") == "in the queue: no node has enough free GPUs, processors or memory (Resources)"
+    assert "down, drained or reserved" in pending_reason("ReqNodeNotAvail, UnavailableNodes:n[1-4]")
+    assert "a limit of the account" in pending_reason("QOSMaxGRESPerUser")
+    assert pending_reason("SomethingNew") == "in the queue: SomethingNew"
+    assert "longer one (SLURM_TIME_HOURS)" in job_status("TIMEOUT", "1", "", None).reason
+    assert "taken on its node" in job_status("FAILED", "1", "", PORT_TAKEN).reason
+    assert "SIGKILL" in job_status("FAILED", "1", "", 137).reason
 
 
 LOOKED = f"""\
@@ -229,7 +241,7 @@ end nobody 4
 
 
 def test_a_look_is_read() -> None:
-    seen = read_look(LOOKED)
+    seen = parse_listing(LOOKED)
     assert set(seen) == {JOB, OTHER}
     one = seen[JOB]
     assert (one.folder, one.number, one.has_variables, one.meta["port"], one.end) == (True, "12", False, 20001, 3)
@@ -238,23 +250,27 @@ def test_a_look_is_read() -> None:
 
 
 def test_what_is_known_decides_how_it_is() -> None:
-    assert observe(Seen(), "", 0.0) == Observed("gone")
-    gone = read_look(f"job 12|COMPLETED|n|{JOB}|None\n")[JOB]
-    assert observe(gone, "", 0.0) == Observed("gone"), "stopped, and Slurm still remembers it"
-    lost = read_look(f"job 12|RUNNING|n|{JOB}|None\n")[JOB]
-    assert observe(lost, "", 0.0) == Observed("running", "12", "Running"), "its folder is lost, and it runs"
-    left = Seen(folder=True, number="12", end=3)
-    assert observe(left, "", 0.0) == Observed("ended", "12", "Failed", 3, "the service has ended with code 3")
-    fresh = Seen(folder=True, meta={"began": 100.0})
-    assert [getattr(observe(fresh, "", now), "phase", None) for now in (110.0, 1000.0)] == ["starting", "ended"]
-    forgotten = Seen(folder=True, number="12")
-    assert observe(forgotten, "", 0.0) is None
-    told = observe(forgotten, "CANCELLED by 0|0:15\n", 0.0)
-    assert told is not None and (told.word, told.reason) == ("Failed", "the job was cancelled")
-    told = observe(forgotten, "-", 0.0)
-    assert told is not None and told.phase == "ended" and "knows job 12 no more" in told.reason
-    assert node_address("NodeName=vm Arch=x NodeAddr=10.0.0.7 NodeHostName=vm", "vm") == "10.0.0.7"
-    assert node_address("", "vm") == "vm"
+    assert service_status(JobRecord(), "", 0.0) == PlatformStatus("gone")
+    gone = parse_listing(f"job 12|COMPLETED|n|{JOB}|None\n")[JOB]
+    assert service_status(gone, "", 0.0) == PlatformStatus("gone"), "stopped, and Slurm still remembers it"
+    lost = parse_listing(f"job 12|RUNNING|n|{JOB}|None\n")[JOB]
+    assert service_status(lost, "", 0.0) == PlatformStatus("running", "12", "Running"), (
+        "its folder is lost, and it runs"
+    )
+    left = JobRecord(folder=True, number="12", end=3)
+    assert service_status(left, "", 0.0) == PlatformStatus(
+        "ended", "12", "Failed", 3, "the service has ended with code 3"
+    )
+    fresh = JobRecord(folder=True, meta={"began": 100.0})
+    assert [getattr(service_status(fresh, "", now), "phase", None) for now in (110.0, 1000.0)] == ["starting", "ended"]
+    forgotten = JobRecord(folder=True, number="12")
+    assert service_status(forgotten, "", 0.0) is None
+    told = service_status(forgotten, "CANCELLED by 0|0:15\n", 0.0)
+    assert told is not None and (told.pod_phase, told.reason) == ("Failed", "the job was cancelled")
+    told = service_status(forgotten, "-", 0.0)
+    assert told is not None and told.phase == "ended" and "has forgotten job 12" in told.reason
+    assert parse_node_address("NodeName=vm Arch=x NodeAddr=10.0.0.7 NodeHostName=vm", "vm") == "10.0.0.7"
+    assert parse_node_address("", "vm") == "vm"
 
 
 def test_preflight_asks_for_what_is_missing_by_name() -> None:
@@ -262,7 +278,7 @@ def test_preflight_asks_for_what_is_missing_by_name() -> None:
     told = tools + "folder\npartition gpu|up|4:00:00\npartition old|down|1\nsinfo\n"
 
     def failed(**given: object) -> dict[str, str]:
-        checks = read_checks(told, SlurmSettings(**given), "/f")
+        checks = parse_checks(told, SlurmSettings(**given), "/f")
         return {check.name: check.message for check in checks if not check.passed}
 
     assert failed(partition="gpu", mode="bare") == {}
@@ -271,7 +287,7 @@ def test_preflight_asks_for_what_is_missing_by_name() -> None:
     assert "old is down" in failed(partition="old", mode="bare")["partition"]
     assert "install Pyxis" in failed(partition="gpu")["pyxis"]
     assert "apptainer" in failed(partition="gpu", mode="apptainer")
-    assert "srun" in {check.name: check for check in read_checks("", SlurmSettings(), "/f")}["slurm"].message
+    assert "srun" in {check.name: check for check in parse_checks("", SlurmSettings(), "/f")}["slurm"].message
 
 
 def test_settings_of_the_environment() -> None:

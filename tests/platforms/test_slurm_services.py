@@ -29,9 +29,9 @@ from driver_contract import command  # noqa: E402
 from slurm_platform import Cluster  # noqa: E402
 
 from headrace.core.errors import AlreadyExists, FailedPrecondition, Unavailable  # noqa: E402
-from headrace.platforms.contract import Container, Handle, LaunchSpec, Observed  # noqa: E402
+from headrace.platforms.contract import Container, Handle, LaunchSpec, PlatformStatus  # noqa: E402
+from headrace.platforms.slurm.batch_script import PORT_TAKEN, node_port  # noqa: E402
 from headrace.platforms.slurm.driver import SlurmDriver  # noqa: E402
-from headrace.platforms.slurm.script import PORT_TAKEN, node_port  # noqa: E402
 from support.ports import free_port  # noqa: E402
 from support.waiting import eventually_async  # noqa: E402
 
@@ -68,12 +68,12 @@ async def answer(driver: SlurmDriver, handle: Handle, path: str = "") -> Any:
     return await eventually_async(look, longest_pause=0.2)
 
 
-async def ended(driver: SlurmDriver, handle: Handle) -> Observed:
+async def ended(driver: SlurmDriver, handle: Handle) -> PlatformStatus:
     async def look() -> Any:
         observed = await driver.status(handle)
         return observed if observed.phase == "ended" else None
 
-    found: Observed = await eventually_async(look, longest_pause=0.2)
+    found: PlatformStatus = await eventually_async(look, longest_pause=0.2)
     return found
 
 
@@ -125,7 +125,7 @@ def test_our_microservice_serves_a_real_model_through_a_tunnel(slurm: Cluster, j
         base = await driver.endpoint(handle)
         told = await asyncio.to_thread(get, f"{base}/api/v1/inference", {"images": [url], "batch_size": 1})
         assert told["results"]["response"] == ["red"] or told["results"]["response"] == "red"
-        shown = await driver.described(handle)
+        shown = await driver.describe(handle)
         assert shown.data["slurm_node"] == socket.gethostname().split(".")[0]
         assert shown.data["platform_job_id"] == handle.data["platform_job_id"]
         assert base == f"http://127.0.0.1:{shown.data['host_port']}" and psutil.pid_exists(shown.data["tunnel_pid"])
@@ -144,17 +144,17 @@ def test_a_tunnel_that_died_is_made_again_and_no_other_is_touched(slurm: Cluster
         one, two = await asyncio.gather(driver.start(spec(host_port=port)), other.start(spec()))
         await asyncio.gather(answer(driver, one), answer(other, two))
         assert await driver.endpoint(one) == f"http://127.0.0.1:{port}"
-        first, kept = [(await driver.described(each)).data["tunnel_pid"] for each in (one, two)]
+        first, kept = [(await driver.describe(each)).data["tunnel_pid"] for each in (one, two)]
         os.kill(first, signal.SIGKILL)
         assert (await answer(driver, one))["pid"]
-        again = await driver.described(one)
+        again = await driver.describe(one)
         assert again.data["tunnel_pid"] != first and again.data["host_port"] == port
         # Two that ask at once get one tunnel.
         os.kill(again.data["tunnel_pid"], signal.SIGKILL)
         urls = await asyncio.gather(driver.endpoint(one), other.endpoint(one), driver.endpoint(one))
         assert set(urls) == {f"http://127.0.0.1:{port}"}
         await driver.stop(one, 5.0)
-        assert (await other.described(two)).data["tunnel_pid"] == kept and (await answer(other, two))["pid"]
+        assert (await other.describe(two)).data["tunnel_pid"] == kept and (await answer(other, two))["pid"]
         await other.stop(two, 5.0)
         await driver.close()
         await other.close()
@@ -186,7 +186,7 @@ def test_a_full_node_is_told_and_cancelled_by_hand_too(slurm: Cluster, jobs: Pat
 
         async def full() -> bool:
             observed = await driver.status(waits)
-            assert observed.word == "Pending"
+            assert observed.pod_phase == "Pending"
             return "no node has enough free GPUs" in observed.reason
 
         await eventually_async(full, longest_pause=0.2)
@@ -197,15 +197,15 @@ def test_a_full_node_is_told_and_cancelled_by_hand_too(slurm: Cluster, jobs: Pat
             await driver.start(dataclasses.replace(spec(), job_id=waits.job_id))
         await asyncio.to_thread(slurm.tool, "scancel", waits.data["platform_job_id"])
         observed = await ended(driver, waits)
-        assert (observed.word, observed.reason) == ("Failed", "the job was cancelled")
+        assert (observed.pod_phase, observed.reason) == ("Failed", "the job was cancelled")
         assert not variables.exists(), "secrets that nobody will read any more are not kept"
         # By hand, one that runs; and one whose process is killed on its node.
         await asyncio.to_thread(slurm.tool, "scancel", first.data["platform_job_id"])
-        assert (await ended(driver, first)).word == "Failed" and await driver.endpoint(first) is None
+        assert (await ended(driver, first)).pod_phase == "Failed" and await driver.endpoint(first) is None
         killed = await driver.start(spec())
         os.kill((await answer(driver, killed))["pid"], signal.SIGKILL)
         observed = await ended(driver, killed)
-        assert (observed.word, observed.exit_code) == ("Failed", 137) and "SIGKILL" in observed.reason
+        assert (observed.pod_phase, observed.exit_code) == ("Failed", 137) and "SIGKILL" in observed.reason
         for handle in (first, waits, killed):
             await driver.stop(handle, 1.0)
         await driver.close()
@@ -270,13 +270,13 @@ def test_ssh_trusts_no_stranger_and_another_login_node_is_tried(slurm: Cluster, 
             assert [check.passed for check in await driver.preflight()] == [False]
             with pytest.raises(FailedPrecondition, match="host key"):
                 await driver.start(spec())
-        with pytest.raises(FailedPrecondition, match="does not let us in"):
-            await slurm.driver(jobs, ssh=True, key_file=str(slurm.folder / "host_key")).found()
+        with pytest.raises(FailedPrecondition, match="refuses the login"):
+            await slurm.driver(jobs, ssh=True, key_file=str(slurm.folder / "host_key")).list_services()
         with pytest.raises(Unavailable, match="cannot be reached"):
-            await slurm.driver(jobs, ssh=True, ssh_port=1).found()
+            await slurm.driver(jobs, ssh=True, ssh_port=1).list_services()
         driver = slurm.driver(jobs, ssh=True, hosts=("no-such-host.invalid", "127.0.0.1"))
         assert all(check.passed for check in await driver.preflight())
-        assert await driver.found() == {}
+        assert await driver.list_services() == {}
         await driver.close()
 
     asyncio.run(main())

@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 
 from headrace.core.errors import InvalidArgument
-from headrace.jobs.environment import check_variables
-from headrace.jobs.microservice.launching import PASSED_ON
-from headrace.platforms import variables
+from headrace.jobs.microservice.command_line import ALLOWED_VARIABLES
+from headrace.jobs.validation import check_variables
+from headrace.platforms import payloads
 
 
 def test_services_take_what_may_be_set() -> None:
-    assert variables.ALLOWED <= PASSED_ON
-    assert not variables.ALLOWED & set(variables.FORBIDDEN)
+    assert payloads.ALLOWED <= ALLOWED_VARIABLES
+    assert not payloads.ALLOWED & set(payloads.FORBIDDEN)
 
 
 def test_secrets_are_kept_apart() -> None:
@@ -30,34 +30,34 @@ def test_secrets_are_kept_apart() -> None:
         "PATH": "/bin",
         "AWS_SECRET_ACCESS_KEY": "never",
     }
-    plain, secret = variables.from_environment(environ)
+    plain, secret = payloads.from_environment(environ)
     assert plain == {"WANDB_PROJECT": "mine"}
     assert secret == {name: environ[name] for name in ("HF_TOKEN", "TAO_USER_KEY", "WANDB_BASE_URL")}
 
 
 def test_a_token_of_the_hub_is_for_models_of_the_hub() -> None:
     environ = {"HF_TOKEN": "hf_canary"}
-    assert variables.from_environment(environ, "hf_model://a/b")[1] == environ
-    assert variables.from_environment(environ, "a/b")[1] == environ
-    assert variables.from_environment(environ, "/models/a") == ({}, {})
+    assert payloads.from_environment(environ, "hf_model://a/b")[1] == environ
+    assert payloads.from_environment(environ, "a/b")[1] == environ
+    assert payloads.from_environment(environ, "/models/a") == ({}, {})
 
 
 @pytest.mark.parametrize(
     "value", ["nvapi-x", "hf_x", "ghp_x", "AKIAX", "sk-x", "s3://k:s@b", "https://b/o?a=1&X-Amz-S=2"]
 )
 def test_values_that_look_like_secrets_are_ones(value: str) -> None:
-    assert variables.split({"WANDB_PROJECT": value}) == ({}, {"WANDB_PROJECT": value})
+    assert payloads.split_secrets({"WANDB_PROJECT": value}) == ({}, {"WANDB_PROJECT": value})
 
 
 @pytest.mark.parametrize("value", ["https://wandb.example/a@b", "me@example.org", "half_x", "risk-x"])
 def test_other_values_are_none(value: str) -> None:
-    assert variables.split({"WANDB_PROJECT": value}) == ({"WANDB_PROJECT": value}, {})
+    assert payloads.split_secrets({"WANDB_PROJECT": value}) == ({"WANDB_PROJECT": value}, {})
 
 
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("TAO_ADMIN_KEY", "canary", "would call back"),
+        ("TAO_ADMIN_KEY", "canary", "would call the gateway back"),
         ("LD_PRELOAD", "canary", "is not among the variables"),
         ("A=B\n", "canary", "is not among the variables"),
         ("WANDB_PROJECT", "canary" * 100, "more than 500"),
@@ -67,22 +67,22 @@ def test_other_values_are_none(value: str) -> None:
 )
 def test_what_cannot_be_set_is_told_without_its_value(name: str, value: str, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told) as caught:
-        variables.split({name: value})
+        payloads.split_secrets({name: value})
     assert "canary" not in caught.value.message
 
 
 def test_presence_tells_no_value() -> None:
-    found = dict(variables.presence({"HF_TOKEN": "canary", "TAO_API_KEY": ""}))
+    found = dict(payloads.presence({"HF_TOKEN": "canary", "TAO_API_KEY": ""}))
     assert found["HF_TOKEN"] == "SET"
     assert found["TAO_API_KEY"] == found["WANDB_API_KEY"] == "UNSET"
-    assert set(variables.SECRETS) <= set(found)
-    slurm = dict(variables.presence({"SLURM_PARTITION": "gpu"}, variables.wanted_on("slurm")))
+    assert set(payloads.SECRETS) <= set(found)
+    slurm = dict(payloads.presence({"SLURM_PARTITION": "gpu"}, payloads.platform_variables("slurm")))
     assert slurm["SLURM_PARTITION"] == "SET"
     assert slurm["SLURM_ACCOUNT"] == "UNSET"
 
 
 def test_the_gateway_has_the_same_list() -> None:
-    assert check_variables(dict.fromkeys(variables.ALLOWED, "x")) == dict.fromkeys(variables.ALLOWED, "x")
-    for name in (*variables.FORBIDDEN, "PATH"):
+    assert check_variables(dict.fromkeys(payloads.ALLOWED, "x")) == dict.fromkeys(payloads.ALLOWED, "x")
+    for name in (*payloads.FORBIDDEN, "PATH"):
         with pytest.raises(InvalidArgument, match=name):
             check_variables({name: "x"})

@@ -21,7 +21,7 @@ import pytest
 from headrace.api.metrics.http import Metrics
 from headrace.api.v2.http import V2Http
 from headrace.core.clock import SystemClock
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
 from support.engines import builtin_plane

@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from headrace.core.schemas import Schema
+from headrace.core.protobuf import Schema
 from support.ports import free_port
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]

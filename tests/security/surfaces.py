@@ -18,33 +18,29 @@ import psutil
 from job_api import EXPERIMENT, JOB, ORG
 from raw_asking import Answer, ask, told
 
-from headrace.api.access.keys_file import create_key
+from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.predict.settings import PredictSettings
 from headrace.api.v2.settings import V2Settings
 from headrace.core.clock import SystemClock
-from headrace.core.handing import HandingSettings
-from headrace.core.telemetry.registry import Registry
+from headrace.core.kv_transfer import KvTransferSettings
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.telemetry.tracing import NO_TRACING
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.fleet.agent.serving import AgentMetrics
-from headrace.fleet.agent.serving import server_of as agent_server
-from headrace.fleet.cluster.serving import OperatorMetrics
-from headrace.fleet.cluster.serving import server_of as operator_server
-from headrace.fleet.cluster.webhooks.serving import WebhookMetrics
-from headrace.fleet.cluster.webhooks.serving import server_of as webhook_server
-from headrace.fleet.local.control import Control
+from headrace.fleet.cluster.webhooks.server import WebhookMetrics, webhook_server
+from headrace.fleet.local.api_server import ApiServer
 from headrace.fleet.local.settings import SOCKET, LocalSettings
+from headrace.fleet.metrics import AgentMetrics, OperatorMetrics, metrics_server
 from headrace.fleet.router.proxy import RouterProxy
 from headrace.fleet.router.settings import BackendAddress, RouterSettings
 from headrace.jobs.microservice.profiles import profile_named
 from headrace.jobs.microservice.service import Microservice
 from headrace.jobs.microservice.settings import MicroserviceSettings
 from headrace.net.http.routes import Routes
-from headrace.net.server import WireServer
+from headrace.net.server import HttpServer
 from headrace.net.site import Site
 from headrace.net.sockets import Address
 from headrace.programs.console.fleet import server_of as console_server
@@ -114,8 +110,10 @@ def inference_server(folder: Path, *, keys: bool, models: Path | None = None, **
         more["access"] = AccessSettings(keys_file=file)
     repository = RepositorySettings(mode="explicit", load_models=("*",))
     repositories = () if models is None else (str(models),)
-    handing = HandingSettings("prefill")  # it has a route more
-    more.setdefault("engine", EngineSettings(repositories=repositories, repository=repository, gpus=0, handing=handing))
+    handing = KvTransferSettings("prefill")  # it has a route more
+    more.setdefault(
+        "engine", EngineSettings(repositories=repositories, repository=repository, gpus=0, kv_transfer=handing)
+    )
 
     async def build() -> Site:
         settings = server_settings(**more)
@@ -151,14 +149,14 @@ def router_routes() -> Routes:
     return build_router_site(RouterProxy(settings), None, RouterAppSettings(settings, _HERE)).routes
 
 
-def fleet_servers(folder: Path, sight: Any = _NOTHING) -> dict[str, WireServer]:
+def fleet_servers(folder: Path, sight: Any = _NOTHING) -> dict[str, HttpServer]:
     """Those of the operator, its webhooks, the model agent and the fleet of one machine, not started."""
     identity: Any = SimpleNamespace(files=None)
     reviews = WebhookMetrics(Registry(SystemClock()), lambda: 0.0)
-    control = Control(LocalSettings(folder), _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+    control = ApiServer(LocalSettings(folder), _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
     return {
-        "operator": operator_server(OperatorMetrics(_NOTHING), _HERE),
-        "agent": agent_server(AgentMetrics(_NOTHING), _HERE),
+        "operator": metrics_server(OperatorMetrics(_NOTHING), _HERE),
+        "agent": metrics_server(AgentMetrics(_NOTHING), _HERE),
         "webhooks": webhook_server(_HERE, identity, lambda: sight, reviews),
         "local fleet": control.server(),
         "fleet console": console_server(control, "key", _HERE),

@@ -17,10 +17,10 @@ import pytest
 from web_stub import WebStub, serve
 
 from headrace.core.errors import InvalidArgument
-from headrace.models.storage.bringing import BringSettings, bring
+from headrace.models.storage.fetch import FetchSettings, fetch_location
 
 ROOT = Path(__file__).parents[2]
-LOCAL = BringSettings(private_hosts=("127.0.0.1",))
+LOCAL = FetchSettings(private_hosts=("127.0.0.1",))
 Member = tuple[str, bytes, bytes]
 """Name, type, and content or where a link leads."""
 
@@ -78,7 +78,7 @@ def test_nothing_is_written_elsewhere_and_nothing_is_left(trick: str, tmp_path: 
         WebStub({"/model" + Path(trick).suffix: serve(tricks(outside)[trick])}) as web,
         pytest.raises(InvalidArgument) as caught,
     ):
-        bring(web.url("/model" + Path(trick).suffix), cache, settings=LOCAL)
+        fetch_location(web.url("/model" + Path(trick).suffix), cache, settings=LOCAL)
     assert str(tmp_path) not in caught.value.message
     assert [path.name for path in outside.iterdir()] == ["canary"]
     assert (outside / "canary").read_text() == "untouched"
@@ -98,7 +98,7 @@ def test_nobody_else_opens_archives() -> None:
             word in path.read_text() for word in ("import tarfile", "import zipfile", "from tarfile", "from zipfile")
         )
     }
-    unpacking = {"storage/archives.py", "storage/zips.py"}
-    in_memory = {"modelconfig/detect.py", "backends/tabular/skops_file.py", "backends/pytorch/archive.py"}
-    made_by_us = {"launch/brev/remote.py", "launch/docker/words.py"}
+    unpacking = {"models/storage/archives.py"}
+    in_memory = {"models/config/detection.py", "backends/tabular/sklearn.py", "backends/pytorch/archive.py"}
+    made_by_us = {"platforms/brev/remote_docker.py", "platforms/docker/containers.py"}
     assert found == unpacking | in_memory | made_by_us

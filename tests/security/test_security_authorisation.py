@@ -21,14 +21,14 @@ from surfaces import SCOPES, Served, fleet_servers, gateway_path, inference_serv
 
 from headrace.core.clock import SystemClock
 from headrace.net.http.routes import Routes
-from headrace.programs.console.pages import GATEWAY, Pages
-from headrace.programs.gateway.metrics import GatewayMetrics
+from headrace.programs.console.http import GATEWAY, Pages
+from headrace.programs.gateway import GatewayMetrics
 
 ROOT = Path(__file__).parents[2]
 TABLES = {
-    "apps/protocols.py", "apps/guarded.py", "apps/from_pages.py", "apps/router.py", "gateway/app.py", "microservice/app.py",
-    "api/jobs/http.py", "console/fleet.py", "fleet/agent/serving.py", "fleet/cluster/serving.py",
-    "fleet/cluster/webhooks/serving.py", "fleet/local/control.py", "wire/site.py",
+    "fleet/cluster/webhooks/server.py", "fleet/local/api_server.py", "fleet/metrics.py", "jobs/api/routes.py", "net/site.py",
+    "programs/console/fleet.py", "programs/gateway.py", "programs/microservice.py", "programs/router.py",
+    "programs/serve/access_guard.py", "programs/serve/protocols.py", "programs/serve/route_scopes.py",
 }  # fmt: skip
 """Where tables of routes are made: all of them are walked here."""
 BODIES = ("POST", "PUT", "PATCH")
@@ -209,7 +209,7 @@ def test_every_route_of_the_gateway_has_a_rule(gateway: Api) -> None:
     assert found == rights.by_route(rights.GATEWAY).keys()
 
 
-# A wrong key is soon told to wait, for its address: `tests/api/access/test_access_logins.py`.
+# A wrong key is soon told to wait, for its address: `tests/api/access/test_authenticator.py`.
 @pytest.mark.parametrize("token", ["", "eyJhbGciOiJub25lIn0.eyJzdWIiOiJyb290In0."])
 def test_nothing_of_the_gateway_without_a_good_token_whatever_the_method(gateway: Api, token: str) -> None:
     rules = rights.by_route(rights.GATEWAY)

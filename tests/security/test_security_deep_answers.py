@@ -14,10 +14,10 @@ import pytest
 
 from headrace.cli.client import ServerClient
 from headrace.core.errors import Unavailable
-from headrace.fleet.asking import router_status
-from headrace.fleet.status.pods import state_of
-from headrace.jobs.asking import Asking
-from headrace.jobs.batch_ends import read_progress, summary_in
+from headrace.fleet.pod_client import router_status
+from headrace.fleet.status.workloads import pod_state
+from headrace.jobs.batch_process import find_summary, read_progress
+from headrace.jobs.service_status import StatusClient
 from headrace.programs.doctor.servers import ask
 
 DEEP = '{"state":' + "[" * 100_000
@@ -49,7 +49,7 @@ def test_servers_services_and_routers(port: int) -> None:
     url = f"http://127.0.0.1:{port}"
 
     async def asked() -> None:
-        services = Asking()
+        services = StatusClient()
         try:
             assert await services(url, 30) is None
         finally:
@@ -58,7 +58,7 @@ def test_servers_services_and_routers(port: int) -> None:
 
     asyncio.run(asked())
     assert ask(url, "/v2", os.environ).document is None
-    with pytest.raises(Unavailable, match="does not answer with JSON"):
+    with pytest.raises(Unavailable, match="did not return JSON"):
         ServerClient(url).get("/v2")
 
 
@@ -66,7 +66,7 @@ def test_logs_and_files(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(DEEP)
     assert read_progress(tmp_path / "state.json") is None
     summary = '{"state":"done","total":1,"succeeded":1,"failed":0,"output":"o"}'
-    assert summary_in(f"{summary}\n{DEEP}\n") is not None
+    assert find_summary(f"{summary}\n{DEEP}\n") is not None
     ended = {"terminated": {"exitCode": 1, "message": DEEP[:4000], "reason": "Error"}}
     status = {"phase": "Running", "containerStatuses": [{"name": "c", "state": ended, "restartCount": 1}]}
-    assert "exit code 1" in state_of({"metadata": {"name": "p"}, "spec": {}, "status": status}).message
+    assert "exit code 1" in pod_state({"metadata": {"name": "p"}, "spec": {}, "status": status}).message

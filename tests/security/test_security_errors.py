@@ -23,8 +23,8 @@ from surfaces import Served, fleet_servers, gateway_path, inference_server, micr
 
 from headrace.core.errors import INTERNAL_TEXT
 from headrace.engine.dataplane import DataPlane
-from headrace.fleet.cluster.webhooks import serving as webhooks
-from headrace.fleet.local.control import Control
+from headrace.fleet.cluster.webhooks import server as webhooks
+from headrace.fleet.local.api_server import ApiServer
 from headrace.jobs.microservice.service import Microservice
 from headrace.net.site import Site
 from support.serving import serving
@@ -137,7 +137,7 @@ def test_every_route_of_the_gateway(tmp_path: Path) -> None:
 def test_every_route_of_a_microservice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("liveness", "status", "models", "infer", "chat", "stream"):
         monkeypatch.setattr(Microservice, name, explode)
-    monkeypatch.setattr(Microservice, "gate", lambda self: None)
+    monkeypatch.setattr(Microservice, "not_ready_response", lambda self: None)
     failed = 0
     with serving(lambda: Site(microservice_routes(tmp_path))) as running:
         for route in rights.by_route(rights.MICROSERVICE):
@@ -152,8 +152,8 @@ def test_every_route_of_a_microservice(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_every_route_of_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket and the page of a machine's, the webhooks, metrics of the operator and of the agent."""
-    monkeypatch.setattr(Control, "do", explode)
-    monkeypatch.setattr(webhooks, "reviewed", explode)
+    monkeypatch.setattr(ApiServer, "call", explode)
+    monkeypatch.setattr(webhooks, "review", explode)
     tables = {
         "operator": rights.OPERATOR, "agent": rights.AGENT, "webhooks": rights.WEBHOOKS, "local fleet": rights.LOCAL_FLEET,
         "fleet console": rights.FLEET_CONSOLE,

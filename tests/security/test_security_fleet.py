@@ -54,11 +54,11 @@ def refused(answer: Answer, *where: object) -> None:
 
 
 def test_all_verbs_are_tried(fleet: Fleet) -> None:
-    from headrace.fleet.local.control import Control
+    from headrace.fleet.local.api_server import ApiServer
     from headrace.fleet.local.settings import LocalSettings
 
     nothing: Any = None
-    control = Control(LocalSettings(fleet.root), nothing, nothing, nothing, nothing, nothing)
+    control = ApiServer(LocalSettings(fleet.root), nothing, nothing, nothing, nothing, nothing)
     assert set(control._verbs) == set(VERBS)
 
 

@@ -19,8 +19,8 @@ from raw_asking import ask
 from routing import routing
 from surfaces import fleet_servers, microservice_routes
 
-from headrace.fleet.cluster.webhooks.reviews import REVIEW_VERSION, Sight
-from headrace.fleet.words import ClusterFacts
+from headrace.fleet.cluster.webhooks.reviews import REVIEW_VERSION, ClusterSnapshot
+from headrace.fleet.documents import ClusterFacts
 from headrace.jobs.microservice.service import Microservice
 from headrace.net.site import Site
 from support.serving import serving
@@ -47,9 +47,9 @@ BODIES: dict[str, bytes] = {
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[int, str]]]:
     folder: Path = tmp_path_factory.mktemp("garbage")
-    sight = Sight(ClusterFacts(), complete=True)
+    sight = ClusterSnapshot(ClusterFacts(), complete=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Microservice, "gate", lambda self: None)
+        patch.setattr(Microservice, "not_ready_response", lambda self: None)
         site = fleet_servers(folder, sight)["webhooks"].site
         with (
             serving(lambda: Site(microservice_routes(folder))) as microservice,

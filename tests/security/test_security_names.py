@@ -2,7 +2,7 @@
 """Names that lead elsewhere (test 1), on every route of the gateway, on WebSockets, and on the files of the console.
 
 The inference server's routes are tried by `tests/api/test_bad_input_corpus.py`, archives and object stores by
-`tests/models/storage`, those of a machine's fleet by `test_security_fleet`, of tickets by `test_security_handing`.
+`tests/models/storage`, those of a machine's fleet by `test_security_fleet`, of tickets by `test_security_kv_transfer`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from raw_asking import ask
 from surfaces import RunningVerb, program, write_echo
 from typer.testing import CliRunner
 
-from headrace.api.access.keys_file import create_key
+from headrace.api.access.api_keys import create_key
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.router.settings import BackendAddress
 from support.ports import free_port

@@ -57,7 +57,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             yield Taking(api.port, kept(rights.GATEWAY), fields)
     elif request.param == "microservice":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Microservice, "gate", lambda self: None)
+            patch.setattr(Microservice, "not_ready_response", lambda self: None)
             with serving(lambda: Site(microservice_routes(folder), limits=Limits(body_bytes=MOST))) as running:
                 yield Taking(running.port, kept(rights.MICROSERVICE))
     elif request.param == "webhooks":

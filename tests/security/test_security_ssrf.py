@@ -21,11 +21,11 @@ from web_stub import WebStub, serve
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.models.media.reader import MediaReader
 from headrace.models.media.settings import MediaSettings
-from headrace.models.storage.bringing import bring
 from headrace.models.storage.credentials import CloudCredentials
-from headrace.models.storage.fetching import FetchPolicy, fetch
-from headrace.models.storage.locations import ObjectPlace, parse_location
-from headrace.models.storage.objects import ObjectLimits, ObjectSource
+from headrace.models.storage.fetch import fetch_location
+from headrace.models.storage.http_download import FetchPolicy, fetch
+from headrace.models.storage.locations import ObjectLocation, parse_location
+from headrace.models.storage.object_stores import ObjectLimits, ObjectSource
 
 PUBLIC = "8.8.8.8"
 
@@ -72,7 +72,7 @@ def test_a_name_that_moves_to_this_machine_is_not_followed(
         if way == "fetch":
             fetch(url, tmp_path / "file", FetchPolicy(idle_seconds=5))
         elif way == "model":
-            bring(parse_location(url), tmp_path)
+            fetch_location(parse_location(url), tmp_path)
         else:
             reader = MediaReader(MediaSettings())
             try:
@@ -127,7 +127,7 @@ def test_no_store_is_where_a_cloud_keeps_a_machines_credentials(
     else:
         resolver = None
         shown = f"[{address}]" if ":" in address else address
-    place = ObjectPlace("aws", "latest", "meta-data/iam")
+    place = ObjectLocation("aws", "latest", "meta-data/iam")
     with pytest.raises(InvalidArgument, match="endpoint_url"):
         ObjectSource(place, credentials(f"http://{shown}"), ObjectLimits()).look()
     assert resolver is None or resolver.connected == []

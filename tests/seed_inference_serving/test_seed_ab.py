@@ -19,14 +19,14 @@ from seed_models import SECRET, expected
 from seed_programs import ROW, Server, run, serve
 
 from headrace.core.clock import SystemClock
-from headrace.core.messages import InferRequest, InferResponse
-from headrace.core.telemetry.registry import Registry
+from headrace.core.requests import InferRequest, InferResponse
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.engine.traffic.settings import Split
-from headrace.engine.traffic.traffic import Traffic
-from headrace.programs.serve.splits_file import SplitsFile
+from headrace.engine.traffic.settings import SplitSettings
+from headrace.engine.traffic.splits import TrafficSplits
+from headrace.programs.serve.split_reload import SplitsFile
 from support.waiting import eventually
 
 CONFIG = """
@@ -73,8 +73,8 @@ def test_many_thousand_requests_through_the_data_plane(seed_models: Path, thousa
         settings = EngineSettings(repositories=(seed_models / "joined",), repository=RepositorySettings(), gpus=0)
         engine = open_engine(settings)
         await engine.start()
-        traffic = Traffic(engine.plane, Registry(SystemClock()))
-        traffic.set("production", Split({"v1.0.0": 0.9, "v1.2.0": 0.1}))
+        traffic = TrafficSplits(engine.plane, Registry(SystemClock()))
+        traffic.set("production", SplitSettings({"v1.0.0": 0.9, "v1.2.0": 0.1}))
         request = InferRequest("production", (Tensor.of("INPUT__0", np.array([ROW], np.float32)),))
         seen: Counter[str] = Counter()
         for _ in range(thousands):
@@ -214,7 +214,7 @@ def test_shadow(own_server: Server) -> None:
         eventually(lambda: client.ask("/admin/traffic/production/report").document["shadows"][0]["compared"] >= 50)
     code, told = run("ab", "report", "production", "--url", server.url)
     assert code == 0
-    assert "Agreement with the answers that were returned" in told and "v1.2.0" in told
+    assert "Agreement with the returned responses" in told and "v1.2.0" in told
     code, told = run("ab", "clear", "production", "--url", server.url)
     assert code == 0
     assert server.ask(body={"inputs": ROW}).document["model_version"] == "v1.2.0"

@@ -16,7 +16,7 @@ from seed_models import expected
 from seed_programs import ROW, Client
 
 from headrace.asgi import _settings
-from headrace.programs.serve.hosted import HostedServer
+from headrace.programs.serve.asgi import HostedServer
 from support.ports import free_port
 from support.programs import Program
 from support.waiting import eventually

@@ -18,7 +18,7 @@ from seed_programs import ROW, Server, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from headrace.api.predict import pacing
+from headrace.api.predict import websocket
 from support.seed_stubs import seed_stubs
 
 CONFIG = """
@@ -181,7 +181,7 @@ def test_websocket_internal_errors_do_not_leak(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flooding_seconds", "at_least"), [(0.5, 5), pytest.param(pacing.FLOODING_SECONDS, 50, marks=pytest.mark.slow)]
+    ("flooding_seconds", "at_least"), [(0.5, 5), pytest.param(websocket.FLOODING_SECONDS, 50, marks=pytest.mark.slow)]
 )
 def test_websocket_flood(
     server: Server, monkeypatch: pytest.MonkeyPatch, flooding_seconds: float, at_least: int
@@ -190,7 +190,7 @@ def test_websocket_flood(
 
     One at a time, so that nothing is on its way when the server closes: the kernel would take the close back for it.
     """
-    monkeypatch.setattr(pacing, "FLOODING_SECONDS", flooding_seconds)
+    monkeypatch.setattr(websocket, "FLOODING_SECONDS", flooding_seconds)
     refused = answered = 0
     message = json.dumps({"inputs": ROW})
     with socket_to(server) as flood, socket_to(server) as quiet, pytest.raises(ConnectionClosed) as closed:

@@ -158,7 +158,7 @@ def test_too_many_at_once_are_refused_at_once(server: Server, folder: Path) -> N
     assert server.metric("headrace_shed_total") >= 1
 
 
-@pytest.mark.slow  # `tests/api/access/test_rate_table.py` has several processes without servers
+@pytest.mark.slow  # `tests/api/access/test_bucket_table.py` has several processes without servers
 def test_workers_count_together(tmp_path: Path) -> None:
     with serve_process(tmp_path / "log", "--workers", "2", "--rate-limit-per-minute", "50") as server:
         server.wait_for('"worker":1}')

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace.fleet.explaining import shipped_runtimes
-from headrace.fleet.installing.agent import agent_objects
-from headrace.fleet.installing.operator import operator_objects
-from headrace.fleet.installing.settings import ManifestSettings
+from headrace.fleet.explain import shipped_runtimes
+from headrace.fleet.install.manifests import agent_objects, operator_objects
+from headrace.fleet.install.settings import ManifestSettings
 
 _SETTINGS = ManifestSettings()
 INSTALLED = [*operator_objects(_SETTINGS), *agent_objects(_SETTINGS), *shipped_runtimes()]

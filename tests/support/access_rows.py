@@ -14,7 +14,7 @@ from headrace.core.errors import AlreadyExists
 
 
 class MemoryRows:
-    """`UserRows` and `RevokedRows`."""
+    """`UserStore` and `RevocationStore`."""
 
     def __init__(self) -> None:
         self.users: dict[str, User] = {}
@@ -62,7 +62,7 @@ class MemoryRows:
 
 
 class CountedMemoryRows(MemoryRows):
-    """`CountedRows`, too."""
+    """`ChangeCounter`, too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,18 +24,18 @@ from unittest.mock import patch
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.core.clock import SystemClock
-from headrace.core.messages import InferRequest, InferResponse, RequestedOutput
+from headrace.core.requests import InferRequest, InferResponse, RequestedOutput
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.telemetry.progress import Reporter, silent
-from headrace.core.telemetry.registry import Registry
 from headrace.core.tensors import Tensor
-from headrace.engine import opening
+from headrace.engine import model_loader
 from headrace.engine.cache import ResponseCache
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import EngineSettings, open_engine
-from headrace.engine.opening import VersionOpener
+from headrace.engine.model_loader import ModelLoader
 from headrace.engine.repository.directory import Directory, ServedModel
-from headrace.engine.scheduling.limiter import Limiter
-from headrace.engine.scheduling.pending import Pending
+from headrace.engine.scheduling.pending_request import PendingRequest
+from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.engine.services import ModelServices
 from headrace.engine.statistics import VersionStatistics
 from headrace.models.config.types import (
@@ -117,17 +117,17 @@ def ensemble(*steps: EnsembleStep, inputs: str = "IN", outputs: str = "OUT", mos
 
 
 async def plane_of(
-    models: Sequence[tuple[ModelConfig, Any]], *, cache: ResponseCache | None = None, limiter: Limiter | None = None
+    models: Sequence[tuple[ModelConfig, Any]], *, cache: ResponseCache | None = None, limiter: RateLimiter | None = None
 ) -> DataPlane:
     """A data plane over functions."""
     backend = FunctionBackend({config.name: function for config, function in models})
     services = ModelServices(Registry(SystemClock()))
-    opener = VersionOpener(services, ThreadPoolExecutor(2), cache=cache, limiter=limiter or Limiter())
+    loader = ModelLoader(services, ThreadPoolExecutor(2), cache=cache, limiter=limiter or RateLimiter())
     directory = Directory()
-    with patch.object(opening, "backend_named", lambda _: backend):
+    with patch.object(model_loader, "backend_named", lambda _: backend):
         for config, _ in models:
             files = ModelFiles(Path(), 1, Path())
-            version = await opener.open(config, files, Reporter(silent, SystemClock(), config.name))
+            version = await loader.load(config, files, Reporter(silent, SystemClock(), config.name))
             directory.put(ServedModel(config.name), {1: version})
     services.plane = DataPlane(directory)
     return services.plane
@@ -205,7 +205,7 @@ def tensors_of(**arrays: Any) -> list[Tensor]:
 class Asked:
     """A caller: notes every answer, and can be waited for."""
 
-    pending: Pending
+    pending: PendingRequest
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -224,7 +224,7 @@ class Asked:
 class Streamed:
     """A caller of a stream: notes (answer, is it the last), and can be waited for."""
 
-    pending: Pending
+    pending: PendingRequest
 
     def __init__(self, plane: DataPlane, model: str, **arrays: Any) -> None:
         self.told: list[tuple[Any, bool]] = []
@@ -289,7 +289,7 @@ class Nowhere:
     name = "m"
     version_text = "1"
 
-    def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
+    def settle(self, pending: PendingRequest, outputs: Sequence[Tensor] | BaseException | None) -> None:
         pass
 
 
@@ -302,9 +302,9 @@ def pending_of(
     outputs: Sequence[str] = (),
     done: Any = None,
     **arrays: Any,
-) -> Pending:
+) -> PendingRequest:
     """A request that nobody waits for, unless `done` is given."""
     request = InferRequest(
         "m", tensors_of(**arrays), outputs=[RequestedOutput(name) for name in outputs], parameters=parameters or {}
     )
-    return Pending(Nowhere(), request, rows, key, done or (lambda result: None), arrived_ns)
+    return PendingRequest(Nowhere(), request, rows, key, done or (lambda result: None), arrived_ns)

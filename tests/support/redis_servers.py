@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.api.access.redis_wire import RedisAddress, RedisWire
-from headrace.core.errors import Unavailable
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from headrace.api.access.redis_rate_limits import RedisAddress
 from support.ports import free_port
 
 PASSWORD = "for-this-test"
@@ -36,10 +38,11 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 class FakeRedis:
-    """Reads commands and answers what it is told to; None for no answer, b"" to hang up."""
+    """Reads commands and answers what it is told to, in pieces of a size; None for no answer, b"" to hang up."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, piece_bytes: int = 1 << 30) -> None:
         self.answer = answer
+        self._piece_bytes = piece_bytes
         self.commands: list[list[bytes]] = []
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
@@ -68,8 +71,9 @@ class FakeRedis:
             answer = b"+PONG\r\n" if words[0] == b"PING" else self.answer(words)
             if answer == b"":
                 break
-            if answer is not None:
-                writer.write(answer)
+            for start in range(0, len(answer or b""), self._piece_bytes):
+                writer.write((answer or b"")[start : start + self._piece_bytes])
+                await asyncio.sleep(0)
         writer.close()
 
 
@@ -101,14 +105,17 @@ class RedisProcess:
             self._process.wait()
             self._process = None
 
-    async def connect(self) -> RedisWire:
-        """A connection, as soon as there can be one."""
+    async def connect(self) -> Redis:
+        """A client, as soon as Redis answers."""
+        client = RedisAddress.parse(self.url).client()
         async with asyncio.timeout(120):
             while True:
                 try:
-                    return await RedisWire.connect(RedisAddress.parse(self.url))
-                except Unavailable:
+                    await client.ping()
+                except RedisConnectionError:
                     await asyncio.sleep(0.02)
+                else:
+                    return client
 
 
 @contextmanager

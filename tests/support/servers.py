@@ -116,13 +116,13 @@ def serve_in_thread(*words: str | Path) -> Iterator[ThreadServer]:
 
 def _parse(*words: str | Path) -> tuple[dict[str, Any], list[str]]:
     """Read a command line as `headrace serve` does: the texts of its options, and its folders."""
+    from headrace.cli.commands import SECTIONS
     from headrace.cli.options import BY_NAME
-    from headrace.cli.root import opened
-    from headrace.cli.verbs import SECTIONS
+    from headrace.cli.root import load_command
 
     verb = next(verb for verbs in SECTIONS.values() for verb in verbs if verb.name == "serve")
     arguments = [str(word) for word in words]
-    texts = opened(verb).make_context("serve", arguments).params
+    texts = load_command(verb).make_context("serve", arguments).params
     return {name: texts.get(name.replace("-", "_")) for name in BY_NAME}, list(texts["models"] or ())
 
 

@@ -19,16 +19,14 @@ import uvloop
 from headrace.core.errors import InvalidArgument
 from headrace.core.limits import Limits
 from headrace.net.grpc.call import GrpcCall
-from headrace.net.grpc.health import HealthService
-from headrace.net.grpc.reflection import ReflectionService
-from headrace.net.grpc.services import Services
+from headrace.net.grpc.services import CoroutineCalls, MessageStream, Services
+from headrace.net.grpc.standard_services import HealthService, ReflectionService
 from headrace.net.grpc.status import Status
-from headrace.net.grpc.streaming import CoroutineCalls, MessageStream
-from headrace.net.http.exchange import Buffer, Exchange
-from headrace.net.http.heads import OK_PLAIN
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_PLAIN, Buffer
 from headrace.net.http.routes import Routes
 from headrace.net.negotiation import NegotiatingProtocol
-from headrace.net.server import WireServer
+from headrace.net.server import HttpServer
 from headrace.net.site import Site
 from headrace.net.sockets import Address
 from headrace.net.tls import TlsFiles
@@ -37,7 +35,7 @@ from headrace.net.tls import TlsFiles
 class Serving:
     """A running server. `call` runs something in its loop's thread and gives back what it returned."""
 
-    def __init__(self, site: Site, server: WireServer, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, site: Site, server: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
         self.site = site
         self.server = server
         self.loop = loop
@@ -73,7 +71,7 @@ def serving(site: Site | Callable[[], Site | Awaitable[Site]], *, tls: TlsFiles 
     async def main() -> None:
         made = site() if callable(site) else site
         real: Site = await made if asyncio.iscoroutine(made) else made  # type: ignore[assignment]
-        server = WireServer(real, Address.parse("127.0.0.1:0"), partial(NegotiatingProtocol, real), tls=tls)
+        server = HttpServer(real, Address.parse("127.0.0.1:0"), partial(NegotiatingProtocol, real), tls=tls)
         await server.start()
         holder["serving"] = Serving(real, server, asyncio.get_running_loop())
         holder["stop"] = asyncio.Event()
@@ -100,7 +98,7 @@ def serving(site: Site | Callable[[], Site | Awaitable[Site]], *, tls: TlsFiles 
         thread.join(120)
 
 
-async def _stop(server: WireServer) -> None:
+async def _stop(server: HttpServer) -> None:
     """Close everything without a drain, which would take a quarter of a second and has tests of its own."""
     server.abort()
     for _ in range(1000):  # connections end a few turns of the loop later

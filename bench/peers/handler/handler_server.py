@@ -13,17 +13,17 @@ from functools import partial
 
 import uvloop
 
-from headrace.api.v2 import grpc_codec, json_codec
-from headrace.api.v2.schema import SERVICE
-from headrace.core.messages import InferRequest, InferResponse
+from headrace.api.v2 import grpc_codec, http_codec
+from headrace.api.v2.grpc_messages import SERVICE
+from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.tensors import Tensor
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
-from headrace.net.http.exchange import Buffer, Exchange
-from headrace.net.http.heads import CONTENT_TYPE, OK_EMPTY, OK_JSON, ResponseHead
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import CONTENT_TYPE, OK_EMPTY, OK_JSON, Buffer, ResponseHead
 from headrace.net.http.routes import Routes
 from headrace.net.negotiation import NegotiatingProtocol
-from headrace.net.server import WireServer, run_until_signal
+from headrace.net.server import HttpServer, run_until_signal
 from headrace.net.site import Site
 from headrace.net.sockets import Address
 
@@ -35,7 +35,7 @@ class Handlers:
     """The two ways in."""
 
     def __init__(self) -> None:
-        self._json = json_codec.JsonCodec()
+        self._json = http_codec.HttpCodec()
         self._grpc = grpc_codec.GrpcCodec()
 
     def ready(self, exchange: Exchange) -> None:
@@ -45,7 +45,7 @@ class Handlers:
         length = exchange.head.by_name.get(HEADER_LENGTH)
         request = self._json.decode_request(exchange.params[0], "", exchange.body, length)
         exchange.body = b""
-        json_length, buffers = json_codec.encode_response(_answer(request), request)
+        json_length, buffers = http_codec.encode_response(_answer(request), request)
         if json_length is None:
             exchange.respond(OK_JSON, buffers)
         else:
@@ -69,7 +69,7 @@ async def serve(http_port: int, grpc_port: int) -> int:
     services.unary(SERVICE, "ModelInfer", handlers.model_infer)
     site = Site(routes, services=services)
     addresses = [Address.parse(f"127.0.0.1:{port}") for port in (http_port, grpc_port)]
-    servers = [WireServer(site, address, partial(NegotiatingProtocol, site)) for address in addresses]
+    servers = [HttpServer(site, address, partial(NegotiatingProtocol, site)) for address in addresses]
     for server in servers:
         await server.start()
     # As `headrace serve` does.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask, and how much: API keys with scopes, rate limits, and how many requests may be in flight.
+"""Access control: API keys, rate limits, limits on requests in flight; users, roles, tokens and the audit log.
 
-Called by `apps`, which puts its guards before the handlers of `api`. Knows requests only by what they say of their sender:
-no transport, no model.
+The guards of `programs.serve` and the job API call it before a handler runs. It knows no transport and no model.
 """

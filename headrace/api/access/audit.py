@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who did what, for later: every login, change and denial as one line of JSON in a file that only grows.
+"""The audit log: one JSON line per login, change and denial, in a file that only grows.
 
-Called by `logins` for who they are, and by `api/jobs` and `headrace users` for what they do. The file is its owner's alone,
-and is renamed when it is full; several processes may write to it. What looks like a secret is taken out, and all but
-printable ASCII is escaped, so no caller can forge a line. Must not fail the request that it tells of.
+The authenticator, the job API and `headrace users` write to it. Only the owner can read the file; it is rotated when it
+is full, and several processes may write to it. Secrets are removed and everything but printable ASCII is escaped, so
+that no client can forge a line. A failure to write never fails the request.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.api.access.audit_reading import recent_lines
-from headrace.api.access.rates import Rates
+from headrace.api.access.rate_limits import BucketTable, RateLimiter
 from headrace.api.access.roles import Principal
 from headrace.api.access.settings import RateLimit
-from headrace.api.access.table import BucketTable
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import InvalidArgument
 
@@ -34,28 +32,30 @@ Outcome = Literal["allowed", "denied", "failed"]
 AUDIT_FILE = "audit.jsonl"
 _MOST_CHARACTERS = 256
 _DENIALS = RateLimit(120, 60.0)
-"""For each address: who is refused a thousand times a second must not push the past out of the files."""
+"""Per address: a client that is refused a thousand times a second must not push older lines out of the files."""
 _SECRET = re.compile(
     r"nvapi-[\w-]*|hr_[\w-]{8,}|eyJ[\w-]{4,}(?:\.[\w-]*){0,2}|(?i:bearer|basic) +\S+|(?<=://)[^\s/@]*@"
     r"|(?i:password|passphrase|secret|token|signature|_key)[\"']?[=:] ?\S+"
 )
-_TAKEN_OUT = "[secret]"
+_REDACTED = "[secret]"
 
 
-class Audit:
-    """One file: `path`, and `path.1` (the latest) to `path.N` before it."""
+_READ_BYTES = 4 << 20
+"""Read from the end of each file: about twenty thousand lines."""
+
+
+class AuditLog:
+    """One log: the current file `path`, and the rotated files `path.1` (the newest) to `path.N`."""
 
     def __init__(self, path: Path, *, most_bytes: int = 64 << 20, files: int = 10, clock: Clock | None = None) -> None:
         if most_bytes < 1 or files < 1:
-            raise InvalidArgument(
-                "the audit log needs room for a byte or more, in one file or more beside the current one"
-            )
+            raise InvalidArgument("the audit log needs at least 1 byte per file and at least 1 rotated file")
         self._path = path
         self._most_bytes = most_bytes
         self._files = files
         self._clock = clock or SystemClock()
-        self._denials = Rates([_DENIALS], BucketTable(sets=1024))
-        self._left_out = 0
+        self._denials = RateLimiter([_DENIALS], BucketTable(sets=1024))
+        self._denials_left_out = 0
         self._torn = False
         self._file = -1
         self._open()
@@ -70,65 +70,73 @@ class Audit:
         address: str,
         reason: str = "",
     ) -> None:
-        """Write a line. `target`: the id of what it is about; `reason`: why it was refused or failed."""
+        """Write a line. `target`: the id of the object; `reason`: why the operation was refused or failed."""
         if (
             outcome == "denied"
             and self._denials.take([address[:64].encode("utf-8", "replace")], self._clock.monotonic())[1] < 0
         ):
-            self._left_out += 1
+            self._denials_left_out += 1
             return
         line: dict[str, str | int | None] = {
             "time": datetime.fromtimestamp(self._clock.wall(), UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
-            "user": None if principal is None else _told(principal.user_name),
-            "user_id": None if principal is None else _told(principal.user_id),
-            "organisation": _told(organisation),
-            "address": _told(address),
-            "operation": _told(operation),
-            "target": _told(target),
+            "user": None if principal is None else _redact(principal.user_name),
+            "user_id": None if principal is None else _redact(principal.user_id),
+            "organisation": _redact(organisation),
+            "address": _redact(address),
+            "operation": _redact(operation),
+            "target": _redact(target),
             "outcome": outcome,
         }
         if reason:
-            line["reason"] = _told(reason)
+            line["reason"] = _redact(reason)
         if principal is not None and principal.token_id:
-            line["token_id"] = _told(principal.token_id)
-        if self._left_out:
-            line["denials_left_out"] = self._left_out
+            line["token_id"] = _redact(principal.token_id)
+        if self._denials_left_out:
+            line["denials_left_out"] = self._denials_left_out
         self._write(json.dumps(line).encode() + b"\n")
 
     def recent(self, organisation: str, most: int) -> list[dict[str, Any]]:
-        """The newest lines of an organisation, the newest first. Reads files: not for the loop's thread."""
-        return recent_lines((self._path, self._numbered(1)), organisation, most)
+        """Return the newest lines of an organisation, the newest first. Reads files: do not call it in the event loop."""
+        lines: list[dict[str, Any]] = []
+        for path in (self._path, self._numbered(1)):
+            for line in _lines_backwards(path):
+                if len(lines) >= most:
+                    return lines
+                entry = _parse_line(line)
+                if entry is not None and entry.get("organisation") == organisation:
+                    lines.append(entry)
+        return lines
 
     def close(self) -> None:
-        """Let go of the file. Later records are lost, and logged as such."""
+        """Close the file. Later records are lost; the server log says so."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def _write(self, line: bytes) -> None:
         try:
-            self._settle(len(line))
+            self._rotate_if_full(len(line))
             # In one call, so that lines of several processes do not mix.
-            told = b"\n" + line if self._torn else line
-            self._torn = os.write(self._file, told) != len(told)
+            data = b"\n" + line if self._torn else line
+            self._torn = os.write(self._file, data) != len(data)
         except OSError as error:
-            log.error("a line of the audit log %s is lost: %s", self._path, error.strerror)
+            log.error("lost a line of the audit log %s: %s", self._path, error.strerror)
             return
         if self._torn:
-            log.error("a line of the audit log %s is torn: is the disk full?", self._path)
+            log.error("a line of the audit log %s is incomplete: is the disk full?", self._path)
         else:
-            self._left_out = 0
+            self._denials_left_out = 0
 
-    def _settle(self, size: int) -> None:
-        """Have the current file open, with room."""
+    def _rotate_if_full(self, size: int) -> None:
+        """Make sure that the current file is open and has space for `size` bytes."""
         if self._is_current() and os.fstat(self._file).st_size + size <= self._most_bytes:
             return
         with self._locked():
             if not self._is_current():
                 self._open()  # another process has renamed it
-            found = os.fstat(self._file).st_size
-            if found and found + size > self._most_bytes:
-                self._rename()
+            current = os.fstat(self._file).st_size
+            if current and current + size > self._most_bytes:
+                self._rotate()
                 self._open()
 
     def _is_current(self) -> bool:
@@ -139,7 +147,7 @@ class Audit:
         except FileNotFoundError:
             return False
 
-    def _rename(self) -> None:
+    def _rotate(self) -> None:
         for number in range(self._files - 1, 0, -1):
             with contextlib.suppress(FileNotFoundError):
                 os.replace(self._numbered(number), self._numbered(number + 1))
@@ -164,7 +172,26 @@ class Audit:
             os.close(file)
 
 
-def _told(text: str) -> str:
-    """What may be written: without secrets, and not too long."""
-    # Cut twice: what is cut in the middle of a secret must still be recognised, and a long text cost nothing.
-    return _SECRET.sub(_TAKEN_OUT, text[: 4 * _MOST_CHARACTERS])[:_MOST_CHARACTERS]
+def _redact(text: str) -> str:
+    """Remove secrets and cut the text."""
+    # Cut twice: a secret at the cut must still be recognised, and a long text must cost nothing.
+    return _SECRET.sub(_REDACTED, text[: 4 * _MOST_CHARACTERS])[:_MOST_CHARACTERS]
+
+
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _READ_BYTES))
+            lines = file.read(_READ_BYTES).splitlines()
+    except OSError:
+        return
+    yield from reversed(lines)
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None

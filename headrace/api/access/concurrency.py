@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many requests are in flight, and whether one more would be answered in time.
+"""Admission control: how many requests are in flight, and whether one more would be answered in time.
 
-Asked by the guards of `apps` before a request is parsed, and told when it is over. Three reasons to refuse at once: the
-limit is reached; or, at the rate at which requests have lately been finished, those in flight would keep this one waiting
-beyond its own timeout; or little room is left, and its sender has had its share of it. That rate is believed only up to
-twice the crowd it was measured in: a server that has seen one request at a time does not know how many it could do. Must
-not know what a request is.
+The guards of `programs.serve` call it before a request is parsed and when it has ended. A request is refused at once
+for one of three reasons: the limit is reached; at the recent completion rate it would wait longer than its timeout; or
+little capacity is left and its client has used its fair share. The measured rate is used only up to twice the
+concurrency it was measured at: a server that has seen one request at a time does not know how many it can compute at
+once.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from headrace.core.errors import InvalidArgument, ResourceExhausted
 
 _WINDOW_SECONDS = 0.1
 _WINDOW_REQUESTS = 8
-_BELIEVED = 2.0
-_KEPT_FREE = 0.25
-"""The part of the room that is for senders who have less than their share. Who asks alone has no share, and all of it."""
-_PRESENT_SECONDS = 60.0
-"""How long after its last request a sender still has a share: so that one who asks now and then finds its room."""
+_EXTRAPOLATION = 2.0
+_RESERVED = 0.25
+"""The part of the capacity for clients below their fair share. A client that is alone has all of it."""
+_ACTIVE_SECONDS = 60.0
+"""How long after its last request a client keeps a share, so that an occasional client finds capacity."""
 
 
-class Full(ResourceExhausted):
-    """For a request beyond the limit."""
+class InFlightLimitReached(ResourceExhausted):
+    """The limit on requests in flight is reached."""
 
 
-class Late(ResourceExhausted):
-    """For a request that would wait too long."""
+class DeadlineUnreachable(ResourceExhausted):
+    """The request would wait longer than its timeout."""
 
 
-class OverShare(ResourceExhausted):
-    """For a request of one who has as much as is left to each, while others ask too."""
+class FairShareExceeded(ResourceExhausted):
+    """The client has used its fair share while other clients are active."""
 
 
 class InFlight:
-    """One process's requests. `enter`, then `leave` or `undo`, exactly once; of it, or of a sender's `share`."""
+    """The requests in flight of one process. Call `enter`, then `leave` or `undo` exactly once, on it or on a `share`."""
 
     __slots__ = (
+        "_active",
+        "_active_until",
         "_busy_since",
-        "_crowd",
-        "_crowd_sum",
+        "_concurrency",
+        "_concurrency_sum",
         "_done",
         "_idle_since",
         "_limit",
         "_monotonic",
-        "_present",
-        "_present_until",
         "_rate",
         "_shares",
         "count",
@@ -54,52 +54,52 @@ class InFlight:
 
     def __init__(self, limit: int = 0, clock: Clock | None = None) -> None:
         if limit < 0:
-            raise InvalidArgument("requests in flight are limited to 1 or more, or to 0 for any number")
+            raise InvalidArgument("the limit on requests in flight must be 1 or more, or 0 for no limit")
         self._limit = limit
         self._monotonic = (clock or SystemClock()).monotonic
         self.count = 0
-        """How many there are."""
+        """Requests in flight."""
         self._rate = 0.0
-        """Requests finished in a second, of the time that there were any; 0 while unknown."""
-        self._crowd = 0.0
-        """How many were in flight while that was measured."""
-        # The window that is being measured.
+        """Requests completed per second, idle time excluded; 0 while unknown."""
+        self._concurrency = 0.0
+        """Mean requests in flight while the rate was measured."""
+        # The current measurement window.
         self._done = 0
-        self._crowd_sum = 0
+        self._concurrency_sum = 0
         self._busy_since = 0.0
         self._idle_since = 0.0
-        # Who shares the room.
-        self._shares: dict[str, Share] = {}
-        self._present = 0
-        self._present_until = 0.0
+        # The clients that share the capacity.
+        self._shares: dict[str, ClientShare] = {}
+        self._active = 0
+        self._active_until = 0.0
 
-    def share(self, name: str, now: float) -> Share:
-        """That of a sender, who is one of those present from now on."""
+    def share(self, name: str, now: float) -> ClientShare:
+        """Return the share of a client, which counts as active from now on."""
         share = self._shares.get(name)
-        if share is None or now >= self._present_until:
-            share = self._present_with(name, now)
+        if share is None or now >= self._active_until:
+            share = self._count_active(name, now)
         share.seen = now
         return share
 
-    def _present_with(self, name: str, now: float) -> Share:
-        """Count again who shares the room: once a second at most, or when somebody comes."""
-        share = self._shares.setdefault(name, Share(self))
+    def _count_active(self, name: str, now: float) -> ClientShare:
+        """Count the active clients again: once a second, or when a new one arrives."""
+        share = self._shares.setdefault(name, ClientShare(self))
         share.seen = now
-        since = now - _PRESENT_SECONDS
-        self._shares = {name: each for name, each in self._shares.items() if each.count or each.seen > since}
-        self._present = len(self._shares)
-        self._present_until = now + 1.0
+        since = now - _ACTIVE_SECONDS
+        self._shares = {name: other for name, other in self._shares.items() if other.count or other.seen > since}
+        self._active = len(self._shares)
+        self._active_until = now + 1.0
         return share
 
     @property
     def rate(self) -> float:
-        """Requests finished in a second lately, idle time left out; 0 while unknown."""
+        """Requests completed per second recently, idle time excluded; 0 while unknown."""
         return self._rate
 
     def enter(self, now: float, timeout: float | None, own: int = -1) -> None:
-        """One more; or refuse a request that there is no room for, or that would not be answered in time.
+        """Admit one request, or raise if there is no capacity or it would not be answered in time.
 
-        `own`: how many its sender has already; -1 for a sender who is not told apart.
+        `own`: requests in flight of the same client; -1 if clients are not distinguished.
         """
         count = self.count
         if not count:
@@ -107,80 +107,82 @@ class InFlight:
         elif self._done >= _WINDOW_REQUESTS and now - self._busy_since >= _WINDOW_SECONDS:
             self._measure(now)
         if count >= self._limit > 0:
-            text = f"{count} requests are in flight, as many as this server takes on"
-            raise Full(text, retry_after_seconds=self._drain())
-        room: float = self._limit
-        if timeout is not None and self._rate > 0 and count <= self._crowd * _BELIEVED:
+            text = f"{count} requests are in flight, the limit of this server"
+            raise InFlightLimitReached(text, retry_after_seconds=self._drain())
+        capacity: float = self._limit
+        if timeout is not None and self._rate > 0 and count <= self._concurrency * _EXTRAPOLATION:
             in_time = timeout * self._rate
             if count > in_time:
-                text = f"{count} requests wait, which takes {count / self._rate:.3g} s; this one has {timeout:.3g} s"
-                raise Late(text, retry_after_seconds=max(0.0, self._drain() - timeout))
-            room = min(room, in_time) if room else in_time
-        if own > 0 and room and self._present > 1 and count >= room - max(1.0, room * _KEPT_FREE):
-            self._check_share(own, room)
+                text = (
+                    f"{count} requests are queued, which takes {count / self._rate:.3g} s; this one has {timeout:.3g} s"
+                )
+                raise DeadlineUnreachable(text, retry_after_seconds=max(0.0, self._drain() - timeout))
+            capacity = min(capacity, in_time) if capacity else in_time
+        if own > 0 and capacity and self._active > 1 and count >= capacity - max(1.0, capacity * _RESERVED):
+            self._check_fair_share(own, capacity)
         self.count = count + 1
 
     def leave(self) -> None:
-        """One less: it is answered, or nobody waits for it any more."""
+        """Count a request as completed: it was answered, or its client is gone."""
         count = self.count
-        self._crowd_sum += count
+        self._concurrency_sum += count
         self._done += 1
         self.count = count = count - 1
         if not count:
             self._idle_since = self._monotonic()
 
     def undo(self) -> None:
-        """One less, which was not let in after all."""
+        """Take back an `enter`: the request was not admitted after all."""
         self.count -= 1
         if not self.count:
             self._idle_since = self._monotonic()
 
-    def _check_share(self, own: int, room: float) -> None:
-        fair = room / self._present
+    def _check_fair_share(self, own: int, capacity: float) -> None:
+        fair = capacity / self._active
         if own >= fair:
             text = (
-                f"{own} requests of this API key are in flight; with {self._present} keys in use, {max(1.0, fair):.0f} "
+                f"{own} requests of this API key are in flight; with {self._active} keys in use, {max(1.0, fair):.0f} "
                 "are its share of a server that is nearly full"
             )
-            raise OverShare(text, retry_after_seconds=own / self._rate if self._rate else 1.0)
+            raise FairShareExceeded(text, retry_after_seconds=own / self._rate if self._rate else 1.0)
 
     def _measure(self, now: float) -> None:
-        # Here and not when one is over: a batch is over at once, and has to be counted whole.
+        # On arrival and not on completion: the requests of a batch complete together and must be counted together.
         rate = self._done / (now - self._busy_since)
-        crowd = self._crowd_sum / self._done
+        concurrency = self._concurrency_sum / self._done
         self._rate = (self._rate + rate) / 2 if self._rate else rate
-        self._crowd = (self._crowd + crowd) / 2 if self._crowd else crowd
-        self._done = self._crowd_sum = 0
+        self._concurrency = (self._concurrency + concurrency) / 2 if self._concurrency else concurrency
+        self._done = self._concurrency_sum = 0
         self._busy_since = now
 
     def _drain(self) -> float:
-        """How long until those in flight are done."""
+        """Return the seconds until the requests in flight are done."""
         return self.count / self._rate if self._rate else 1.0
 
 
-class Share:
-    """What one sender has in flight."""
+class ClientShare:
+    """The requests in flight of one client."""
 
-    __slots__ = ("_flow", "count", "seen")
+    __slots__ = ("_in_flight", "count", "seen")
 
-    def __init__(self, flow: InFlight) -> None:
-        self._flow = flow
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
         self.count = 0
-        """How many there are."""
+        """Requests in flight."""
         self.seen = 0.0
-        """When it last asked."""
+        """The time of the last request."""
 
     def enter(self, now: float, timeout: float | None) -> None:
-        """See `InFlight.enter`."""
-        self._flow.enter(now, timeout, self.count)
+        """Admit one request of this client."""
+        self._in_flight.enter(now, timeout, self.count)
         self.count += 1
 
     def leave(self) -> None:
-        """See `InFlight.leave`."""
+        """Count a request of this client as completed."""
         self.count -= 1
-        self._flow.leave()
+        self._in_flight.leave()
 
     def undo(self) -> None:
-        """See `InFlight.undo`."""
+        """Take back an `enter`."""
         self.count -= 1
-        self._flow.undo()
+        self._in_flight.undo()

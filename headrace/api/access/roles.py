@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each role may do: one table of operations, and no for everything that is not in it.
+"""Role-based access control of the job API: which role may do which operation.
 
-Asked by `api/jobs` with the name of an operation before it does anything, and by `headrace users` for the roles there are.
-Roles are per organisation. Must not know how somebody proved who they are.
+The job API checks the name of an operation before it runs; an operation that is not in the table is denied. Roles are
+per organisation. How a user is authenticated is not known here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Role = Literal["viewer", "operator", "admin"]
 
 ROLES: tuple[Role, ...] = ("viewer", "operator", "admin")
 ANY_ORGANISATION = "*"
-"""A role in every organisation, those to come included. No organisation can have this name."""
+"""A role in every organisation, future ones included. No organisation can have this name."""
 
 _ORGANISATION = re.compile(r"[a-zA-Z0-9_-]{1,255}")
 
@@ -48,58 +48,58 @@ OPERATIONS: Mapping[str, frozenset[Role]] = MappingProxyType(
         "audit.read": _MANAGE,
     }
 )
-"""Who may do what. An operation that is not here is nobody's."""
+"""The roles that may do each operation. Any other operation is denied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who is asking."""
+    """The authenticated user of a request."""
 
     user_id: str
     user_name: str
     email: str
     roles: Mapping[str, Role]
-    """By organisation: the one a token is for, or all of a user's who sent a key."""
+    """By organisation: the one of the token, or all of the user's for a request with a key."""
     token_id: str = ""
-    """The `jti` of the token; "" for who sent a key."""
+    """The `jti` of the token; "" for a request with a key."""
     expires: float | None = None
-    """When the token or the key does, in seconds since 1970."""
+    """When the token or the key expires, in seconds since 1970."""
 
     def role_in(self, organisation: str) -> Role | None:
-        """Their role there."""
+        """Return the role in an organisation."""
         return role_in(self.roles, organisation)
 
 
 def role_in(roles: Mapping[str, Role], organisation: str) -> Role | None:
-    """The role that was given for an organisation, else the one for all."""
+    """Return the role for an organisation, else the one for all organisations."""
     role = roles.get(organisation)
     return roles.get(ANY_ORGANISATION) if role is None and organisation != ANY_ORGANISATION else role
 
 
-def may(role: str, operation: str) -> bool:
-    """Whether a role allows an operation."""
+def is_allowed(role: str, operation: str) -> bool:
+    """Return whether a role allows an operation."""
     return role in OPERATIONS.get(operation, ())
 
 
-def check(principal: Principal, organisation: str, operation: str) -> None:
-    """Refuse what the principal may not do there. Where they have no role, there is nothing for them to find."""
+def check_permission(principal: Principal, organisation: str, operation: str) -> None:
+    """Raise if the principal may not do the operation; `NotFound` if they have no role in the organisation."""
     role = principal.role_in(organisation)
     if role is None:
-        raise NotFound(no_role(organisation))
+        raise NotFound(no_role_message(organisation))
     if role in OPERATIONS.get(operation, ()):
         return
-    needed = next((role for role in ROLES if may(role, operation)), None)
+    needed = next((role for role in ROLES if is_allowed(role, operation)), None)
     hint = "" if needed is None else f": ask an admin for the role {needed}"
     raise PermissionDenied(f"the role {role} does not allow {operation[:64]!a}{hint}")
 
 
-def no_role(organisation: str) -> str:
-    """What is said to who has no business there; the same whether or not the organisation exists."""
+def no_role_message(organisation: str) -> str:
+    """Return the error message for a user without a role; the same whether or not the organisation exists."""
     return f"no role in organisation {organisation[:64]!a}: log in with that ngc_org_name, or ask an admin for a role in it"
 
 
 def check_organisation(text: str) -> str:
-    """Return `text` if it may name an organisation."""
+    """Return `text` if it is a valid name of an organisation."""
     if not _ORGANISATION.fullmatch(text):
         raise InvalidArgument(
             f"organisation name {text[:64]!a} is not allowed: use 1 to 255 letters, digits, '_' or '-'"
@@ -108,8 +108,8 @@ def check_organisation(text: str) -> str:
 
 
 def check_role(text: str) -> Role:
-    """Return `text` if it is a role that a user can have."""
+    """Return `text` if it is a role."""
     for role in ROLES:
         if role == text:
             return role
-    raise InvalidArgument(f"there is no role {text[:64]!a}: choose {', '.join(ROLES)}")
+    raise InvalidArgument(f"unknown role {text[:64]!a}: choose {', '.join(ROLES)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What access can be told. Filled from the configuration, read by `apps` and the rest of this room."""
+"""Settings of access control, filled from the configuration."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ RateBy = Literal["key", "user", "address"]
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """So many requests in so many seconds, for each of those the limit tells apart."""
+    """At most `requests` in `seconds`, for each API key, user or address."""
 
     requests: int
     seconds: float = 60.0
     by: RateBy = "address"
-    """key: the API key. user: what `RateLimits.user_header` says. address: the client's."""
+    """key: the API key. user: the value of `RateLimits.user_header`. address: the client's address."""
     burst: int = 0
-    """How many may come at once; 0 for `requests`."""
+    """How many may arrive at once; 0 for `requests`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """All limits, each of which a request must pass."""
+    """All limits; a request must pass each of them."""
 
     limits: tuple[RateLimit, ...] = ()
     user_header: str = "x-user-id"
     redis_url: str = ""
-    """Where servers share their counts; "" to count in this machine's memory, for all workers of a server."""
+    """The Redis in which servers share their counts; "" to count in this machine's memory, for all workers of a server."""
     trusted_proxies: tuple[str, ...] = ()
-    """Addresses or networks whose `x-forwarded-for` is believed; `unix` for who comes through a UNIX socket."""
+    """Addresses or networks whose `x-forwarded-for` is trusted; `unix` for clients on a UNIX socket."""
     scopes: tuple[Scope, ...] = ("infer",)
-    """Which requests count: those that need one of these scopes, whether or not there are keys."""
+    """Requests that need one of these scopes are counted, with or without API keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """How many requests a server takes on before it says 429 at once."""
+    """How many requests a server accepts before it answers 429."""
 
     in_flight: int = 0
-    """Requests that may be computed or wait at the same time, in each process; 0 for any number."""
+    """Maximum requests in flight (computed or queued) per process; 0: unlimited."""
     timeout_seconds: float = 0.0
-    """Refuse at once what could not be answered in this time, or in the deadline of a gRPC call; 0 to go by the latter."""
+    """Refuse a request at once if it could not be answered within this time or its gRPC deadline; 0: gRPC deadline only."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessSettings:
-    """Who may ask, and how much."""
+    """API keys, rate limits and the limit on requests in flight."""
 
     keys_file: Path | None = None
-    """Hashed API keys with their scopes; None to let everyone in."""
+    """File of hashed API keys with their scopes; None: no key is needed."""
     rates: RateLimits = field(default_factory=RateLimits)
     concurrency: Concurrency = field(default_factory=Concurrency)
 
     @property
     def guards(self) -> bool:
-        """Whether anything is asked for."""
+        """Whether any limit or key file is configured."""
         limits = self.concurrency
         return self.keys_file is not None or bool(self.rates.limits or limits.in_flight or limits.timeout_seconds)

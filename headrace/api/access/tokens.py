@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bearer tokens: JSON Web Tokens that say who, in which organisation, until when; and the keys that sign them.
+"""Bearer tokens (JSON Web Tokens with user, organisation and expiry) and the keys that sign them.
 
-Called by `logins`, and by `headrace users` to rotate what signs. Signing keys live in one file of the data folder, made at
-first start (HS256), or in a PEM file (RS256 or EdDSA, by the kind of key). Each has an id, and which algorithm a token may
-claim is decided by the key, never by the token. Whether a token's user still exists is not known here: `logins` asks.
+The authenticator issues and verifies tokens; `headrace users` rotates signing keys. These are in one file of the data
+folder, created at the first start (HS256), or in a PEM file (RS256 or EdDSA, by the kind of key). Each key has an id,
+and the key, never the token, decides the algorithm. Whether the user of a token still exists is checked by the
+authenticator.
 
     signing-keys.json: {"keys": [{"kid": "...", "alg": "HS256", "secret": "...", "created": 0.0, "retired": null}]}
 """
@@ -44,9 +45,9 @@ Algorithm = Literal["HS256", "RS256", "EdDSA"]
 SIGNING_KEYS_FILE = "signing-keys.json"
 LIFETIME_SECONDS = 86400.0
 RENEWED_SECONDS = 43200.0
-"""A login gets the token of the last one, unless that ends sooner than this."""
+"""A login returns the user's last token, unless it expires sooner than this."""
 SKEW_SECONDS = 60.0
-"""How far the clocks of two gateways may be apart."""
+"""Allowed difference between the clocks of two gateways."""
 MOST_CHARACTERS = 4096
 
 _ISSUER = "headrace"
@@ -56,22 +57,22 @@ _LEAST_SECRET_BYTES = 32
 _LEAST_RSA_BITS = 2048
 _PUBLIC: Mapping[str, type] = {"RS256": RSAPublicKey, "EdDSA": Ed25519PublicKey}
 _MOST_FILE_BYTES = 1 << 20
-_REUSED = 4096
+_CACHED_TOKENS = 4096
 _TICK = 1e-6
 _MOST_TIME = 1e12
 _UNVERIFIED: Any = dict.fromkeys(("verify_exp", "verify_iat", "verify_nbf", "verify_aud", "verify_iss"), False)
-"""Of the claims, which are checked here: by our clock, and after the signature."""
-_FOREIGN = "Unauthorized: this is no token of this server: log in again"
+"""PyJWT does not check the claims: `verify` does, with our clock and after the signature."""
+_FOREIGN = "Unauthorized: this is not a token of this server: log in again"
 
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """One key. Who cannot sign with it (`private` is None) can verify."""
+    """One signing key. Without `private` it can only verify."""
 
     kid: str
     algorithm: Algorithm
     public: Any = field(repr=False)
-    """What verifies: for HS256 the secret."""
+    """The key that verifies: for HS256 the secret."""
     private: Any = field(repr=False)
     created: float
     retired: float | None = None
@@ -79,7 +80,7 @@ class SigningKey:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a token says, once its signature and times are found good."""
+    """The claims of a token whose signature and times are valid."""
 
     user_id: str
     organisation: str
@@ -90,84 +91,84 @@ class Claims:
     expires: float
 
 
-class RevokedRows(Protocol):
-    """Where revoked tokens are kept, until they would have expired."""
+class RevocationStore(Protocol):
+    """Stores revoked tokens until they would have expired."""
 
     async def revoke_token(self, jti: str, expires: float) -> None:
-        """Keep one; again does nothing."""
+        """Store a revoked token; storing it again does nothing."""
 
     async def is_token_revoked(self, jti: str) -> bool:
-        """Whether it was."""
+        """Return whether the token was revoked."""
 
 
 class SigningKeys:
-    """The keys of one data folder; other processes may rotate them."""
+    """The signing keys of one data folder; other processes may rotate them."""
 
     def __init__(self, path: Path, key_file: Path | None = None, clock: Clock | None = None) -> None:
         self._path = path
         self._key_file = key_file
         self._clock = clock or SystemClock()
         self._keys: dict[str, SigningKey]
-        self._signs: SigningKey
-        self._seen: tuple[object, ...]
+        self._signing_key: SigningKey
+        self._stamps: tuple[object, ...]
         with _locked(path):
-            self._settle()
+            self._refresh()
 
     @property
     def current(self) -> SigningKey:
-        """What signs new tokens."""
-        self._look_again()
-        return self._signs
+        """The key that signs new tokens."""
+        self._reload_if_changed()
+        return self._signing_key
 
     def find(self, kid: str) -> SigningKey | None:
-        """The key of a token, also one that no longer signs."""
-        self._look_again()
+        """Return a key by its id, also one that no longer signs."""
+        self._reload_if_changed()
         return self._keys.get(kid)
 
     def rotate(self, *, keep_old: bool = True) -> str:
-        """A new HS256 key, whose id is returned. Tokens of the old ones stay good to their end, unless those are dropped."""
+        """Create a new HS256 key and return its id. Tokens of old keys stay valid until they expire, if `keep_old`."""
         if self._key_file is not None:
             raise FailedPrecondition(f"tokens are signed with {self._key_file}: put another key into that file")
         with _locked(self._path):
-            self._settle(_new_secret(self._clock.wall()), keep_old=keep_old)
-        return self._signs.kid
+            self._refresh(_new_secret(self._clock.wall()), keep_old=keep_old)
+        return self._signing_key.kid
 
-    def _settle(self, signs: SigningKey | None = None, *, keep_old: bool = True) -> None:
-        """Have one key that signs, and write the file if that is new. Under the lock."""
+    def _refresh(self, signing: SigningKey | None = None, *, keep_old: bool = True) -> None:
+        """Choose the key that signs, and write the file if the keys changed. The caller holds the lock."""
         now = self._clock.wall()
-        found = _read(self._path) if self._path.exists() else {}
-        if signs is None:
-            signs = self._signing(found) or _new_secret(now)
-        keys = {signs.kid: signs}
-        for key in found.values() if keep_old else ():
-            if key.kid != signs.kid and now < (key.retired or now) + LIFETIME_SECONDS + SKEW_SECONDS:
+        stored = _read(self._path) if self._path.exists() else {}
+        if signing is None:
+            signing = self._find_signing_key(stored) or _new_secret(now)
+        keys = {signing.kid: signing}
+        for key in stored.values() if keep_old else ():
+            if key.kid != signing.kid and now < (key.retired or now) + LIFETIME_SECONDS + SKEW_SECONDS:
                 keys[key.kid] = replace(key, retired=key.retired or now)
-        if {key.kid: key.retired for key in found.values()} != {key.kid: key.retired for key in keys.values()}:
+        if {key.kid: key.retired for key in stored.values()} != {key.kid: key.retired for key in keys.values()}:
             self._write(keys)
-        self._keys, self._signs, self._seen = keys, signs, self._look()
+        self._keys, self._signing_key, self._stamps = keys, signing, self._file_stamps()
 
-    def _signing(self, keys: Mapping[str, SigningKey]) -> SigningKey | None:
+    def _find_signing_key(self, keys: Mapping[str, SigningKey]) -> SigningKey | None:
         if self._key_file is not None:
             return _read_pem(self._key_file, self._clock.wall())
         live = [key for key in keys.values() if key.retired is None and key.algorithm == "HS256"]
         return max(live, key=lambda key: key.created, default=None)
 
-    def _look_again(self) -> None:
-        seen = self._look()
-        if seen == self._seen:
+    def _reload_if_changed(self) -> None:
+        stamps = self._file_stamps()
+        if stamps == self._stamps:
             return
-        self._seen = seen
+        self._stamps = stamps
         try:
             keys = _read(self._path)
-            signs = self._signing(keys)
-            if signs is None:
+            signing = self._find_signing_key(keys)
+            if signing is None:
                 raise InvalidArgument(f"{self._path} has no key that signs")
-            # Ours is good, whatever others made of the file.
-            self._keys, self._signs = keys | {signs.kid: signs}, signs
+            # The signing key stays valid, whatever another process wrote to the file.
+            self._keys, self._signing_key = keys | {signing.kid: signing}, signing
         except HeadraceError as error:
-            log.error("keeping the signing keys read before: %s", error.message)
+            log.error("keeping the signing keys that were read before: %s", error.message)
 
-    def _look(self) -> tuple[object, ...]:
+    def _file_stamps(self) -> tuple[object, ...]:
         return tuple(_stamp(path) for path in (self._path, self._key_file) if path is not None)
 
     def _write(self, keys: Mapping[str, SigningKey]) -> None:
@@ -182,96 +183,96 @@ class SigningKeys:
 
 
 class Tokens:
-    """Issues and verifies."""
+    """Issues, verifies and revokes tokens."""
 
-    def __init__(self, keys: SigningKeys, revoked: RevokedRows, clock: Clock | None = None) -> None:
+    def __init__(self, keys: SigningKeys, revoked: RevocationStore, clock: Clock | None = None) -> None:
         self._keys = keys
         self._revoked = revoked
         self._clock = clock or SystemClock()
         self._issued: dict[tuple[str, str], tuple[str, Claims]] = {}
 
     async def issue(self, user: User, organisation: str, role: Role) -> tuple[str, Claims]:
-        """A token for a user in an organisation: the one they got last, while that is good for long enough."""
+        """Return a token for a user in an organisation: the last one while it is valid for long enough, else a new one."""
         now = self._clock.wall()
-        known = self._issued.get((user.id, organisation))
-        if known is not None and await self._is_as_good_as_new(known[1], user, role, now):
-            return known
+        last = self._issued.get((user.id, organisation))
+        if last is not None and await self._is_reusable(last[1], user, role, now):
+            return last
         issued = round(max(now, user.tokens_after + _TICK), 6)
-        made = self._sign(user.id, organisation, role, issued)
-        if len(self._issued) >= _REUSED:
+        signed = self._sign(user.id, organisation, role, issued)
+        if len(self._issued) >= _CACHED_TOKENS:
             self._issued.clear()
-        self._issued[user.id, organisation] = made
-        return made
+        self._issued[user.id, organisation] = signed
+        return signed
 
     def verify(self, token: str) -> Claims:
-        """What a token says. Whether it was revoked is for `is_good` and the user's row to say."""
+        """Verify a token and return its claims. `is_valid` and the user's record say whether it was revoked."""
         if len(token) > MOST_CHARACTERS:
             raise Unauthenticated(_FOREIGN)
         try:
             kid = jwt.get_unverified_header(token).get("kid")
             key = self._keys.find(kid) if isinstance(kid, str) and _KID.fullmatch(kid) else None
             if key is None:
-                raise Unauthenticated("Unauthorized: the token's signing key is not known here any more: log in again")
-            said = jwt.decode(token, key.public, algorithms=[key.algorithm], options=_UNVERIFIED)
+                raise Unauthenticated("Unauthorized: the token's signing key is no longer in use: log in again")
+            payload = jwt.decode(token, key.public, algorithms=[key.algorithm], options=_UNVERIFIED)
         except (jwt.PyJWTError, ValueError, TypeError, RecursionError):
             raise Unauthenticated(_FOREIGN) from None
-        claims = _claims(said, key.kid)
+        claims = _claims(payload, key.kid)
         now = self._clock.wall()
         if now >= claims.expires + SKEW_SECONDS:
             raise Unauthenticated("Unauthorized: the token has expired: log in again")
         if claims.issued > now + SKEW_SECONDS:
-            raise Unauthenticated("Unauthorized: the token is from the future: check the clocks of the servers")
-        # A key that leaked after it was retired signs nothing new, and no key signs for longer than we do.
-        late = key.retired is not None and claims.issued > key.retired + SKEW_SECONDS
-        if late or claims.expires - claims.issued > LIFETIME_SECONDS + 1:
+            raise Unauthenticated("Unauthorized: the token was issued in the future: check the clocks of the servers")
+        # A retired key that leaked must not sign new tokens, and no key signs for longer than the usual lifetime.
+        signed_late = key.retired is not None and claims.issued > key.retired + SKEW_SECONDS
+        if signed_late or claims.expires - claims.issued > LIFETIME_SECONDS + 1:
             raise Unauthenticated(_FOREIGN)
         return claims
 
     async def revoke(self, token_id: str, expires: float | None = None) -> None:
-        """Refuse one token from now on, by its `jti`."""
+        """Revoke one token by its `jti`."""
         if not 0 < len(token_id) <= 64:
-            raise InvalidArgument("a token is revoked by its jti, which has 1 to 64 characters")
+            raise InvalidArgument("the jti of a token has 1 to 64 characters")
         until = self._clock.wall() + LIFETIME_SECONDS if expires is None else expires
         await self._revoked.revoke_token(token_id, until + SKEW_SECONDS)
 
-    def is_in_time(self, claims: Claims) -> bool:
-        """Whether a token that was verified has not expired, and its key is still in use."""
+    def is_current(self, claims: Claims) -> bool:
+        """Return whether a verified token has not expired and its key is still in use."""
         return self._clock.wall() < claims.expires + SKEW_SECONDS and self._keys.find(claims.kid) is not None
 
-    async def is_good(self, claims: Claims) -> bool:
-        """The same, and nobody revoked it."""
-        return self.is_in_time(claims) and not await self._revoked.is_token_revoked(claims.token_id)
+    async def is_valid(self, claims: Claims) -> bool:
+        """Return whether a verified token has neither expired nor been revoked."""
+        return self.is_current(claims) and not await self._revoked.is_token_revoked(claims.token_id)
 
-    async def _is_as_good_as_new(self, claims: Claims, user: User, role: Role, now: float) -> bool:
+    async def _is_reusable(self, claims: Claims, user: User, role: Role, now: float) -> bool:
         if claims.role != role or claims.issued <= user.tokens_after or claims.expires - now <= RENEWED_SECONDS:
             return False
-        return claims.kid == self._keys.current.kid and await self.is_good(claims)
+        return claims.kid == self._keys.current.kid and await self.is_valid(claims)
 
     def _sign(self, user_id: str, organisation: str, role: Role, issued: float) -> tuple[str, Claims]:
         key = self._keys.current
         expires = math.ceil(issued + LIFETIME_SECONDS)
-        made = Claims(user_id, organisation, role, uuid.uuid4().hex, key.kid, issued, expires)
-        said = {
+        claims = Claims(user_id, organisation, role, uuid.uuid4().hex, key.kid, issued, expires)
+        payload = {
             "iss": _ISSUER,
             "user_id": user_id,
             "org_name": organisation,
             "role": role,
-            "jti": made.token_id,
+            "jti": claims.token_id,
             "iat": issued,
             "exp": expires,
         }
-        return jwt.encode(said, key.private, key.algorithm, headers={"kid": key.kid}), made
+        return jwt.encode(payload, key.private, key.algorithm, headers={"kid": key.kid}), claims
 
 
-def _claims(said: Mapping[str, Any], kid: str) -> Claims:
-    """Signed by us, and yet looked at: another program may hold the same PEM key."""
+def _claims(payload: Mapping[str, Any], kid: str) -> Claims:
+    """Check the claims of a signed token: another program may use the same PEM key."""
     names, times = ("user_id", "org_name", "jti"), ("iat", "exp")
-    good = all(isinstance(said.get(name), str) for name in names)
-    good = good and all(type(said.get(name)) in (int, float) and 0 <= said[name] < _MOST_TIME for name in times)
-    role = next((each for each in ROLES if each == said.get("role")), None)
-    if not good or role is None or said.get("iss") != _ISSUER or "nbf" in said or "aud" in said:
+    valid = all(isinstance(payload.get(name), str) for name in names)
+    valid = valid and all(type(payload.get(name)) in (int, float) and 0 <= payload[name] < _MOST_TIME for name in times)
+    role = next((role for role in ROLES if role == payload.get("role")), None)
+    if not valid or role is None or payload.get("iss") != _ISSUER or "nbf" in payload or "aud" in payload:
         raise Unauthenticated(_FOREIGN)
-    return Claims(said["user_id"], said["org_name"], role, said["jti"], kid, said["iat"], said["exp"])
+    return Claims(payload["user_id"], payload["org_name"], role, payload["jti"], kid, payload["iat"], payload["exp"])
 
 
 def _new_secret(now: float) -> SigningKey:
@@ -280,18 +281,18 @@ def _new_secret(now: float) -> SigningKey:
 
 
 def _read(path: Path) -> dict[str, SigningKey]:
-    """The keys of our own file, by id."""
+    """Read the keys file, by key id."""
     text = _read_secret(path, 0o077)
     try:
-        return {key.kid: key for key in map(_key_of, json.loads(text)["keys"])}
+        return {key.kid: key for key in map(_parse_key, json.loads(text)["keys"])}
     except (ValueError, TypeError, KeyError, AttributeError, UnsupportedAlgorithm, RecursionError):
         # Not the error's own text: it may quote a secret.
         raise InvalidArgument(
-            f"{path} is damaged: restore it, or remove it to have a new one made, after which everybody logs in again"
+            f"{path} is damaged: restore it, or remove it to create a new one, after which all users must log in again"
         ) from None
 
 
-def _key_of(entry: Mapping[str, Any]) -> SigningKey:
+def _parse_key(entry: Mapping[str, Any]) -> SigningKey:
     kid, algorithm, created, retired = entry["kid"], entry["alg"], float(entry["created"]), entry["retired"]
     retired = None if retired is None else float(retired)
     if not _KID.fullmatch(kid):
@@ -308,7 +309,7 @@ def _key_of(entry: Mapping[str, Any]) -> SigningKey:
 
 
 def _entry(key: SigningKey) -> dict[str, Any]:
-    """Of a PEM file's key the public half only: the other stays where it is."""
+    """Return a key as the file stores it; of a PEM key only the public half."""
     entry: dict[str, Any] = {"kid": key.kid, "alg": key.algorithm, "created": key.created, "retired": key.retired}
     if key.algorithm == "HS256":
         return entry | {"secret": base64.b64encode(key.public).decode()}
@@ -320,12 +321,12 @@ def _read_pem(path: Path, now: float) -> SigningKey:
     try:
         private = serialization.load_pem_private_key(_read_secret(path, 0o007), None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise InvalidArgument(f"{path} is no PEM private key, or has a passphrase: give one without") from None
+        raise InvalidArgument(f"{path} is not a PEM private key, or has a passphrase: give one without") from None
     algorithm: Algorithm = "EdDSA"
     if isinstance(private, RSAPrivateKey) and private.key_size >= _LEAST_RSA_BITS:
         algorithm = "RS256"
     elif not isinstance(private, Ed25519PrivateKey):
-        raise InvalidArgument(f"{path}: tokens are signed with RSA of {_LEAST_RSA_BITS} bits or more, or with Ed25519")
+        raise InvalidArgument(f"{path}: use an RSA key of at least {_LEAST_RSA_BITS} bits, or an Ed25519 key")
     public = private.public_key()
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     kid = hashlib.sha256(public.public_bytes(serialization.Encoding.DER, form)).hexdigest()[:16]
@@ -344,15 +345,15 @@ def _read_secret(path: Path, forbidden: int) -> bytes:
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Apart from the file itself, which is replaced."""
+    """Lock a file next to `path`, which itself is replaced."""
     file = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users of the job API and their keys: made, rotated, removed, and told by the key that was sent.
+"""Users of the job API and their keys: create, rotate, remove, and find the user of a key.
 
-Called by `logins`, by `headrace users` and, for the first administrator, by `gateway`. Turns rows, which `jobs.store` keeps
-behind `UserRows`, into users. A key is shown once and kept as its argon2id hash; its first characters are kept as they are,
-so that one row is found and one hash computed whoever asks. Must not know requests, and must not let a key reach a log.
+Used by the authenticator, `headrace users` and, for the first administrator, the gateway. `jobs.store` stores users
+behind `UserStore`. A key is shown once and stored as its argon2id hash; its first characters are stored in plain text,
+so that every lookup reads one row and computes one hash. Keys must not reach a log.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEFAULT_ROLE: Role = "operator"
 
 _KEY_BYTES = 48  # 64 url-safe characters
 _LOOKUP_CHARACTERS = 12
-"""72 bits to find a row by; the other 52 characters are the secret."""
+"""72 bits to find a row; the other 52 characters are the secret."""
 _KEY = re.compile(r"nvapi-[A-Za-z0-9_-]{64}")
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _EMAIL_CHARACTERS = 254
@@ -55,127 +55,127 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """A key as it is kept. The key itself is known to its holder only."""
+class UserKey:
+    """A stored key. Only its holder knows the key itself."""
 
     id: str
     lookup: str
-    """The first characters after the prefix; no two keys have the same."""
+    """The first characters after the prefix; unique."""
     hash: str = field(repr=False)
     created: float
-    """Seconds since 1970, as are the others."""
+    """Seconds since 1970, as all times here."""
     expires: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user with everything that belongs to them: read and written whole."""
+    """A user with roles and keys, read and written as one record."""
 
     id: str
-    """A UUID made of the name."""
+    """A UUID derived from the name."""
     name: str
     created: float
     roles: Mapping[str, Role]
-    """By organisation; `*` for all of them."""
-    keys: tuple[Key, ...] = ()
+    """By organisation; `*` for all organisations."""
+    keys: tuple[UserKey, ...] = ()
     email: str = ""
     tokens_after: float = 0.0
-    """Tokens that were issued at this time or before are refused."""
+    """Tokens issued at this time or earlier are refused."""
     version: int = 0
-    """Counted up by each `UserRows.update_user`."""
+    """Incremented by each `UserStore.update_user`."""
 
     def role_in(self, organisation: str) -> Role | None:
-        """Their role there: the one they were given for it, else the one they have everywhere."""
+        """Return the role in an organisation."""
         return role_in(self.roles, organisation)
 
 
-class UserRows(Protocol):
-    """Where users are kept. Each call is one transaction."""
+class UserStore(Protocol):
+    """Stores users. Each call is one transaction."""
 
     async def insert_user(self, user: User) -> None:
-        """Keep a new user; `AlreadyExists` if the id, the name or a key's look-up is taken."""
+        """Insert a new user; raise `AlreadyExists` if the id, the name or a key's lookup is taken."""
 
     async def update_user(self, user: User) -> bool:
-        """Replace a user, if the kept version is still `user.version`, and count it up; False if it is not."""
+        """Replace a user and increment the version if the stored one is still `user.version`; else return False."""
 
     async def delete_user(self, user_id: str) -> bool:
-        """Remove a user with roles and keys; False if there is none."""
+        """Remove a user with roles and keys; return False if there is none."""
 
     async def find_user(self, *, id: str = "", name: str = "", lookup: str = "") -> User | None:
-        """By the one that is given."""
+        """Return the user with the given id, name or key lookup."""
 
     async def list_users(self, org: str = "") -> list[User]:
-        """By name: all, or those with a role given for this organisation."""
+        """Return all users, or those with a role in an organisation, sorted by name."""
 
 
 class KeyHasher:
-    """Argon2id, in threads of its own: a hash takes tens of milliseconds and 19 MiB, which bounds how many run at once.
+    """Hashes keys with argon2id in threads of its own: a hash takes tens of milliseconds and 19 MiB.
 
-    The costs are OWASP's least for argon2id. More buys nothing: a key is 312 random bits, not a person's password.
+    The costs are OWASP's minimum for argon2id. A key is 312 random bits, not a password, so higher costs gain nothing.
     """
 
     def __init__(self, time_cost: int = 2, memory_kib: int = 19456) -> None:
         self._argon2 = PasswordHasher(time_cost=time_cost, memory_cost=memory_kib, parallelism=1)
         self._threads = ThreadPoolExecutor(_HASHES_AT_ONCE, thread_name_prefix="argon2")
         self._waiting = 0
-        self._nobody = ""
-        """The hash of a key that was thrown away."""
+        self._dummy_hash = ""
+        """The hash of a discarded key, verified when there is no stored hash."""
 
     async def hash(self, key: str) -> str:
-        """The hash to keep."""
+        """Return the hash to store."""
         return await self._run(self._argon2.hash, key)
 
-    async def matches(self, kept: str | None, key: str) -> bool:
-        """Whether a kept hash is that of the key. The same work is done if there is none."""
-        if not self._nobody:
-            self._nobody = await self.hash(_new_key())
-        return await self._run(self._matches, kept, key)
+    async def matches(self, stored: str | None, key: str) -> bool:
+        """Return whether a stored hash is that of the key. Does the same work if there is none."""
+        if not self._dummy_hash:
+            self._dummy_hash = await self.hash(_new_key())
+        return await self._run(self._matches, stored, key)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _matches(self, kept: str | None, key: str) -> bool:
+    def _matches(self, stored: str | None, key: str) -> bool:
         try:
-            return self._argon2.verify(kept or self._nobody, key) and kept is not None
+            return self._argon2.verify(stored or self._dummy_hash, key) and stored is not None
         except VerifyMismatchError:
             return False
         except (VerificationError, InvalidHashError):
-            log.error("a key's hash in the database is damaged: rotate the keys of users who cannot log in")
+            log.error("the hash of a key in the database is damaged: rotate the keys of users who cannot log in")
             return False
 
-    async def _run(self, deed: Callable[..., _T], *values: str | None) -> _T:
+    async def _run(self, function: Callable[..., _T], *values: str | None) -> _T:
         if self._waiting >= _HASHES_WAITING:
             raise ResourceExhausted("too many logins at once: try again in a few seconds", retry_after_seconds=5.0)
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, deed, *values)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *values)
         finally:
             self._waiting -= 1
 
 
 class Users:
-    """All users. Changes are safe beside those of other gateways and of the command line."""
+    """Manages users. Safe while other gateways and the command line change the same users."""
 
-    def __init__(self, rows: UserRows, hasher: KeyHasher | None = None, clock: Clock | None = None) -> None:
+    def __init__(self, rows: UserStore, hasher: KeyHasher | None = None, clock: Clock | None = None) -> None:
         self._rows = rows
         self._hasher = hasher or KeyHasher()
         self._clock = clock or SystemClock()
 
     async def add(self, name: str, organisation: str, role: str = DEFAULT_ROLE, *, email: str = "") -> tuple[User, str]:
-        """A new user and their key, which is kept nowhere. `organisation` may be `*`."""
+        """Create a user; return it with its key, which is not stored. `organisation` may be `*`."""
         if not _NAME.fullmatch(name):
-            raise InvalidArgument(f"{name[:64]!a} is no name for a user: up to 64 letters, digits and '_.@-'")
+            raise InvalidArgument(f"{name[:64]!a} is not a valid user name: use up to 64 letters, digits and '_.@-'")
         if len(email) > _EMAIL_CHARACTERS or not email.isprintable():
-            raise InvalidArgument(f"an email address is at most {_EMAIL_CHARACTERS} characters that can be printed")
+            raise InvalidArgument(f"an email address has at most {_EMAIL_CHARACTERS} printable characters")
         roles = {_organisation(organisation): check_role(role)}
         taken = await self._rows.find_user(name=name)
         if taken is not None:
             raise AlreadyExists(_taken(name))
-        kept, key = await self._made()
+        stored, key = await self._create_key()
         now = self._clock.wall()
-        # Whoever had this name before had this id, too: their tokens are not the new user's.
-        user = User(user_id(name), name, now, roles, (kept,), email, tokens_after=now)
+        # An earlier user of this name had the same id: their tokens must not become valid again.
+        user = User(user_id(name), name, now, roles, (stored,), email, tokens_after=now)
         try:
             await self._rows.insert_user(user)
         except AlreadyExists:
@@ -183,36 +183,36 @@ class Users:
         return user, key
 
     async def ensure_admin(self) -> str | None:
-        """The key of an administrator of everything, made if there is no user at all; None if there is."""
+        """Create an administrator of all organisations if there is no user; return the key, or None if there are users."""
         if await self._rows.list_users():
             return None
         try:
             return (await self.add(FIRST_ADMIN, ANY_ORGANISATION, "admin"))[1]
         except AlreadyExists:
-            return None  # another gateway on the same database was quicker, and printed it
+            return None  # another gateway on the same database was faster and printed the key
 
     async def list(self, organisation: str = "") -> list[User]:
-        """All users, or those of an organisation, by name."""
+        """Return all users, or those of an organisation, sorted by name."""
         return await self._rows.list_users(organisation)
 
     async def get(self, name: str) -> User:
-        """By name."""
+        """Return a user by name; raise `NotFound`."""
         user = await self._rows.find_user(name=name) if _NAME.fullmatch(name) else None
         if user is None:
-            raise NotFound(f"there is no user {name[:64]!a}: `headrace users list` shows those there are")
+            raise NotFound(f"there is no user {name[:64]!a}: `headrace users list` shows the users")
         return user
 
     async def find(self, user_id: str) -> User | None:
-        """By id."""
+        """Return a user by id."""
         return await self._rows.find_user(id=user_id)
 
     async def grant(self, name: str, organisation: str, role: str) -> User:
-        """Give a user a role in an organisation, in place of the one they had there."""
-        given = {_organisation(organisation): check_role(role)}
-        return await self._change(name, lambda user: replace(user, roles={**user.roles, **given}))
+        """Give a user a role in an organisation, replacing an earlier one."""
+        granted = {_organisation(organisation): check_role(role)}
+        return await self._change(name, lambda user: replace(user, roles={**user.roles, **granted}))
 
     async def withdraw(self, name: str, organisation: str) -> User:
-        """Take a user's role in an organisation away."""
+        """Remove a user's role in an organisation."""
 
         def without(user: User) -> User:
             if organisation not in user.roles:
@@ -222,64 +222,65 @@ class Users:
         return await self._change(name, without)
 
     async def rotate(self, name: str, grace_seconds: float = 0.0) -> tuple[User, str]:
-        """A new key. The old ones go at once, and the tokens with them; or both stay good for `grace_seconds`."""
+        """Create a new key. Old keys and tokens become invalid at once, or stay valid for `grace_seconds`."""
         if not 0 <= grace_seconds <= _MOST_GRACE_SECONDS:
-            raise InvalidArgument("an old key may stay good for 0 seconds to 366 days")
+            raise InvalidArgument("an old key can stay valid for 0 seconds to 366 days")
         await self.get(name)
-        kept, key = await self._made()
+        stored, key = await self._create_key()
 
         def rotated(user: User) -> User:
             now = self._clock.wall()
             if not grace_seconds:
-                return replace(user, keys=(kept,), tokens_after=now)
+                return replace(user, keys=(stored,), tokens_after=now)
             until = now + grace_seconds
             live = (old for old in user.keys if old.expires is None or old.expires > now)
             old = tuple(replace(old, expires=min(until, old.expires or until)) for old in live)
-            return replace(user, keys=(*old[-_MOST_OLD_KEYS:], kept))
+            return replace(user, keys=(*old[-_MOST_OLD_KEYS:], stored))
 
         return await self._change(name, rotated), key
 
     async def remove(self, name: str) -> User:
-        """Remove a user: keys and tokens are refused from then on. Returns who it was."""
+        """Remove a user and return it. Its keys and tokens are refused from now on."""
         user = await self.get(name)
         if not await self._rows.delete_user(user.id):
-            raise NotFound(f"the user {name} was removed by somebody else meanwhile")
+            raise NotFound(f"the user {name} has already been removed")
         return user
 
     async def revoke_tokens(self, name: str) -> User:
-        """Refuse every token that the user has now. Keys stay."""
+        """Revoke all current tokens of a user. Keys stay valid."""
         return await self._change(name, lambda user: replace(user, tokens_after=self._clock.wall()))
 
-    async def by_key(self, key: str) -> tuple[User, Key]:
-        """Whose key this is. Takes the same time for a key that nobody has."""
+    async def by_key(self, key: str) -> tuple[User, UserKey]:
+        """Return the user of a key. Takes the same time for an unknown key."""
         check_key_form(key)
         user = await self._rows.find_user(lookup=lookup_of(key))
-        kept = next((each for each in user.keys if each.lookup == lookup_of(key)), None) if user is not None else None
-        matches = await self._hasher.matches(kept.hash if kept is not None else None, key)
-        if not matches or user is None or kept is None:
-            raise Unauthenticated("Unauthorized: this key is not known here: check it, or ask an admin for a new one")
-        if not is_live(kept, self._clock.wall()):
+        keys = user.keys if user is not None else ()
+        stored = next((candidate for candidate in keys if candidate.lookup == lookup_of(key)), None)
+        matches = await self._hasher.matches(stored.hash if stored is not None else None, key)
+        if not matches or user is None or stored is None:
+            raise Unauthenticated("Unauthorized: unknown key: check it, or ask an admin for a new one")
+        if not is_live(stored, self._clock.wall()):
             raise Unauthenticated("Unauthorized: this key was replaced by a newer one: use that, or ask an admin")
-        return user, kept
+        return user, stored
 
     def close(self) -> None:
-        """Let go of the threads."""
+        """Stop the threads."""
         self._hasher.close()
 
-    async def _made(self) -> tuple[Key, str]:
+    async def _create_key(self) -> tuple[UserKey, str]:
         key = _new_key()
-        return Key(uuid.uuid4().hex, lookup_of(key), await self._hasher.hash(key), self._clock.wall()), key
+        return UserKey(uuid.uuid4().hex, lookup_of(key), await self._hasher.hash(key), self._clock.wall()), key
 
     async def _change(self, name: str, change: Callable[[User], User]) -> User:
         for _ in range(_TRIES):
             changed = change(await self.get(name))
             if await self._rows.update_user(changed):
                 return replace(changed, version=changed.version + 1)
-        raise Unavailable(f"the user {name} is being changed by others: try again", retry_after_seconds=1.0)
+        raise Unavailable(f"other processes are changing the user {name}: try again", retry_after_seconds=1.0)
 
 
 def check_key_form(key: str) -> None:
-    """Refuse what cannot be a key, with the reason; nothing secret is needed to tell."""
+    """Raise, with the reason, for a string that cannot be a key."""
     if not key.startswith(KEY_PREFIX):
         raise Unauthenticated(
             "Unauthorized: legacy NGC API keys are not accepted: use a personal key, which begins with 'nvapi-'; "
@@ -290,17 +291,17 @@ def check_key_form(key: str) -> None:
 
 
 def lookup_of(key: str) -> str:
-    """By what a key is found."""
+    """Return the part of a key by which it is found."""
     return key[len(KEY_PREFIX) : len(KEY_PREFIX) + _LOOKUP_CHARACTERS]
 
 
-def is_live(key: Key, now: float) -> bool:
-    """Whether a key has not been replaced for good."""
+def is_live(key: UserKey, now: float) -> bool:
+    """Return whether a key has not expired."""
     return key.expires is None or now < key.expires
 
 
 def user_id(name: str) -> str:
-    """The id of who has this name."""
+    """Return the id of the user with this name."""
     return str(uuid.uuid5(_NAMESPACE, name))
 
 
@@ -313,4 +314,4 @@ def _organisation(text: str) -> str:
 
 
 def _taken(name: str) -> str:
-    return f"there is a user {name} already: choose another name, or give that one a role in this organisation"
+    return f"the user {name} already exists: choose another name, or give that user a role in this organisation"

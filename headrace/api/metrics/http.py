@@ -1,32 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /metrics`: one scrape after the other, on as many ports as it is added to.
+"""`GET /metrics`: answer scrapes with the metrics of all worker processes.
 
-Made by a composition root, before the models are loaded. Scrapes that come while another of the same format is under way
-get its answer. With several processes, `workers` has the numbers of the others.
+Scrapes that arrive while another one of the same format runs share its response. With several workers, any worker
+answers a scrape: it asks the others for their metrics and merges them. Each worker stores the metrics that it last
+reported in a file, so that totals do not fall when a worker dies, which Prometheus would read as a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from headrace.api.metrics.collector import Collector, written
-from headrace.api.metrics.sampler import Sampler
+from headrace.api.metrics.collector import Collector, render
+from headrace.api.metrics.hardware import Sampler
 from headrace.api.metrics.settings import MetricsSettings
-from headrace.api.metrics.workers import WorkersMetrics
 from headrace.core.clock import Clock, SystemClock
-from headrace.core.telemetry.exposition import Format, negotiate
-from headrace.core.telemetry.merging import pack
-from headrace.core.telemetry.registry import Registry
-from headrace.core.telemetry.samples import Samples
+from headrace.core.telemetry.exposition import Format, lasting, merge, negotiate, pack, pieces, unpack
+from headrace.core.telemetry.metrics import Registry, Samples
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.coding import choose_coding, deflate
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, ResponseHead
 from headrace.net.http.routes import Routes
 
-_HEADS = {one: ResponseHead(200, [(CONTENT_TYPE, one.value)]) for one in Format}
-_WORTH_COMPRESSING = 1024
+_HEADS = {form: ResponseHead(200, [(CONTENT_TYPE, form.value)]) for form in Format}
+_COMPRESS_BYTES = 1024
+
+
+log = logging.getLogger("headrace.api")
+AskWorkers = Callable[[], Awaitable[Mapping[int, Any]]]
+"""Asks all other workers for `Metrics.answer`; returns the answers by worker number, an exception for a silent worker."""
 
 
 class Metrics:
@@ -50,16 +57,16 @@ class Metrics:
         self._answers: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begin to look at GPUs and CPUs, in a thread; not before the process is forked."""
+        """Start the sampler thread; call it after the process is forked."""
         self._sampler.start()
 
     def close(self) -> None:
-        """End the thread. Waits for a look that is under way."""
+        """Stop the sampler thread."""
         self._sampler.close()
 
-    def seen(self) -> Sequence[Samples]:
-        """What was last seen of GPUs and CPUs; for the console."""
-        return self._sampler.seen
+    def hardware_samples(self) -> Sequence[Samples]:
+        """Return the last samples of GPUs and CPUs; for the console."""
+        return self._sampler.samples
 
     def add_to(self, routes: Routes) -> None:
         """Serve the path."""
@@ -72,27 +79,27 @@ class Metrics:
         task.add_done_callback(self._answers.discard)
 
     async def text(self, format: Format = Format.TEXT) -> bytes:
-        """What a scrape is told."""
+        """Return the text of a scrape."""
         return b"".join(await self._text(format))
 
     async def packed(self) -> bytes:
-        """This process's metrics, for another one: see `workers.merged_text`."""
+        """Return this process's metrics in the form that `merged_text` reads."""
         return await asyncio.to_thread(pack, await self._collector.collect())
 
     async def answer(self, _arguments: object = None) -> str:
-        """What another worker of this server is told when it asks."""
+        """Return this worker's metrics for another worker of the server."""
         packed = await self.packed()
-        return (packed if self._workers is None else await self._workers.told(packed)).decode()
+        return (packed if self._workers is None else await self._workers.totals(packed)).decode()
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
             wanted = negotiate(exchange.head.get(b"accept"))
             text = await self._text(wanted)
             coding = choose_coding(exchange.head.get(b"accept-encoding") or b"")
-            if coding is None or sum(map(len, text)) < _WORTH_COMPRESSING:
+            if coding is None or sum(map(len, text)) < _COMPRESS_BYTES:
                 exchange.respond(_HEADS[wanted], text)
                 return
-            # Here and not by the wire, which would do so in the loop's thread.
+            # Here and not in `net.http`, which would compress in the event loop.
             body = await asyncio.to_thread(deflate, coding, text)
             exchange.respond(_HEADS[wanted], body, ((b"content-encoding", coding), (b"vary", b"accept-encoding")))
         except Exception as error:
@@ -107,5 +114,73 @@ class Metrics:
 
     async def _make_text(self, format: Format) -> list[bytes]:
         if self._workers is None:
-            return await written(await self._collector.collect(), format)
+            return await render(await self._collector.collect(), format)
         return [await self._workers.text(await self.packed(), format)]
+
+
+def merged_text(packs: Iterable[bytes], format: Format = Format.TEXT, ended: Iterable[bytes] = ()) -> bytes:
+    """Merge the metrics of several processes (`Metrics.packed`) into the text of one scrape.
+
+    `ended` are the last metrics of processes that have ended: their counts still count.
+    """
+    return b"".join(pieces(_merged(packs, ended), format))
+
+
+def merged_pack(packs: Iterable[bytes], ended: Iterable[bytes] = ()) -> bytes:
+    """Merge the metrics of several processes and pack them again."""
+    return pack(_merged(packs, ended))
+
+
+def _merged(packs: Iterable[bytes], ended: Iterable[bytes]) -> list[Samples]:
+    return merge(map(unpack, packs), [lasting(unpack(packed)) for packed in ended])
+
+
+class WorkersMetrics:
+    """One worker's part in the scrapes of a server with several workers."""
+
+    def __init__(self, folder: Path, index: int, ask: AskWorkers) -> None:
+        self._folder = folder
+        self._index = index
+        self._ask = ask
+        self._predecessors = self._read(index)
+        """The last metrics of the earlier processes with this worker's number."""
+        self._store_lock = asyncio.Lock()
+
+    async def totals(self, own: bytes) -> bytes:
+        """Return these metrics plus those of the predecessors, after storing them in the file."""
+        async with self._store_lock:
+            return await asyncio.to_thread(self._store, own)
+
+    async def text(self, own: bytes, format: Format) -> bytes:
+        """Return the text of a scrape for all workers; `own` are this worker's metrics."""
+        answers, totals = await asyncio.gather(self._ask(), self.totals(own))
+        return await asyncio.to_thread(self._text, totals, answers, format)
+
+    def _text(self, totals: bytes, answers: Mapping[int, Any], format: Format) -> bytes:
+        packs = [totals, *(answer.encode() for answer in answers.values() if isinstance(answer, str))]
+        silent = [self._read(index) for index, answer in answers.items() if not isinstance(answer, str)]
+        return merged_text(packs, format, filter(None, silent))
+
+    def _store(self, own: bytes) -> bytes:
+        totals = stored = own
+        if self._predecessors:
+            metrics, before = unpack(own), lasting(unpack(self._predecessors))
+            # Stored but not reported: the predecessors' counts of models that this worker does not have, or not yet.
+            totals, stored = pack(merge([metrics], [before])), pack(merge([metrics, before]))
+        path = self._path(self._index)
+        temporary = path.with_suffix(".new")
+        try:
+            temporary.write_bytes(stored)
+            os.replace(temporary, path)
+        except OSError as error:  # no space left: totals would fall if this worker died, nothing else
+            log.warning("cannot store this worker's metrics: %s", error.strerror)
+        return totals
+
+    def _read(self, index: int) -> bytes:
+        try:
+            return self._path(index).read_bytes()
+        except OSError:  # it never reported
+            return b""
+
+    def _path(self, index: int) -> Path:
+        return self._folder / f"metrics-{index}.json"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's protocol over the data plane."""
+"""OpenAI's HTTP API over the data plane: chat completions, completions, embeddings and models."""

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's protocol over HTTP: the routes. Made by composition roots.
-
-Every answer under `/v1` is in OpenAI's shape, also that a path is not there.
-"""
+"""The routes of OpenAI's protocol. Every error under `/v1` has OpenAI's shape, also for an unknown path."""
 
 from __future__ import annotations
 
-from headrace.api.openai.chat import Chat
+from headrace.api.openai.chat import Chat, MediaReader
 from headrace.api.openai.completions import Completions
 from headrace.api.openai.embeddings import Embeddings
-from headrace.api.openai.errors import Told, error_json
-from headrace.api.openai.media import Reader
+from headrace.api.openai.errors import OpenAiHandler, error_json
 from headrace.api.openai.models import Models
 from headrace.api.openai.prefill import Prefill
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.errors import NotFound
-from headrace.core.handing import PREFILL_PATH, HandingSettings
+from headrace.core.kv_transfer import PREFILL_PATH, KvTransferSettings
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
@@ -25,14 +21,14 @@ _MODEL = "/v1/models/"
 
 
 class OpenAiHttp:
-    """Handlers over one data plane. Without a reader of media, conversations with images and videos are refused."""
+    """Handlers over one data plane. Without a media reader, conversations with images and videos are refused."""
 
     def __init__(
         self,
         plane: DataPlane,
         settings: OpenAiSettings | None = None,
-        media_reader: Reader | None = None,
-        handing: HandingSettings | None = None,
+        media_reader: MediaReader | None = None,
+        handing: KvTransferSettings | None = None,
     ) -> None:
         settings = settings or OpenAiSettings()
         self._models = Models(plane)
@@ -44,22 +40,22 @@ class OpenAiHttp:
             "/v1/embeddings": Embeddings(plane, settings, self._models).handle,
         }
         if handing is not None and handing.role == "prefill":
-            self._posts[PREFILL_PATH] = Prefill(chat, completions, handing).handle
+            self._posts[PREFILL_PATH] = Prefill(chat.begin, completions.begin, handing).handle
 
     def add_to(self, routes: Routes) -> None:
-        """Serve the paths."""
+        """Register the routes."""
         for path, handler in self._posts.items():
-            routes.add("POST", path, Told(handler))
-        routes.add("GET", "/v1/models", Told(self._models.list))
-        routes.add("GET", f"{_MODEL}{{model}}", Told(self._models.show))
-        routes.mount("/v1", Told(self.nothing))
+            routes.add("POST", path, OpenAiHandler(handler))
+        routes.add("GET", "/v1/models", OpenAiHandler(self._models.list))
+        routes.add("GET", f"{_MODEL}{{model}}", OpenAiHandler(self._models.show))
+        routes.mount("/v1", OpenAiHandler(self.not_found))
 
-    def nothing(self, exchange: Exchange) -> None:
-        """Answer for a path or a method that is not there."""
+    def not_found(self, exchange: Exchange) -> None:
+        """Answer an unknown path or method."""
         path = exchange.head.path.decode("latin-1")
         allowed = b"POST" if path in self._posts else b"GET" if path == "/v1/models" or path.startswith(_MODEL) else b""
         if allowed and allowed != exchange.head.method:
-            error = NotFound(f"{path[:256]} is not there for this method: use {allowed.decode()}")
+            error = NotFound(f"{path[:256]} does not have this method: use {allowed.decode()}")
             head = ResponseHead(405, [(CONTENT_TYPE, JSON), (b"allow", allowed)])
         else:
             error = NotFound(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who answers to a name: models that generate or embed, and LoRA adapters of models; `GET /v1/models` lists them.
+"""`GET /v1/models`, and the model or LoRA adapter that a request names.
 
-A model's parameter `adapters` ("name=path,name=path") names its adapters. A model comes before an adapter of the same name.
+Listed are models that generate text or embeddings. A model's parameter `adapters` ("name=path,name=path") names its
+adapters; a model takes precedence over an adapter of the same name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
-from headrace.api.openai.errors import ModelNotFound, Refused
+from headrace.api.openai.errors import BadRequest, ModelNotFound
 from headrace.api.openai.fields import Fields
 from headrace.core.errors import Code, HeadraceError
 from headrace.core.generation import EMBEDDING, TEXT_INPUT
@@ -29,97 +30,95 @@ _OWNER = "headrace"
 
 
 class Target(NamedTuple):
-    """Who is asked."""
+    """The model of a request."""
 
-    asked: str
-    """By which name."""
+    requested_name: str
+    """The name in the request: a model or an adapter."""
     config: ModelConfig
     adapter: str
 
     @property
     def proxied(self) -> bool:
-        """Whether another engine answers, in OpenAI's own words."""
+        """Whether another engine answers, which speaks OpenAI's protocol itself."""
         return self.config.backend == "openai_proxy"
 
 
 class Models:
-    """Over one data plane."""
+    """The models of one data plane."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
-        self._seen: WeakKeyDictionary[ServingVersion, int] = WeakKeyDictionary()
-        """When a version was seen for the first time."""
+        self._first_seen: WeakKeyDictionary[ServingVersion, int] = WeakKeyDictionary()
+        """When each version was first listed."""
 
-    def that_generates(self, fields: Fields) -> Target:
-        """The `model` of a request for text."""
+    def generative_model(self, fields: Fields) -> Target:
+        """Return the `model` of a chat or completions request."""
         target = self._target(fields)
         if not _generates(target.config):
             hint = "it embeds texts: use /v1/embeddings" if _embeds(target.config) else "use /v2/models/NAME/infer"
-            raise Refused("model", f"'{target.asked}' does not generate text: {hint}")
+            raise BadRequest("model", f"'{target.requested_name}' does not generate text: {hint}")
         return target
 
-    def that_embeds(self, fields: Fields) -> Target:
-        """The `model` of a request for embeddings."""
+    def embedding_model(self, fields: Fields) -> Target:
+        """Return the `model` of an embeddings request."""
         target = self._target(fields)
         if not (_embeds(target.config) or target.proxied):
-            raise Refused("model", f"'{target.asked}' does not embed texts: it has no output '{EMBEDDING}'")
+            raise BadRequest("model", f"'{target.requested_name}' does not embed texts: it has no output '{EMBEDDING}'")
         return target
 
     def list(self, exchange: Exchange) -> None:
         """Answer `GET /v1/models`."""
-        exchange.respond(OK_JSON, orjson.dumps({"object": "list", "data": list(self._shown().values())}))
+        exchange.respond(OK_JSON, orjson.dumps({"object": "list", "data": list(self._listed().values())}))
 
     def show(self, exchange: Exchange) -> None:
         """Answer `GET /v1/models/{id}`."""
-        shown = self._shown().get(exchange.params[0])
-        if shown is None:
+        model = self._listed().get(exchange.params[0])
+        if model is None:
             raise self._unknown(exchange.params[0])
-        exchange.respond(OK_JSON, orjson.dumps(shown))
+        exchange.respond(OK_JSON, orjson.dumps(model))
 
     def _target(self, fields: Fields) -> Target:
         name = fields.text("model", _NAME_CHARACTERS)
         if not name:
-            raise fields.refused("model", "is missing: give the name of a model, as GET /v1/models lists them")
+            raise fields.error("model", "is missing: give the name of a model, as listed by GET /v1/models")
         version = self._plane.find(name)
         if version is not None:
             return Target(name, version.config, "")
         for base in self._plane.model_names():
-            found = self._plane.find(base)
-            if found is not None and name in _adapters(found.config):
-                return Target(name, found.config, name)
+            serving = self._plane.find(base)
+            if serving is not None and name in _adapters(serving.config):
+                return Target(name, serving.config, name)
         raise self._unknown(name)
 
     def _unknown(self, name: str) -> HeadraceError:
-        """A model that is loading, or failed to, says so; all others do not exist."""
+        """Return the error for a name: a model that is loading or failed to load, or none."""
         try:
             self._plane.config(name)
         except HeadraceError as error:
             if error.code is Code.UNAVAILABLE:
                 return error
-        return ModelNotFound(
-            f"The model {name[:_NAME_CHARACTERS]!a} does not exist: GET /v1/models lists those that do"
-        )
+        return ModelNotFound(f"The model {name[:_NAME_CHARACTERS]!a} does not exist: GET /v1/models lists the models")
 
-    def _shown(self) -> dict[str, dict[str, Any]]:
-        shown: dict[str, dict[str, Any]] = {}
+    def _listed(self) -> dict[str, dict[str, Any]]:
+        models: dict[str, dict[str, Any]] = {}
         adapters: dict[str, dict[str, Any]] = {}
         for name in self._plane.model_names():
             version = self._plane.find(name)
             if version is None or not (_generates(version.config) or _embeds(version.config)):
                 continue
-            created = self._seen.setdefault(version, int(time.time()))
-            shown[name] = _model(name, created, version.config.parameters)
+            created = self._first_seen.setdefault(version, int(time.time()))
+            models[name] = _model(name, created, version.config.parameters)
             for adapter in _adapters(version.config):
-                adapters.setdefault(adapter, {**shown[name], "id": adapter, "root": name, "parent": name})
-        return {**adapters, **shown}
+                adapters.setdefault(adapter, {**models[name], "id": adapter, "root": name, "parent": name})
+        return {**adapters, **models}
 
 
 def _model(name: str, created: int, parameters: Mapping[str, str]) -> dict[str, Any]:
-    made: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": _OWNER}
+    model: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": _OWNER}
     length = parameters.get(MAX_MODEL_LEN, "")
     if length.isdecimal():
-        made[MAX_MODEL_LEN] = int(length)
-    return made
+        model[MAX_MODEL_LEN] = int(length)
+    return model
 
 
 def _generates(config: ModelConfig) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much OpenAI's protocol takes. Filled by a composition root, given to `http`."""
+"""Limits of OpenAI's protocol. A module of its own, so that the command line need not import the handlers."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OpenAiSettings:
-    """Bounds on requests, beside those that the wire has for all of them."""
+    """Limits on requests, besides those of `net.http`."""
 
     messages: int = 2048
-    """In one conversation."""
+    """Messages in one conversation."""
     content_items: int = 512
-    """In one message."""
+    """Content items in one message."""
     tools: int = 256
     prompts: int = 256
-    """Of one request for completions."""
+    """Prompts of one completions request."""
     choices: int = 128
-    """In one answer, for all its prompts together."""
+    """Choices in one response, for all prompts together."""
     prompt_tokens: int = 1 << 20
-    """Where a prompt is given as tokens. The model's own limit comes after this one."""
+    """Length of a prompt that is given as tokens. The model's own limit applies as well."""
     texts: int = 2048
-    """Of one request for embeddings."""
+    """Inputs of one embeddings request."""
     texts_at_once: int = 64
-    """Texts of one request in the engine at the same time: it must not fill a queue that others wait in."""
+    """Inputs of one request in the engine at the same time: it must not fill a queue that other requests share."""
     media: int = 32
     """Images and videos in one conversation."""
     media_bytes: int = 1 << 30
-    """What they may take in memory, decoded, all together."""
+    """Memory of all images and videos of a conversation, decoded."""
     stream_unread_bytes: int = 16 * 1024 * 1024
-    """What may wait for a client that does not read its stream; over it, the stream is broken off."""
+    """Unread bytes of a streamed response, above which the stream is aborted."""

@@ -1,101 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers as chunks, one for each. What is the same in all chunks of a choice is written once; a token costs its own text.
+"""Streamed responses: one chunk (a server-sent event) per answer of the model.
 
-Made by `chat` and `completions` for requests with `stream`; fed by `flows`.
+The bytes that all chunks of a choice share are encoded once, so that a token costs only its own text. The response head goes
+out with the first chunk, so that an earlier error has an HTTP status. A model cannot be slowed down, so a client that leaves
+too much unread is disconnected.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
 
-from headrace.api.openai.calls import Call, CallReader, Piece
-from headrace.api.openai.events import Chunks
-from headrace.api.openai.flows import Usage, text_of
-from headrace.api.openai.logprobs import chat_logprobs, completion_logprobs
-from headrace.core.messages import InferResponse, Parameters
+from headrace.api.openai.errors import error_json, fail
+from headrace.api.openai.responses import Usage, chat_logprobs, completion_logprobs, text_of
+from headrace.api.openai.tool_calls import Piece, ToolCall, ToolCallParser
+from headrace.core.errors import HeadraceError
+from headrace.core.requests import InferResponse, Parameters
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.sse import EventStream
 
 _NULL = b"null"
 
 
+log = logging.getLogger("headrace.api")
+_DONE = b"[DONE]"
+
+
 class _Choice:
-    """What is known of one choice."""
+    """The state of one choice."""
 
-    __slots__ = ("begun", "called", "head", "logprobs_at", "plain", "reader", "start")
+    __slots__ = ("has_calls", "head", "logprobs_offset", "parser", "plain", "start", "started")
 
-    def __init__(self, start: bytes, head: bytes, reader: CallReader | None) -> None:
+    def __init__(self, start: bytes, head: bytes, parser: ToolCallParser | None) -> None:
         self.start = start
-        """Of a chunk, up to the choice's index."""
+        """The bytes of a chunk up to the choice's index."""
         self.head = head
-        """Of a chunk with text, up to the text."""
-        self.reader = reader
-        self.begun = False
+        """The bytes of a chunk with text, up to the text."""
+        self.parser = parser
+        self.started = False
         self.plain = False
-        """Whether its next chunk is only a text."""
-        self.called = False
-        self.logprobs_at = 0
-        """How far the text is that has had its logprobs."""
+        """Whether the next chunk is only text."""
+        self.has_calls = False
+        self.logprobs_offset = 0
+        """The length of the text that has had its logprobs."""
 
 
 class ChunkWriter:
-    """Base of the two kinds of stream. See `flows.Writer`."""
+    """Writes answers as chunks; base of the two kinds."""
 
     _text_head, _text_tail = b"", b""
 
     def __init__(
-        self, chunks: Chunks, begin: dict[str, Any], *, choices: int, each: int, with_usage: bool, plain: bool = True
+        self,
+        chunks: ChunkStream,
+        base: dict[str, Any],
+        *,
+        choices: int,
+        choices_per_request: int,
+        with_usage: bool,
+        plain: bool = True,
     ) -> None:
         self._chunks = chunks
-        self._each = each
-        """Choices of one request."""
+        self._choices_per_request = choices_per_request
         self._with_usage = with_usage
         self._plain = plain
-        """Whether chunks are only text, after the first."""
+        """Whether chunks after the first are only text."""
         self._usage = Usage()
-        self._open = orjson.dumps(begin)[:-1] + b',"choices":['
+        self._open = orjson.dumps(base)[:-1] + b',"choices":['
         self._close = b'],"usage":null}' if with_usage else b"]}"
         self._tail = self._text_tail + b',"logprobs":null,"finish_reason":null}' + self._close
         self._choices = [self._choice(index) for index in range(choices)]
 
     def add(self, request: int, response: InferResponse) -> None:
-        """See `flows.Writer`."""
+        """Send the chunk, or chunks, of an answer."""
         parameters = response.parameters
-        choice = self._choices[request * self._each + int(parameters.get("index", 0))]
+        choice = self._choices[request * self._choices_per_request + int(parameters.get("index", 0))]
         text = text_of(response)
         if choice.plain and "finish_reason" not in parameters:
             if text:
                 self._chunks.send(choice.head + orjson.dumps(text) + self._tail)
             return
-        if not choice.begun:
-            choice.begun = True
+        if not choice.started:
+            choice.started = True
             choice.plain = self._plain
-            text = self._begin(choice, request, text)
-        self._more(choice, text, parameters)
+            text = self._start_choice(choice, request, text)
+        self._send_answer(choice, text, parameters)
         if "finish_reason" in parameters:
             self._usage.add(request, parameters)
 
     def end(self) -> None:
-        """See `flows.Writer`."""
+        """Send the usage, if requested, and finish the stream."""
         if self._with_usage:
-            self._chunks.send(self._open + b'],"usage":' + orjson.dumps(self._usage.shown()) + b"}")
+            self._chunks.send(self._open + b'],"usage":' + orjson.dumps(self._usage.to_json()) + b"}")
         self._chunks.finish()
 
-    def failed(self, error: BaseException) -> None:
-        """See `flows.Writer`."""
+    def fail(self, error: BaseException) -> None:
+        """Finish the stream with an error."""
         self._chunks.fail(error)
 
     def _choice(self, index: int) -> _Choice:
         start = self._open + b'{"index":%d' % index
         return _Choice(start, start + self._text_head, None)
 
-    def _begin(self, choice: _Choice, request: int, text: str) -> str:
-        """Before a choice's first chunk; returns the text of the latter."""
+    def _start_choice(self, choice: _Choice, request: int, text: str) -> str:
+        """Prepare a choice before its first chunk; return the text of that chunk."""
         return text
 
-    def _more(self, choice: _Choice, text: str, parameters: Parameters) -> None:
-        """The chunk, or chunks, of an answer that is not only text."""
+    def _send_answer(self, choice: _Choice, text: str, parameters: Parameters) -> None:
+        """Send the chunk, or chunks, of an answer that is not only text."""
         raise NotImplementedError
 
     def _send(self, choice: _Choice, content: bytes, logprobs: bytes = _NULL, finish: bytes = _NULL) -> None:
@@ -103,69 +118,71 @@ class ChunkWriter:
         self._chunks.send(choice.start + content + end + self._close)
 
 
-class ChatChunks(ChunkWriter):
-    """Of `/v1/chat/completions`."""
+class ChatChunkWriter(ChunkWriter):
+    """Writes the chunks of `/v1/chat/completions`."""
 
     _text_head, _text_tail = b',"delta":{"content":', b"}"
 
-    def __init__(self, chunks: Chunks, begin: dict[str, Any], *, reader: Callable[[], CallReader] | None, **more: Any):
-        self._reader = reader
-        super().__init__(chunks, begin, **more)
+    def __init__(
+        self, chunks: ChunkStream, base: dict[str, Any], *, parser: Callable[[], ToolCallParser] | None, **more: Any
+    ):
+        self._parser = parser
+        super().__init__(chunks, base, **more)
 
     def _choice(self, index: int) -> _Choice:
         choice = super()._choice(index)
-        choice.reader = self._reader() if self._reader is not None else None
+        choice.parser = self._parser() if self._parser is not None else None
         return choice
 
-    def _begin(self, choice: _Choice, request: int, text: str) -> str:
-        if choice.reader is not None:
+    def _start_choice(self, choice: _Choice, request: int, text: str) -> str:
+        if choice.parser is not None:
             choice.plain = False
         self._send(choice, b',"delta":{"role":"assistant","content":""}')
         return text
 
-    def _more(self, choice: _Choice, text: str, parameters: Parameters) -> None:
+    def _send_answer(self, choice: _Choice, text: str, parameters: Parameters) -> None:
         reason = parameters.get("finish_reason")
-        told = parameters.get("logprobs")
-        logprobs = chat_logprobs(told) if isinstance(told, str) else _NULL
-        if choice.reader is None:
+        tokens = parameters.get("logprobs")
+        logprobs = chat_logprobs(tokens) if isinstance(tokens, str) else _NULL
+        if choice.parser is None:
             if text or reason is not None or logprobs is not _NULL:
                 self._send(choice, _delta(text), logprobs, _NULL if reason is None else orjson.dumps(reason))
             return
-        pieces = choice.reader.push(text) if text else []
+        pieces = choice.parser.push(text) if text else []
         if reason is not None:
-            pieces = [*pieces, *choice.reader.finish()]
+            pieces = [*pieces, *choice.parser.finish()]
         for piece in pieces:
-            choice.called = choice.called or isinstance(piece, Call)
+            choice.has_calls = choice.has_calls or isinstance(piece, ToolCall)
             self._send(choice, _delta(piece), logprobs)
             logprobs = _NULL
         if reason is not None:
-            reason = "tool_calls" if choice.called and reason == "stop" else reason
+            reason = "tool_calls" if choice.has_calls and reason == "stop" else reason
             self._send(choice, b',"delta":{}', logprobs, orjson.dumps(reason))
         elif logprobs is not _NULL:
             self._send(choice, b',"delta":{}', logprobs)
 
 
-class CompletionChunks(ChunkWriter):
-    """Of `/v1/completions`. `echoes` are the prompts to be repeated, if they are."""
+class CompletionChunkWriter(ChunkWriter):
+    """Writes the chunks of `/v1/completions`. `echoes` are the prompts to repeat, with `echo`."""
 
     _text_head = b',"text":'
 
-    def __init__(self, chunks: Chunks, begin: dict[str, Any], *, echoes: Sequence[str] = (), **more: Any) -> None:
+    def __init__(self, chunks: ChunkStream, base: dict[str, Any], *, echoes: Sequence[str] = (), **more: Any) -> None:
         self._echoes = echoes
-        super().__init__(chunks, begin, **more)
+        super().__init__(chunks, base, **more)
 
-    def _begin(self, choice: _Choice, request: int, text: str) -> str:
+    def _start_choice(self, choice: _Choice, request: int, text: str) -> str:
         if not self._echoes:
             return text
-        choice.logprobs_at = len(self._echoes[request])
+        choice.logprobs_offset = len(self._echoes[request])
         return self._echoes[request] + text
 
-    def _more(self, choice: _Choice, text: str, parameters: Parameters) -> None:
-        reason, told = parameters.get("finish_reason"), parameters.get("logprobs")
+    def _send_answer(self, choice: _Choice, text: str, parameters: Parameters) -> None:
+        reason, tokens = parameters.get("finish_reason"), parameters.get("logprobs")
         logprobs = _NULL
-        if isinstance(told, str):
-            shown, choice.logprobs_at = completion_logprobs(told, choice.logprobs_at)
-            logprobs = orjson.dumps(shown)
+        if isinstance(tokens, str):
+            entry, choice.logprobs_offset = completion_logprobs(tokens, choice.logprobs_offset)
+            logprobs = orjson.dumps(entry)
         if text or reason is not None or logprobs is not _NULL:
             finish = _NULL if reason is None else orjson.dumps(reason)
             self._send(choice, b',"text":' + orjson.dumps(text), logprobs, finish)
@@ -179,3 +196,36 @@ def _delta(piece: Piece) -> bytes:
         function = {"name": piece.name, "arguments": piece.arguments}
         call = {"index": piece.index, "id": piece.id, "type": "function", "function": function}
     return b',"delta":{"tool_calls":[%b]}' % orjson.dumps(call)
+
+
+class ChunkStream:
+    """A streamed response on an exchange."""
+
+    def __init__(self, exchange: Exchange, most_unread_bytes: int) -> None:
+        self._exchange = exchange
+        self._most = most_unread_bytes
+        self._events: EventStream | None = None
+
+    def send(self, chunk: bytes) -> None:
+        """Send a chunk."""
+        events = self._events
+        if events is None:
+            events = self._events = EventStream(self._exchange)
+        events.send_within(self._most, chunk)
+
+    def finish(self) -> None:
+        """Send `[DONE]` and finish the response."""
+        self.send(_DONE)
+        if self._events is not None and not self._events.closed:
+            self._events.finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Respond with an error: with its status, or as the stream's last event."""
+        if self._events is None:
+            fail(self._exchange, error)
+            return
+        if not isinstance(error, HeadraceError):
+            log.error("response stream failed", exc_info=error)
+        if not self._events.closed:
+            self._events.send(error_json(error)[1])
+            self._events.finish()

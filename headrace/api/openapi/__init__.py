@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP routes take and answer, as an OpenAPI document for programs and as a page for people.
+"""The OpenAPI document of a server's HTTP routes and its loaded models, and a page that shows it.
 
-`service` is the door; it asks the server's `Routes` which routes exist, the tables for what is known of them, and `models`
-for what the loaded models take. A room may describe its own routes with a table of plain data: see `describing`.
+`http` serves both. The routes come from the server's `Routes`, their descriptions from tables of OpenAPI operations
+(`operations`), and the models from `models`. Another package can describe its own routes with a table of plain data.
 """

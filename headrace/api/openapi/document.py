@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The document without its models: made of the routes that a server really has, and of what the tables say of them.
+"""The OpenAPI document of a server's routes, without the operations of its models.
 
-Called by `service`. A route that no table knows is listed all the same, so that the document is never short of one.
+A route that no table describes is listed without a description, so that the document is always complete.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from headrace.api.openapi.describing import (
+from headrace.api.openapi.models import TAG as LOADED
+from headrace.api.openapi.operations import (
     ERRORS,
     PLACEHOLDER,
     Operation,
-    Table,
-    anonymous,
-    answer,
-    json_of,
-    named,
+    OperationTable,
+    add_names,
+    json_content,
     path_parameters,
     ref,
+    response_object,
+    strip_names,
 )
-from headrace.api.openapi.models import TAG as LOADED
 from headrace.api.openapi.schemas import shared_schemas
 from headrace.api.openapi.v1_routes import DOCUMENT, METRICS, V1, other_table, v1_table
 from headrace.api.openapi.v2_routes import HEALTH, INFERENCE, MEMORY, MODELS, REPOSITORY, SETTINGS, STATISTICS, v2_table
@@ -30,53 +30,56 @@ from headrace.version import __version__
 
 OTHER = "Other"
 _TAGS = {
-    LOADED: "Each model that can be asked now, with the names, types and lengths of its tensors.",
-    INFERENCE: "The same for all models.",
+    LOADED: "Each loaded model, with the names, types and sizes of its tensors.",
+    INFERENCE: "Inference with any model.",
     HEALTH: "For load balancers and orchestrators.",
-    MODELS: "What there is and how it is configured.",
-    REPOSITORY: "What could be there: loading and unloading.",
-    STATISTICS: "What was done so far.",
-    METRICS: "The same and more, for Prometheus.",
-    SETTINGS: "Of the running server.",
-    MEMORY: "Tensors that do not travel through the socket.",
-    V1: "The protocol of 0.7 to 1.x. Whatever fails is 400, and the field NV-Status tells why.",
-    DOCUMENT: "What you are reading.",
+    MODELS: "Metadata and configuration.",
+    REPOSITORY: "Load and unload models.",
+    STATISTICS: "Inference statistics.",
+    METRICS: "Metrics for Prometheus.",
+    SETTINGS: "Settings of the running server.",
+    MEMORY: "Tensors that do not pass through the socket.",
+    V1: "The protocol of 0.7 to 1.x. Every error is a 400; the field NV-Status has the reason.",
+    DOCUMENT: "This OpenAPI document.",
     OTHER: "Not described.",
 }
 _ABOUT = (
     "Headrace's inference server: Triton's v2 protocol with its extensions, the protocol of TensorRT Inference Server "
-    '0.7 to 1.x, and metrics. Errors of v2 are JSON, `{"error": text}`. Every GET answers HEAD, too. The same models '
-    "can be asked over gRPC."
+    '0.7 to 1.x, and metrics. Errors of v2 are JSON, `{"error": text}`. Every GET route also answers HEAD. The same models '
+    "are available over gRPC."
 )
 
 
-def described_routes(tables: Iterable[Table] = ()) -> dict[tuple[str, str], tuple[str, Operation]]:
-    """What is known of routes: by method and path without names, the path with names and the operation. The last wins."""
+def described_routes(tables: Iterable[OperationTable] = ()) -> dict[tuple[str, str], tuple[str, Operation]]:
+    """Return the described routes: by (method, path without names), the path with names and the operation.
+
+    A later table overrides an earlier one.
+    """
     known: dict[tuple[str, str], tuple[str, Operation]] = {}
     for table in (v2_table(), v1_table(), other_table(), *tables):
         for (method, path), operation in table.items():
-            known[method, anonymous(path)] = (path, operation)
+            known[method, strip_names(path)] = (path, operation)
     return known
 
 
-def undescribed(routes: Routes, tables: Iterable[Table] = ()) -> list[tuple[str, str]]:
-    """Routes of a server that no table knows. For tests: there should be none."""
+def undescribed_routes(routes: Routes, tables: Iterable[OperationTable] = ()) -> list[tuple[str, str]]:
+    """Return the routes of a server that no table describes; for tests."""
     known = described_routes(tables)
     return [route for route in routes.listed() if route not in known]
 
 
-def base_document(routes: Routes, tables: Iterable[Table] = (), title: str = "Headrace") -> dict[str, Any]:
-    """The document of a server's routes."""
+def base_document(routes: Routes, tables: Iterable[OperationTable] = (), title: str = "Headrace") -> dict[str, Any]:
+    """Return the document of a server's routes."""
     known = described_routes(tables)
     paths: dict[str, Any] = {}
     used: set[str] = set()
     for method, plain in routes.listed():
         path, operation = known.get((method, plain)) or _unknown(plain)
-        made = {**operation, "operationId": _operation_id(method, path)}
-        parameters = [*path_parameters(path), *made.pop("parameters", ())]
+        entry = {**operation, "operationId": _operation_id(method, path)}
+        parameters = [*path_parameters(path), *entry.pop("parameters", ())]
         if parameters:
-            made["parameters"] = parameters
-        paths.setdefault(path, {})[method.lower()] = made
+            entry["parameters"] = parameters
+        paths.setdefault(path, {})[method.lower()] = entry
         used.update(operation["tags"])
     used.add(LOADED)
     return {
@@ -91,18 +94,18 @@ def base_document(routes: Routes, tables: Iterable[Table] = (), title: str = "He
 
 
 def _unknown(plain: str) -> tuple[str, Operation]:
-    return named(plain, []), {
+    return add_names(plain, []), {
         "tags": [OTHER],
         "summary": "Not described",
-        "responses": {"default": answer("Anything.")},
+        "responses": {"default": response_object("Anything.")},
     }
 
 
 def _operation_id(method: str, path: str) -> str:
-    # A double slash, or one at the end, makes a route of its own, which must have an id of its own.
-    words = [part or "slash" for part in PLACEHOLDER.sub(r"by-\1", path).split("/")[1:]]
-    return ".".join([method.lower(), *words])
+    # A double slash, or one at the end, makes another route, which needs another id.
+    parts = [part or "slash" for part in PLACEHOLDER.sub(r"by-\1", path).split("/")[1:]]
+    return ".".join([method.lower(), *parts])
 
 
 def _error_responses() -> dict[str, Any]:
-    return {f"Error{status}": answer(text, json_of(ref("Error"))) for status, text in ERRORS.items()}
+    return {f"Error{status}": response_object(text, json_content(ref("Error"))) for status, text in ERRORS.items()}

@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of the routes of OpenAI's protocol. What is ignored is not listed: it may be sent all the same."""
+"""OpenAPI operations of OpenAI's protocol. Fields that the server ignores are not listed and may be sent."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from headrace.api.openapi.describing import (
+from headrace.api.openapi.operations import (
     ERRORS,
     EVENTS,
     JSON,
     OF_EVERY_BODY,
     OF_EVERY_ROUTE,
     Operation,
+    OperationTable,
     Schema,
-    Table,
-    answer,
-    json_of,
+    json_content,
     operation,
+    response_object,
 )
-from headrace.core.handing import PREFILL_PATH
+from headrace.core.kv_transfer import PREFILL_PATH
 
 OPENAI = "OpenAI"
 
 _TEXT: Schema = {"type": "string"}
 _FLAG: Schema = {"type": ["boolean", "null"]}
-_THING: Schema = {"type": "object"}
+_OBJECT: Schema = {"type": "object"}
 _FAILING = (401, 403, 404, 429, 499, 504)
-_TOLD: Schema = {
+_ERROR_DETAILS: Schema = {
     "type": "object",
     "required": ["message", "type", "param", "code"],
     "properties": {
@@ -39,16 +39,31 @@ _TOLD: Schema = {
 _ERROR: Schema = {
     "type": "object",
     "required": ["error"],
-    "properties": {"error": {"anyOf": [_TOLD, {**_TEXT, "description": "What failed before the request was read."}]}},
+    "properties": {
+        "error": {"anyOf": [_ERROR_DETAILS, {**_TEXT, "description": "An error before the request was read."}]}
+    },
 }
 _MORE_ERRORS = {401: "The server needs an API key: `Authorization: Bearer KEY`."}
+
+
+_MODEL: Schema = {"type": "string", "description": "A model, or a LoRA adapter, as GET /v1/models lists them."}
+_TOKENS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_ONE_MODEL: Schema = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by"],
+    "properties": {"id": _TEXT, "object": _TEXT, "created": {"type": "integer"}, "owned_by": _TEXT},
+}
+_TRANSFER_TOKEN: Schema = {
+    "type": "object",
+    "required": ["ticket", "prompt_tokens"],
+    "properties": {"ticket": _TEXT, "prompt_tokens": {"type": "integer"}},
+}
 
 
 def _number(low: float, high: float, kind: str = "number") -> Schema:
     return {"type": [kind, "null"], "minimum": low, "maximum": high}
 
 
-_MODEL: Schema = {"type": "string", "description": "A model, or a LoRA adapter, as GET /v1/models lists them."}
 _SAMPLING: dict[str, Schema] = {
     "model": _MODEL,
     "max_tokens": _number(1, 10_000_000, "integer"),
@@ -87,7 +102,7 @@ _CHAT: Schema = {
                     "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
                     "content": {
                         "description": "A text, or a list of items of type text, image_url or video_url.",
-                        "anyOf": [_TEXT, {"type": "array", "items": _THING}, {"type": "null"}],
+                        "anyOf": [_TEXT, {"type": "array", "items": _OBJECT}, {"type": "null"}],
                     },
                 },
             },
@@ -95,12 +110,11 @@ _CHAT: Schema = {
         "max_completion_tokens": _number(1, 10_000_000, "integer"),
         "logprobs": _FLAG,
         "top_logprobs": _number(0, 20, "integer"),
-        "tools": {"type": ["array", "null"], "maxItems": 256, "items": _THING},
-        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _THING, {"type": "null"}]},
+        "tools": {"type": ["array", "null"], "maxItems": 256, "items": _OBJECT},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT, {"type": "null"}]},
     },
     "example": {"model": "llama", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64},
 }
-_TOKENS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _COMPLETION: Schema = {
     "type": "object",
     "required": ["model", "prompt"],
@@ -126,50 +140,41 @@ _EMBEDDING: Schema = {
     },
     "example": {"model": "minilm", "input": ["one text", "another"]},
 }
-_ONE_MODEL: Schema = {
-    "type": "object",
-    "required": ["id", "object", "created", "owned_by"],
-    "properties": {"id": _TEXT, "object": _TEXT, "created": {"type": "integer"}, "owned_by": _TEXT},
-}
 
 
-_TICKET: Schema = {
-    "type": "object",
-    "required": ["ticket", "prompt_tokens"],
-    "properties": {"ticket": _TEXT, "prompt_tokens": {"type": "integer"}},
-}
-
-
-def openai_table() -> Table:
-    """By (method, path)."""
+def openai_table() -> OperationTable:
+    """Return the operations by (method, path)."""
     listed = {"type": "object", "required": ["data"], "properties": {"data": {"type": "array", "items": _ONE_MODEL}}}
     return {
-        ("POST", "/v1/chat/completions"): _asked("The next message of a conversation", _CHAT),
-        ("POST", "/v1/completions"): _asked("What comes after a text", _COMPLETION),
-        ("POST", "/v1/embeddings"): _asked("Vectors for texts", _EMBEDDING, streams=False),
+        ("POST", "/v1/chat/completions"): _generation("Create a chat completion", _CHAT),
+        ("POST", "/v1/completions"): _generation("Create a completion", _COMPLETION),
+        ("POST", "/v1/embeddings"): _generation("Create embeddings", _EMBEDDING, streams=False),
         ("POST", PREFILL_PATH): _operation(
-            "Compute a prompt for a decoder: the body of a chat or a completions request. For routers.",
-            {"200": answer("A ticket for the decoder; empty if there is nothing to take.", json_of(_TICKET))},
-            body={JSON: {"schema": _THING}},
+            "Prefill the prompt of a chat or completions request for a decode server; for routers",
+            {"200": response_object("A KV transfer token, or an empty string.", json_content(_TRANSFER_TOKEN))},
+            body={JSON: {"schema": _OBJECT}},
         ),
         ("GET", "/v1/models"): _operation(
-            "Models that generate or embed", {"200": answer("All of them.", json_of(listed))}
+            "List the models", {"200": response_object("Models that generate text or embeddings.", json_content(listed))}
         ),
         ("GET", "/v1/models/{model}"): _operation(
-            "One of them", {"200": answer("What is known of it.", json_of(_ONE_MODEL))}
+            "Show a model", {"200": response_object("The model.", json_content(_ONE_MODEL))}
         ),
     }  # fmt: skip
 
 
-def _asked(summary: str, schema: Schema, *, streams: bool = True) -> Operation:
-    content: dict[str, Any] = json_of(_THING)
+def _generation(summary: str, schema: Schema, *, streams: bool = True) -> Operation:
+    content: dict[str, Any] = json_content(_OBJECT)
     if streams:
-        content[EVENTS] = {"schema": {"description": "With `stream`: chunks, and `[DONE]` at the end."}}
-    answers = {"200": answer("As OpenAI answers.", content)}
+        content[EVENTS] = {"schema": {"description": "With `stream`: chunks, then `[DONE]`."}}
+    answers = {"200": response_object("OpenAI's response.", content)}
     return _operation(summary, answers, body={JSON: {"schema": schema}})
 
 
 def _operation(summary: str, answers: dict[str, Schema], body: dict[str, Any] | None = None) -> Operation:
     statuses = {*OF_EVERY_ROUTE, *_FAILING, *(OF_EVERY_BODY if body else ())}
-    errors = {str(status): answer({**ERRORS, **_MORE_ERRORS}[status], json_of(_ERROR)) for status in sorted(statuses)}
+    errors = {
+        str(status): response_object({**ERRORS, **_MORE_ERRORS}[status], json_content(_ERROR))
+        for status in sorted(statuses)
+    }
     return operation(OPENAI, summary, answers={**answers, **errors}, body=body)

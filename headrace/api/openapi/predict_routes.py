@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of the routes of `/predict`, and of those that tell whether the server is well."""
+"""OpenAPI operations of `/predict` and of the health routes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from headrace.api.openapi.describing import (
+from headrace.api.openapi.operations import (
     EVENTS,
     JSON,
     Operation,
+    OperationTable,
     Schema,
-    Table,
-    answer,
     header,
-    json_of,
+    json_content,
     operation,
+    response_object,
 )
 from headrace.api.openapi.v2_routes import HEALTH, INFER_FAILURES
 
@@ -42,7 +42,7 @@ _RESPONSE: Schema = {
     "required": ["predictions", "model_version", "latency_ms"],
     "properties": {
         "predictions": {
-            "description": "A list; an object of lists where the model has several outputs; of a batch, one for each row.",
+            "description": "A list; an object of lists for several outputs; one per row for a batch.",
             "anyOf": [{"type": "array"}, {"type": "object"}],
         },
         "model_version": {"type": "string"},
@@ -54,60 +54,63 @@ _EXAMPLES = {
     "one": {"summary": "One prediction", "value": {"inputs": [1.0, 2.0, 3.0, 4.0]}},
     "batch": {"summary": "Several", "value": {"batch": [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]}},
 }
-_FRESH = header("Cache-Control", "`no-cache` or `no-store`: an answer that was kept will not do.")
+_FRESH = header("Cache-Control", "`no-cache` or `no-store`: do not answer from the response cache.")
 _STATUS: Schema = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 
 
-def predict_table() -> Table:
-    """By (method, path)."""
+def predict_table() -> OperationTable:
+    """Return the operations by (method, path)."""
     table: dict[tuple[str, str], Operation] = {}
     for path, which in (("/predict", "the default model"), ("/predict/{model}", "a model")):
         table[("POST", path)] = _predict(which)
-        table[("GET", path)] = operation(PREDICT, "Not like that", "Use POST.", answers={}, failing=(404, 405))
+        table[("GET", path)] = operation(PREDICT, "Not allowed", "Use POST.", answers={}, failing=(404, 405))
         table[("GET", f"{path}/stream")] = _stream(which)
     return {**table, **_health()}
 
 
 def _predict(which: str) -> Operation:
     content: dict[str, Any] = {
-        **json_of(_RESPONSE),
-        EVENTS: {"schema": {"description": "Of a model that may answer several times, each answer as an event."}},
+        **json_content(_RESPONSE),
+        EVENTS: {"schema": {"description": "For a decoupled model, one event per response."}},
     }
     return operation(
         PREDICT,
-        f"Ask {which}",
+        f"Predict with {which}",
         "Numbers in, numbers out.",
         body={JSON: {"schema": _REQUEST, "examples": _EXAMPLES}},
         parameters=[_FRESH],
         failing=INFER_FAILURES,
-        answers={"200": answer("What the model predicts.", content)},
+        answers={"200": response_object("The predictions.", content)},
     )
 
 
 def _stream(which: str) -> Operation:
-    told = {JSON: {"schema": {"type": "object"}}}
+    error = {JSON: {"schema": {"type": "object"}}}
     return operation(
         PREDICT,
-        f"Ask {which} over a WebSocket",
-        "Each message is as a request of `POST /predict` and is answered by a message; an `id` in it comes back.",
-        answers={"101": answer("The WebSocket is open."), "426": answer("A WebSocket is wanted here.", told)},
+        f"Predict with {which} over a WebSocket",
+        "Each message is a request like that of `POST /predict` and gets one response message, which repeats its `id`.",
+        answers={
+            "101": response_object("The WebSocket is open."),
+            "426": response_object("Use a WebSocket.", error),
+        },
         failing=(403, 404, 405),
     )
 
 
-def _health() -> Table:
-    no = answer("No; `error` says why.", json_of(_STATUS))
-    asked = {
-        "/livez": "Does the process answer?",
-        "/ready": "Would requests be served?",
-        "/readyz": "Would requests be served?",
+def _health() -> OperationTable:
+    no = response_object("No; `error` has the reason.", json_content(_STATUS))
+    summaries = {
+        "/livez": "Is the process live?",
+        "/ready": "Is the server ready?",
+        "/readyz": "Is the server ready?",
         "/healthz": "Is the model of /predict loaded, and which version?",
-        "/health": "What is there, and how is it?",
+        "/health": "State of the server and its models",
     }
     return {
         ("GET", path): operation(
-            HEALTH, text, answers={"200": answer("Yes.", json_of(_STATUS)), "503": no} if path != "/livez"
-            else {"200": answer("Yes.", json_of(_STATUS))},
+            HEALTH, text, answers={"200": response_object("Yes.", json_content(_STATUS)), "503": no} if path != "/livez"
+            else {"200": response_object("Yes.", json_content(_STATUS))},
         )
-        for path, text in asked.items()
+        for path, text in summaries.items()
     }  # fmt: skip

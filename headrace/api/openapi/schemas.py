@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schemas that several routes share: requests and answers of v2, in the words of JSON Schema 2020-12.
-
-Read by `document`. What a request may say beyond these is up to each model; see `models`.
-"""
+"""The shared JSON schemas (2020-12) of the document: requests and responses of v2."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from headrace.api.openapi.describing import NAME, Schema, ref
+from headrace.api.openapi.operations import NAME, Schema, ref
 from headrace.core.dtypes import DTYPES
 from headrace.core.limits import TENSOR_COUNT, TENSOR_RANK
 
@@ -18,51 +15,51 @@ _COUNT: Schema = {"type": "integer", "minimum": 0}
 _LARGEST = (1 << 63) - 1
 
 
-def thing(properties: dict[str, Any], needed: tuple[str, ...] = (), text: str = "", **more: Any) -> Schema:
-    """An object."""
-    made: Schema = {"type": "object", "properties": properties, **more}
+def object_schema(properties: dict[str, Any], needed: tuple[str, ...] = (), text: str = "", **more: Any) -> Schema:
+    """Return the schema of an object."""
+    schema: Schema = {"type": "object", "properties": properties, **more}
     if needed:
-        made["required"] = list(needed)
+        schema["required"] = list(needed)
     if text:
-        made["description"] = text
-    return made
+        schema["description"] = text
+    return schema
 
 
-def list_of(items: Schema, **more: Any) -> Schema:
-    """An array."""
+def array_schema(items: Schema, **more: Any) -> Schema:
+    """Return the schema of an array."""
     return {"type": "array", "items": items, **more}
 
 
 def shared_schemas() -> dict[str, Schema]:
-    """By name, for `components.schemas`."""
+    """Return the schemas of `components.schemas` by name."""
     return {**_small(), **_tensors(), **_inference(), **_repository(), **_statistics(), **_settings(), **_memory()}
 
 
 def _small() -> dict[str, Schema]:
     return {
-        "Error": thing({"error": _TEXT}, ("error",), "What is wrong, and what to do about it."),
-        "ServerMetadata": thing(
-            {"name": _TEXT, "version": _TEXT, "extensions": list_of(_TEXT)}, ("name", "version", "extensions")
+        "Error": object_schema({"error": _TEXT}, ("error",), "What is wrong, and what to do."),
+        "ServerMetadata": object_schema(
+            {"name": _TEXT, "version": _TEXT, "extensions": array_schema(_TEXT)}, ("name", "version", "extensions")
         ),
-        "TensorMetadata": thing(
+        "TensorMetadata": object_schema(
             {
                 "name": _TEXT,
-                "datatype": {"type": "string", "description": "Empty for any."},
-                "shape": list_of({"type": "integer", "minimum": -1}, description="-1 stands for any size."),
+                "datatype": {"type": "string", "description": "Empty: any type."},
+                "shape": array_schema({"type": "integer", "minimum": -1}, description="-1: any size."),
             },
             ("name", "datatype", "shape"),
         ),
-        "ModelMetadata": thing(
+        "ModelMetadata": object_schema(
             {
                 "name": NAME,
-                "versions": list_of(_TEXT),
+                "versions": array_schema(_TEXT),
                 "platform": _TEXT,
-                "inputs": list_of(ref("TensorMetadata")),
-                "outputs": list_of(ref("TensorMetadata")),
+                "inputs": array_schema(ref("TensorMetadata")),
+                "outputs": array_schema(ref("TensorMetadata")),
             },
             ("name", "versions", "platform", "inputs", "outputs"),
         ),
-        "ModelConfig": thing(
+        "ModelConfig": object_schema(
             {"name": NAME}, ("name",), "Triton's ModelConfig message as JSON.", additionalProperties=True
         ),
     }
@@ -71,17 +68,17 @@ def _small() -> dict[str, Schema]:
 def _tensors() -> dict[str, Schema]:
     return {
         "DataType": {"type": "string", "enum": list(DTYPES)},
-        "Shape": list_of(
+        "Shape": array_schema(
             {"type": "integer", "minimum": 0, "maximum": 1 << 48},
             maxItems=TENSOR_RANK,
-            description="Sizes, outermost first; the batch, where the model has one, is the first.",
+            description="Sizes, outermost first; the first is the batch, if the model has one.",
         ),
         "Data": {
             "type": "array",
-            "description": "The elements, row by row: flat, or nested as the shape is. BYTES are strings.",
+            "description": "The elements in row-major order: flat, or nested like the shape. BYTES are strings.",
         },
         "ParameterValue": {"type": ["string", "integer", "number", "boolean"]},
-        "Parameters": thing(
+        "Parameters": object_schema(
             {},
             text="Further settings by name. Those that begin with `triton_` are the server's own.",
             additionalProperties=ref("ParameterValue"),
@@ -93,10 +90,10 @@ def _inference() -> dict[str, Schema]:
     placed = {"shared_memory_region": _TEXT, "shared_memory_offset": _COUNT, "shared_memory_byte_size": _COUNT}
     any_parameter = ref("ParameterValue")
     return {
-        "InferParameters": thing(
+        "InferParameters": object_schema(
             {
                 "sequence_id": {
-                    "description": "Which sequence the request is of; 0 or nothing for none.",
+                    "description": "The sequence of the request; 0: none.",
                     "anyOf": [{"type": "integer", "minimum": 0, "maximum": (1 << 64) - 1}, _TEXT],
                 },
                 "sequence_start": _FLAG,
@@ -106,33 +103,33 @@ def _inference() -> dict[str, Schema]:
                     "type": "integer",
                     "minimum": 0,
                     "maximum": _LARGEST,
-                    "description": "How long the request may wait, in microseconds.",
+                    "description": "Maximum queue time in microseconds.",
                 },
                 "binary_data_output": {"type": "boolean", "description": "Answer with binary tensors."},
             },
             additionalProperties=any_parameter,
         ),
-        "InferInput": thing(
+        "InferInput": object_schema(
             {
                 "name": {"type": "string", "maxLength": 4096},
                 "datatype": ref("DataType"),
                 "shape": ref("Shape"),
                 "data": ref("Data"),
-                "parameters": thing({"binary_data_size": _COUNT, **placed}, additionalProperties=any_parameter),
+                "parameters": object_schema({"binary_data_size": _COUNT, **placed}, additionalProperties=any_parameter),
             },
             ("name", "datatype", "shape"),
             "With `data`, or with `binary_data_size` and the bytes behind the JSON, or in shared memory.",
         ),
-        "InferRequestedOutput": thing(
+        "InferRequestedOutput": object_schema(
             {
                 "name": _TEXT,
-                "parameters": thing(
+                "parameters": object_schema(
                     {
                         "binary_data": _FLAG,
                         "classification": {
                             "type": "integer",
                             "minimum": 1,
-                            "description": "Answer the so many largest values with their labels instead of the tensor.",
+                            "description": "Return this many largest values with their labels instead of the tensor.",
                         },
                         **placed,
                     },
@@ -141,42 +138,42 @@ def _inference() -> dict[str, Schema]:
             },
             ("name",),
         ),
-        "InferRequest": thing(
+        "InferRequest": object_schema(
             {
                 "id": _TEXT,
                 "parameters": ref("InferParameters"),
-                "inputs": list_of(ref("InferInput"), minItems=1, maxItems=TENSOR_COUNT),
-                "outputs": list_of(ref("InferRequestedOutput"), maxItems=TENSOR_COUNT),
+                "inputs": array_schema(ref("InferInput"), minItems=1, maxItems=TENSOR_COUNT),
+                "outputs": array_schema(ref("InferRequestedOutput"), maxItems=TENSOR_COUNT),
             },
             ("inputs",),
             "Without `outputs`, all of them are answered.",
         ),
-        "InferOutput": thing(
+        "InferOutput": object_schema(
             {
                 "name": _TEXT,
                 "datatype": ref("DataType"),
-                "shape": list_of(_COUNT),
+                "shape": array_schema(_COUNT),
                 "data": ref("Data"),
                 "parameters": ref("Parameters"),
             },
             ("name", "datatype", "shape"),
         ),
-        "InferResponse": thing(
+        "InferResponse": object_schema(
             {
                 "model_name": _TEXT,
                 "model_version": _TEXT,
                 "id": _TEXT,
                 "parameters": ref("Parameters"),
-                "outputs": list_of(ref("InferOutput")),
+                "outputs": array_schema(ref("InferOutput")),
             },
             ("model_name", "model_version", "outputs"),
         ),
-        "GenerateRequest": thing(
+        "GenerateRequest": object_schema(
             {},
             text="Members that are named like an input become that input; the others become request parameters.",
             additionalProperties=True,
         ),
-        "GenerateResponse": thing(
+        "GenerateResponse": object_schema(
             {"model_name": _TEXT, "model_version": _TEXT},
             text="The outputs by name, those of one element without a list around it.",
             additionalProperties=True,
@@ -186,9 +183,11 @@ def _inference() -> dict[str, Schema]:
 
 def _repository() -> dict[str, Schema]:
     return {
-        "RepositoryIndexRequest": thing({"ready": {"type": "boolean", "description": "Only what can be asked now."}}),
-        "RepositoryIndex": list_of(
-            thing(
+        "RepositoryIndexRequest": object_schema(
+            {"ready": {"type": "boolean", "description": "Only versions that are ready."}}
+        ),
+        "RepositoryIndex": array_schema(
+            object_schema(
                 {
                     "name": _TEXT,
                     "version": _TEXT,
@@ -198,16 +197,16 @@ def _repository() -> dict[str, Schema]:
                 ("name",),
             )
         ),
-        "LoadRequest": thing(
+        "LoadRequest": object_schema(
             {
-                "parameters": thing(
-                    {"config": {"type": "string", "description": "A configuration as JSON, in place of the file's."}},
+                "parameters": object_schema(
+                    {"config": {"type": "string", "description": "A configuration as JSON that replaces the file's."}},
                     patternProperties={"^file:": {"type": "string", "contentEncoding": "base64"}},
                     additionalProperties=False,
                 )
             }
         ),
-        "UnloadRequest": thing({"parameters": thing({"unload_dependents": _FLAG})}),
+        "UnloadRequest": object_schema({"parameters": object_schema({"unload_dependents": _FLAG})}),
     }
 
 
@@ -218,23 +217,25 @@ def _statistics() -> dict[str, Schema]:
     one = {
         "name": _TEXT,
         "version": _TEXT,
-        "last_inference": {"type": "integer", "description": "Milliseconds since 1970; 0 for never."},
+        "last_inference": {"type": "integer", "description": "Milliseconds since 1970; 0: never."},
         "inference_count": _COUNT,
         "execution_count": _COUNT,
-        "inference_stats": thing(dict.fromkeys(parts, duration)),
-        "response_stats": thing(
+        "inference_stats": object_schema(dict.fromkeys(parts, duration)),
+        "response_stats": object_schema(
             {},
             text="Of a decoupled model: by the place of a response among those to its request, from 0.",
-            additionalProperties=thing(dict.fromkeys(responses, duration)),
+            additionalProperties=object_schema(dict.fromkeys(responses, duration)),
         ),
-        "batch_stats": list_of(thing({"batch_size": _COUNT, **dict.fromkeys(parts[3:6], duration)})),
-        "memory_usage": list_of({"type": "object"}),
-        "failures": thing({}, text="How often each kind of error was answered.", additionalProperties=_COUNT),
-        "batching": thing({}, text="Why batches have the size they have.", additionalProperties=True),
+        "batch_stats": array_schema(object_schema({"batch_size": _COUNT, **dict.fromkeys(parts[3:6], duration)})),
+        "memory_usage": array_schema({"type": "object"}),
+        "failures": object_schema({}, text="How often each kind of error was answered.", additionalProperties=_COUNT),
+        "batching": object_schema({}, text="Why batches have the size they have.", additionalProperties=True),
     }
     return {
-        "DurationStatistic": thing({"count": _COUNT, "ns": _COUNT}, ("count", "ns")),
-        "ModelStatistics": thing({"model_stats": list_of(thing(one, ("name", "version")))}, ("model_stats",)),
+        "DurationStatistic": object_schema({"count": _COUNT, "ns": _COUNT}, ("count", "ns")),
+        "ModelStatistics": object_schema(
+            {"model_stats": array_schema(object_schema(one, ("name", "version")))}, ("model_stats",)
+        ),
     }
 
 
@@ -249,33 +250,37 @@ def _settings() -> dict[str, Schema]:
         "log_format": {"type": "string", "enum": ["default", "ISO8601"]},
     }
     changes: dict[str, Schema] = {
-        "trace_level": {"anyOf": [list_of(level), level, {"type": "null"}]},
+        "trace_level": {"anyOf": [array_schema(level), level, {"type": "null"}]},
         "trace_rate": number,
         "trace_count": number,
         "log_frequency": number,
     }
     return {
-        "TraceSettings": thing(
+        "TraceSettings": object_schema(
             {name: {"type": ["string", "array"]} for name in ("trace_file", *changes, "trace_mode")},
             additionalProperties=True,
         ),
-        "TraceChanges": thing(changes, text="null takes a setting back to what it was.", additionalProperties=False),
-        "LogSettings": thing({"log_file": _TEXT, **log}, additionalProperties=True),
-        "LogChanges": thing(log, additionalProperties=False),
+        "TraceChanges": object_schema(
+            changes, text="null takes a setting back to what it was.", additionalProperties=False
+        ),
+        "LogSettings": object_schema({"log_file": _TEXT, **log}, additionalProperties=True),
+        "LogChanges": object_schema(log, additionalProperties=False),
     }
 
 
 def _memory() -> dict[str, Schema]:
     size: Schema = {"type": "integer", "minimum": 0, "maximum": _LARGEST}
     region = {"name": _TEXT, "byte_size": _COUNT}
-    handle = thing({"b64": {"type": "string", "contentEncoding": "base64"}}, ("b64",))
+    handle = object_schema({"b64": {"type": "string", "contentEncoding": "base64"}}, ("b64",))
     return {
-        "SystemMemoryRegistration": thing(
+        "SystemMemoryRegistration": object_schema(
             {"key": {"type": "string", "minLength": 1}, "offset": size, "byte_size": size}, ("key", "byte_size")
         ),
-        "CudaMemoryRegistration": thing(
+        "CudaMemoryRegistration": object_schema(
             {"raw_handle": handle, "device_id": _COUNT, "byte_size": size}, ("raw_handle", "device_id", "byte_size")
         ),
-        "SystemMemoryStatus": list_of(thing({**region, "key": _TEXT, "offset": _COUNT}, ("name", "byte_size"))),
-        "CudaMemoryStatus": list_of(thing({**region, "device_id": _COUNT}, ("name", "byte_size"))),
+        "SystemMemoryStatus": array_schema(
+            object_schema({**region, "key": _TEXT, "offset": _COUNT}, ("name", "byte_size"))
+        ),
+        "CudaMemoryStatus": array_schema(object_schema({**region, "device_id": _COUNT}, ("name", "byte_size"))),
     }

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of the routes of v2: Triton's protocol of today, and its extensions."""
+"""OpenAPI operations of the v2 routes: Triton's protocol and its extensions."""
 
 from __future__ import annotations
 
-from headrace.api.openapi.describing import (
+from headrace.api.openapi.operations import (
     BINARY,
     EVENTS,
     Operation,
+    OperationTable,
     Schema,
-    Table,
-    answer,
     header,
-    json_of,
+    json_content,
     operation,
     ref,
+    response_object,
 )
 
 HEALTH = "Health"
@@ -29,15 +29,15 @@ INFER_FAILURES = (403, 404, 409, 429, 499, 501, 504)
 LENGTH_FIELD = "Inference-Header-Content-Length"
 _LENGTH = header(
     LENGTH_FIELD,
-    "The length of the JSON, where binary tensors follow it. 0: the body is nothing but the one input.",
+    "The length of the JSON, if binary tensors follow it. 0: the body is only the one input.",
     {"type": "string", "pattern": "^[0-9]{1,12}$"},
 )
 _REQUEST_BINARY = {BINARY: {"schema": {"description": "JSON, then binary tensors; or one raw tensor."}}}
 _MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 
 
-def v2_table() -> Table:
-    """By (method, path)."""
+def v2_table() -> OperationTable:
+    """Return the operations by (method, path)."""
     table: dict[tuple[str, str], Operation] = {**_server(), **_repository(), **_settings(), **_memory()}
     for path in _MODEL_PATHS:
         table |= _model(path)
@@ -45,22 +45,22 @@ def v2_table() -> Table:
 
 
 def infer_operation(request: Schema, response: Schema, **more: object) -> Operation:
-    """Inference, with the schemas of all models or of one; `more` goes into the JSON content of the request."""
-    binary_answer = {BINARY: {"schema": {"description": "JSON, then the binary tensors that were asked for."}}}
+    """Return the inference operation, with the schemas of all models or of one; `more` goes into the request's content."""
+    binary_answer = {BINARY: {"schema": {"description": "JSON, then the requested binary tensors."}}}
     return operation(
         INFERENCE,
-        "Compute one request",
+        "Run inference",
         "JSON, or JSON followed by binary tensors. The body may be compressed with gzip or deflate.",
-        body={**json_of(request, **more), **_REQUEST_BINARY},
+        body={**json_content(request, **more), **_REQUEST_BINARY},
         parameters=[_LENGTH],
         failing=INFER_FAILURES,
         answers={
-            "200": answer(
-                "What the model computed.",
-                {**json_of(response), **binary_answer},
+            "200": response_object(
+                "The model's response.",
+                {**json_content(response), **binary_answer},
                 {
                     LENGTH_FIELD: {
-                        "description": "The length of the JSON, where binary tensors follow it.",
+                        "description": "The length of the JSON, if binary tensors follow it.",
                         "schema": {"type": "string"},
                     }
                 },
@@ -70,59 +70,60 @@ def infer_operation(request: Schema, response: Schema, **more: object) -> Operat
 
 
 def generate_operation(request: Schema, response: Schema, *, stream: bool, **more: object) -> Operation:
-    """`generate` or `generate_stream`, of all models or of one."""
-    content = {EVENTS: {"schema": {"description": "Server-sent events."}}} if stream else json_of(response)
-    text = 'Each answer as an event: `data: {...}`, or `data: {"error": ...}`.' if stream else "The outputs by name."
+    """Return the operation `generate` or `generate_stream`, of all models or of one."""
+    content = {EVENTS: {"schema": {"description": "Server-sent events."}}} if stream else json_content(response)
+    text = 'One event per response: `data: {...}`, or `data: {"error": ...}`.' if stream else "The outputs by name."
     return operation(
         INFERENCE,
-        "Generate, answer by answer" if stream else "Generate",
+        "Generate as a stream" if stream else "Generate",
         "A plain JSON object in, a plain JSON object out"
-        + (" for each answer of the model." if stream else "; for models that answer once."),
-        body=json_of(request, **more),
+        + (" for each response of the model." if stream else "; for models that send one response."),
+        body=json_content(request, **more),
         failing=INFER_FAILURES,
-        answers={"200": answer(text, content)},
+        answers={"200": response_object(text, content)},
     )
 
 
-def _server() -> Table:
-    yes_no = {"200": answer("Yes."), "400": answer("No.")}
+def _server() -> OperationTable:
+    yes_no = {"200": response_object("Yes."), "400": response_object("No.")}
     return {
-        ("GET", "/v2/health/live"): operation(HEALTH, "Does the server answer?", answers=yes_no, failing=(403,)),
+        ("GET", "/v2/health/live"): operation(HEALTH, "Is the server live?", answers=yes_no, failing=(403,)),
         ("GET", "/v2/health/ready"): operation(
-            HEALTH, "Can all models be asked?", "False while models load, and once the server is stopping.",
+            HEALTH, "Is the server ready?", "Not while models load or the server is stopping.",
             answers=yes_no, failing=(403,),
         ),
         ("GET", "/v2"): operation(
-            MODELS, "What is this server?", "Its name, its version and the extensions of the protocol that it has.",
-            answers={"200": answer("The server.", json_of(ref("ServerMetadata")))}, failing=(403,),
+            MODELS, "Server metadata", "Its name, its version and its protocol extensions.",
+            answers={"200": response_object("The metadata.", json_content(ref("ServerMetadata")))}, failing=(403,),
         ),
         ("GET", "/v2/models/stats"): operation(
-            STATISTICS, "What have all models done?",
-            answers={"200": answer("One entry for each version.", json_of(ref("ModelStatistics")))}, failing=(403,),
+            STATISTICS, "Statistics of all models",
+            answers={"200": response_object("One entry for each version.", json_content(ref("ModelStatistics")))},
+            failing=(403,),
         ),
     }  # fmt: skip
 
 
-def _model(path: str) -> Table:
+def _model(path: str) -> OperationTable:
     which = "this version of a model" if "{version}" in path else "a model"
     gone = (403, 404)
     generate = {"request": ref("GenerateRequest"), "response": ref("GenerateResponse")}
     return {
         ("GET", path): operation(
-            MODELS, f"What does {which} take and give?", failing=gone,
-            answers={"200": answer("Names, types and shapes.", json_of(ref("ModelMetadata")))},
+            MODELS, f"Metadata of {which}", failing=gone,
+            answers={"200": response_object("Names, types and shapes.", json_content(ref("ModelMetadata")))},
         ),
         ("GET", f"{path}/config"): operation(
-            MODELS, f"How is {which} configured?", failing=gone,
-            answers={"200": answer("The configuration, completed.", json_of(ref("ModelConfig")))},
+            MODELS, f"Configuration of {which}", failing=gone,
+            answers={"200": response_object("The configuration, completed.", json_content(ref("ModelConfig")))},
         ),
         ("GET", f"{path}/ready"): operation(
-            HEALTH, f"Can {which} be asked?", failing=(403,),
-            answers={"200": answer("Yes."), "400": answer("No; or the name is not one.")},
+            HEALTH, f"Is {which} ready?", failing=(403,),
+            answers={"200": response_object("Yes."), "400": response_object("No, or the name is invalid.")},
         ),
         ("GET", f"{path}/stats"): operation(
-            STATISTICS, f"What has {which} done?", failing=gone,
-            answers={"200": answer("One entry for each version.", json_of(ref("ModelStatistics")))},
+            STATISTICS, f"Statistics of {which}", failing=gone,
+            answers={"200": response_object("One entry for each version.", json_content(ref("ModelStatistics")))},
         ),
         ("POST", f"{path}/infer"): infer_operation(ref("InferRequest"), ref("InferResponse")),
         ("POST", f"{path}/generate"): generate_operation(**generate, stream=False),
@@ -130,79 +131,79 @@ def _model(path: str) -> Table:
     }  # fmt: skip
 
 
-def _repository() -> Table:
+def _repository() -> OperationTable:
     base = "/v2/repository/models/{model}"
     return {
         ("POST", "/v2/repository/index"): operation(
-            REPOSITORY, "Which models are there?", "Every model of the repository and where its versions stand.",
-            body=json_of(ref("RepositoryIndexRequest")), body_needed=False, failing=(403,),
-            answers={"200": answer("One entry for each version.", json_of(ref("RepositoryIndex")))},
+            REPOSITORY, "List the models", "All models of the repository and the states of their versions.",
+            body=json_content(ref("RepositoryIndexRequest")), body_needed=False, failing=(403,),
+            answers={"200": response_object("One entry for each version.", json_content(ref("RepositoryIndex")))},
         ),
         ("POST", f"{base}/load"): operation(
-            REPOSITORY, "Load a model", "Or load it anew. Needs `--model-control-mode explicit`.",
-            body=json_of(ref("LoadRequest")), body_needed=False, failing=(403, 404, 409),
-            answers={"200": answer("It is loaded.")},
+            REPOSITORY, "Load or reload a model", "Needs `--model-control-mode explicit`.",
+            body=json_content(ref("LoadRequest")), body_needed=False, failing=(403, 404, 409),
+            answers={"200": response_object("The model is loaded.")},
         ),
         ("POST", f"{base}/unload"): operation(
             REPOSITORY, "Unload a model", "Needs `--model-control-mode explicit`.",
-            body=json_of(ref("UnloadRequest")), body_needed=False, failing=(403, 404, 409),
-            answers={"200": answer("It is going, or was not there.")},
+            body=json_content(ref("UnloadRequest")), body_needed=False, failing=(403, 404, 409),
+            answers={"200": response_object("The model is unloading, or was not loaded.")},
         ),
     }  # fmt: skip
 
 
-def _trace_shown() -> Operation:
+def _show_trace() -> Operation:
     return operation(
-        SETTINGS, "Which requests are traced?", failing=(403, 404),
-        answers={"200": answer("The settings in force.", json_of(ref("TraceSettings")))},
+        SETTINGS, "Show the trace settings", failing=(403, 404),
+        answers={"200": response_object("The current settings.", json_content(ref("TraceSettings")))},
     )  # fmt: skip
 
 
-def _trace_changed() -> Operation:
+def _change_trace() -> Operation:
     return operation(
-        SETTINGS, "Trace other requests", body=json_of(ref("TraceChanges")), body_needed=False, failing=(403, 404),
-        answers={"200": answer("The settings as they are now.", json_of(ref("TraceSettings")))},
+        SETTINGS, "Change the trace settings", body=json_content(ref("TraceChanges")), body_needed=False, failing=(403, 404),
+        answers={"200": response_object("The changed settings.", json_content(ref("TraceSettings")))},
     )  # fmt: skip
 
 
-def _settings() -> Table:
-    shown = {"200": answer("The settings in force.", json_of(ref("LogSettings")))}
+def _settings() -> OperationTable:
+    shown = {"200": response_object("The current settings.", json_content(ref("LogSettings")))}
     return {
-        ("GET", "/v2/trace/setting"): _trace_shown(),
-        ("POST", "/v2/trace/setting"): _trace_changed(),
-        ("GET", "/v2/models/{model}/trace/setting"): _trace_shown(),
-        ("POST", "/v2/models/{model}/trace/setting"): _trace_changed(),
-        ("GET", "/v2/logging"): operation(SETTINGS, "What is logged?", answers=shown, failing=(403,)),
+        ("GET", "/v2/trace/setting"): _show_trace(),
+        ("POST", "/v2/trace/setting"): _change_trace(),
+        ("GET", "/v2/models/{model}/trace/setting"): _show_trace(),
+        ("POST", "/v2/models/{model}/trace/setting"): _change_trace(),
+        ("GET", "/v2/logging"): operation(SETTINGS, "Show the log settings", answers=shown, failing=(403,)),
         ("POST", "/v2/logging"): operation(
-            SETTINGS, "Log something else", body=json_of(ref("LogChanges")), body_needed=False, answers=shown,
+            SETTINGS, "Change the log settings", body=json_content(ref("LogChanges")), body_needed=False, answers=shown,
             failing=(403,),
         ),
     }  # fmt: skip
 
 
-def _memory() -> Table:
+def _memory() -> OperationTable:
     table: dict[tuple[str, str], Operation] = {}
-    off = "Clients may do so only on a server with `--allow-client-shm`."
+    note = "Needs a server with `--allow-client-shm`."
     failing = (403, 404, 409, 429, 501)
     for kind, name, schema in (("system", "System", "POSIX"), ("cuda", "Cuda", "CUDA")):
         base = f"/v2/{kind}sharedmemory"
         region = f"{base}/region/{{name}}"
-        shown = {"200": answer("The regions.", json_of(ref(f"{name}MemoryStatus")))}
-        gone = {"200": answer("It is let go, or was not there.")}
+        shown = {"200": response_object("The regions.", json_content(ref(f"{name}MemoryStatus")))}
+        gone = {"200": response_object("The region is unregistered, or was not registered.")}
         table[("GET", f"{base}/status")] = operation(
-            MEMORY, f"Which {schema} regions are registered?", off, answers=shown, failing=failing
+            MEMORY, f"List the {schema} regions", note, answers=shown, failing=failing
         )
         table[("GET", f"{region}/status")] = operation(
-            MEMORY, f"What is this {schema} region?", off, answers=shown, failing=failing
+            MEMORY, f"Show a {schema} region", note, answers=shown, failing=failing
         )
         table[("POST", f"{region}/register")] = operation(
-            MEMORY, f"Register a {schema} region", off, body=json_of(ref(f"{name}MemoryRegistration")),
-            answers={"200": answer("It can be used.")}, failing=failing,
+            MEMORY, f"Register a {schema} region", note, body=json_content(ref(f"{name}MemoryRegistration")),
+            answers={"200": response_object("The region is registered.")}, failing=failing,
         )  # fmt: skip
         table[("POST", f"{region}/unregister")] = operation(
-            MEMORY, f"Let a {schema} region go", off, answers=gone, failing=failing
+            MEMORY, f"Unregister a {schema} region", note, answers=gone, failing=failing
         )
         table[("POST", f"{base}/unregister")] = operation(
-            MEMORY, f"Let all {schema} regions go", off, answers=gone, failing=failing
+            MEMORY, f"Unregister all {schema} regions", note, answers=gone, failing=failing
         )
     return table

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/predict`: numbers in, numbers out, over HTTP, WebSocket and gRPC.
+"""`/predict`: a simple API, numbers in and numbers out, over HTTP, WebSocket and gRPC.
 
-For people who want an answer and not a protocol. Translates to the data plane, which knows nothing of it.
+A request has values without a batch dimension, data types or tensor names where the model makes them obvious.
 """

@@ -1,96 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/predict` over gRPC: `InferenceService`, with `Predict` and `PredictStream`.
+"""`/predict` over gRPC: `InferenceService` with `Predict` and `PredictStream`.
 
-Made by composition roots. The model is the default one, or the one that the metadata key `model` names. A stream answers in
-the order of its messages; a message that cannot be answered ends it with that error, since gRPC has no other way to say so.
+The model is the default one, or the one that the metadata key `model` names. A stream answers in the order of its
+messages. The codec reads the floats of a `PredictRequest` in place when they are all it has, as generated clients write
+it; protobuf parses any other form.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 from time import perf_counter
+from typing import Any
 from weakref import WeakSet
 
-from headrace.api.predict.asking import Asking
-from headrace.api.predict.checks import Checker
-from headrace.api.predict.flat import FlatReader, only_output
-from headrace.api.predict.grpc_codec import PredictCodec
-from headrace.api.predict.lanes import MOST_UNREAD_BYTES, Lane, Slot
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
 from headrace.api.predict.models import Models
-from headrace.api.predict.reading import KeyOf, Question, Reader
-from headrace.api.predict.schema import SERVICE
+from headrace.api.predict.ordered_responses import MOST_UNREAD_BYTES, OrderedResponses, ResponseSlot
+from headrace.api.predict.predictor import Predictor
+from headrace.api.predict.requests import FlatRequestParser, ParsedRequest, RequestParser, StickyKeyOf, only_output
 from headrace.api.predict.settings import PredictSettings
-from headrace.core.errors import ResourceExhausted, Unavailable
-from headrace.core.messages import InferResponse
+from headrace.api.predict.validation import InputValidator
+from headrace.core.dtypes import BF16, FP32, bf16_to_float32
+from headrace.core.errors import InvalidArgument, ResourceExhausted, Unavailable
+from headrace.core.protobuf import Schema
+from headrace.core.requests import InferResponse
+from headrace.core.tensors import Buffer, Tensor
 from headrace.engine.dataplane import DataPlane
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
-from headrace.net.http.exchange import Buffer
 from headrace.net.http.heads import RequestHead
 
 _MODEL = b"model"
 
 
+_FLOATS_TAG = 0x0A
+_VERSION_TAG = b"\x12"
+_LATENCY = struct.Struct("<Bf")
+_LATENCY_TAG = 0x1D
+_FLOAT_BYTES = 4
+_ONE_BYTE = 0x80
+"""A varint below this takes one byte."""
+SERVICE = "InferenceService"
+
+
 class PredictGrpc:
     """Handlers over one data plane."""
 
-    def __init__(self, plane: DataPlane, settings: PredictSettings | None = None, key_of: KeyOf | None = None) -> None:
+    def __init__(
+        self, plane: DataPlane, settings: PredictSettings | None = None, key_of: StickyKeyOf | None = None
+    ) -> None:
         settings = settings or PredictSettings()
-        checker = Checker(settings.checks)
-        self._models = Models(plane, settings, checker)
-        self._reader = FlatReader(Reader(self._models, checker, key_of), checker)
+        validator = InputValidator(settings.checks)
+        self._models = Models(plane, settings, validator)
+        self._parser = FlatRequestParser(RequestParser(self._models, validator, key_of), validator)
         self._codec = PredictCodec()
-        self.asking = Asking(plane, settings.timeout_seconds)
+        self.predictor = Predictor(plane, settings.timeout_seconds)
         self.draining = False
         self._streams: WeakSet[_Stream] = WeakSet()
 
     def add_to(self, services: Services) -> None:
-        """Serve the methods."""
+        """Register the methods."""
         services.unary(SERVICE, "Predict", self.predict)
         services.streaming(SERVICE, "PredictStream", self.open_stream)
 
     def drain(self) -> None:
-        """The server is about to stop: streams end when what they were sent is answered."""
+        """End each stream once its requests are answered: the server is stopping."""
         self.draining = True
         for stream in list(self._streams):
             stream.finish_if_over()
 
     def predict(self, call: GrpcCall, message: Buffer) -> None:
-        """One prediction."""
+        """Answer one prediction."""
         started = perf_counter()
-        question = self.question(call.head, message)
-        answer = self.asking.at_once(question)
-        if answer is not None:
-            call.reply(self.encoded(question, answer, started))
+        request = self.request(call.head, message)
+        response = self.predictor.predict_now(request)
+        if response is not None:
+            call.reply(self.encoded(request, response, started))
             return
 
-        def answered(result: Sequence[InferResponse] | BaseException) -> None:
+        def on_responses(result: Sequence[InferResponse] | BaseException) -> None:
             if isinstance(result, BaseException):
                 call.fail(result)
                 return
             try:
-                call.reply(self.encoded(question, result[0], started))
+                call.reply(self.encoded(request, result[0], started))
             except Exception as error:
                 call.fail(error)
 
-        call.on_cancel = self.asking.later(question, answered).cancel
+        call.on_cancel = self.predictor.predict(request, on_responses).cancel
 
     def open_stream(self, call: GrpcCall) -> None:
-        """Any number of predictions."""
+        """Open a stream of predictions."""
         self._streams.add(_Stream(self, call))
 
-    def question(self, head: RequestHead, message: Buffer) -> Question:
-        """What a message asks."""
+    def request(self, head: RequestHead, message: Buffer) -> ParsedRequest:
+        """Parse a message."""
         numbers, wanted = self._codec.decode(message)
         model = head.by_name.get(_MODEL)
         name = self._models.default() if model is None else model.decode("latin-1")
-        return self._reader.floats(name, wanted, head, numbers)
+        return self._parser.parse_floats(name, wanted, head, numbers)
 
-    def encoded(self, question: Question, answer: InferResponse, started: float) -> list[Buffer]:
-        """The message of an answer."""
-        tensor = only_output(question, answer)
-        label = question.known.labels.label(answer.model_version)
+    def encoded(self, request: ParsedRequest, response: InferResponse, started: float) -> list[Buffer]:
+        """Encode a response."""
+        tensor = only_output(request, response)
+        label = request.model.labels.label(response.model_version)
         return self._codec.encode(tensor, label, (perf_counter() - started) * 1000)
 
 
@@ -100,45 +119,49 @@ class _Stream:
     def __init__(self, owner: PredictGrpc, call: GrpcCall) -> None:
         self._owner = owner
         self._call = call
-        self._ended = False
-        self._lane = Lane(self._begin, self._send, call.pause, call.resume, self._overflow)
-        self._lane.on_empty = self.finish_if_over
+        self._half_closed = False
+        self._responses = OrderedResponses(self._begin, self._send, call.pause, call.resume, self._overflow)
+        self._responses.on_empty = self.finish_if_over
         call.on_message = self._on_message
         call.on_half_close = self._on_half_close
-        call.on_writable = self._lane.writable
-        call.on_cancel = self._lane.close
+        call.on_writable = self._responses.writable
+        call.on_cancel = self._responses.close
 
     def finish_if_over(self) -> None:
-        """End the call if all is answered and nothing more is to come, or to be taken."""
-        if not self._lane.empty or self._call.over:
+        """End the call if all requests are answered and no more are accepted."""
+        if not self._responses.empty or self._call.over:
             return
-        if self._ended:
+        if self._half_closed:
             self._call.finish()
         elif self._owner.draining:
             self._call.fail(Unavailable("the server is stopping: open the stream again to reach another one"))
 
     def _on_message(self, message: Buffer) -> None:
-        self._lane.ask(message, len(message))
+        self._responses.submit(message, len(message))
 
     def _on_half_close(self) -> None:
-        self._ended = True
+        self._half_closed = True
         self.finish_if_over()
 
-    def _begin(self, slot: Slot, message: Buffer) -> None:
+    def _begin(self, slot: ResponseSlot, message: Buffer) -> None:
         started = perf_counter()
         try:
-            question = self._owner.question(self._call.head, message)
-            answer = self._owner.asking.at_once(question)
-            if answer is not None:
-                self._put(slot, self._owner.encoded(question, answer, started))
+            request = self._owner.request(self._call.head, message)
+            response = self._owner.predictor.predict_now(request)
+            if response is not None:
+                self._put(slot, self._owner.encoded(request, response, started))
                 return
-            waiting = self._owner.asking.later(question, partial(self._answered, slot, question, started))
+            waiting = self._owner.predictor.predict(request, partial(self._on_responses, slot, request, started))
             slot.cancel = waiting.cancel
         except Exception as error:
             slot.put(error)
 
-    def _answered(
-        self, slot: Slot, question: Question, started: float, result: Sequence[InferResponse] | BaseException
+    def _on_responses(
+        self,
+        slot: ResponseSlot,
+        request: ParsedRequest,
+        started: float,
+        result: Sequence[InferResponse] | BaseException,
     ) -> None:
         if slot.over:
             return
@@ -146,20 +169,86 @@ class _Stream:
             slot.put(result)
             return
         try:
-            self._put(slot, self._owner.encoded(question, result[0], started))
+            self._put(slot, self._owner.encoded(request, result[0], started))
         except Exception as error:
             slot.put(error)
 
-    def _put(self, slot: Slot, message: list[Buffer]) -> None:
+    def _put(self, slot: ResponseSlot, message: list[Buffer]) -> None:
         slot.put(message, sum(map(len, message)))
 
     def _send(self, message: list[Buffer] | BaseException) -> bool:
         if isinstance(message, BaseException):
-            self._lane.close()
+            self._responses.close()
             self._call.fail(message)
             return True
         return self._call.send(message)
 
     def _overflow(self) -> None:
-        self._lane.close()
-        self._call.fail(ResourceExhausted(f"more than {MOST_UNREAD_BYTES} bytes of answers were not read: read faster"))
+        self._responses.close()
+        self._call.fail(ResourceExhausted(f"more than {MOST_UNREAD_BYTES} bytes of responses are unread: read faster"))
+
+
+class PredictCodec:
+    """Decodes `PredictRequest` and encodes `PredictResponse`."""
+
+    def __init__(self) -> None:
+        self._request = predict_schema().message("PredictRequest")
+
+    def decode(self, message: Buffer) -> tuple[npt.NDArray[np.float32], str]:
+        """Return the inputs and the requested version."""
+        if len(message) > 2 and message[0] == _FLOATS_TAG:
+            size, start = _decode_varint(message, 1)
+            if start + size == len(message) and size % _FLOAT_BYTES == 0:
+                return np.frombuffer(message, np.float32, offset=start), ""
+        try:
+            request = self._request.FromString(bytes(message))
+        except DecodeError:
+            raise InvalidArgument("the message is not a PredictRequest") from None
+        return np.array(request.inputs, np.float32), request.model_version
+
+    def encode(self, tensor: Tensor, version: str, latency_ms: float) -> list[Buffer]:
+        """Encode the output's numbers as floats."""
+        numbers: Any = tensor.array
+        if tensor.dtype is BF16:
+            numbers = bf16_to_float32(numbers)
+        elif tensor.dtype is not FP32:
+            with np.errstate(over="ignore"):
+                numbers = numbers.astype(np.float32)
+        data = numbers.tobytes()
+        label = version.encode()
+        head = b"\x0a%b" % _encode_varint(len(data)) if data else b""
+        return [
+            head,
+            data,
+            b"%b%b%b" % (_VERSION_TAG, _encode_varint(len(label)), label) + _LATENCY.pack(_LATENCY_TAG, latency_ms),
+        ]
+
+
+def _decode_varint(message: Buffer, position: int) -> tuple[int, int]:
+    """Return a varint and the position after it; (-1, 0) if it is invalid."""
+    value = shift = 0
+    while position < len(message) and shift < 35:
+        byte = message[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < _ONE_BYTE:
+            return value, position
+        shift += 7
+    return -1, 0
+
+
+def _encode_varint(size: int) -> bytes:
+    if size < _ONE_BYTE:
+        return bytes((size,))
+    encoded = bytearray()
+    while size >= _ONE_BYTE:
+        encoded.append(size & 0x7F | _ONE_BYTE)
+        size >>= 7
+    encoded.append(size)
+    return bytes(encoded)
+
+
+@cache
+def predict_schema() -> Schema:
+    """Return the protobuf schema, loaded at first use."""
+    return Schema((files("headrace.api.predict") / "_generated" / "predict.binpb").read_bytes())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the server is well, for people and for whatever restarts it or sends it traffic.
+"""Health checks, in JSON; 503 if unhealthy.
 
-`/livez` says that the process answers; `/ready`, `/readyz` that requests would be served; `/healthz` the same of the
-model of `/predict`, with its version; `/health` tells what there is. All in JSON; 503 where the answer is no.
+`/livez`: the process answers. `/ready`, `/readyz`: the server is ready. `/healthz`: the model of `/predict` is loaded,
+with its version. `/health`: the state of the server and of all models.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
 from headrace.net.http.routes import Routes
 from headrace.version import __version__
 
-# Kept by nobody on the way: an old answer to this question is a wrong one.
+# Proxies must not cache a health check.
 _FIELDS = [(CONTENT_TYPE, JSON), (b"cache-control", b"no-store")]
-_YES = ResponseHead(200, _FIELDS)
-_NO = ResponseHead(503, _FIELDS)
+_HEALTHY = ResponseHead(200, _FIELDS)
+_UNHEALTHY = ResponseHead(503, _FIELDS)
 
 _SHOWN = 256
 
@@ -38,7 +38,7 @@ class PredictHealth:
         self._default = settings.model
 
     def add_to(self, routes: Routes) -> None:
-        """Serve the paths."""
+        """Register the routes."""
         routes.add("GET", "/livez", self.live)
         routes.add("GET", "/ready", self.ready)
         routes.add("GET", "/readyz", self.ready)
@@ -46,18 +46,18 @@ class PredictHealth:
         routes.add("GET", "/health", self.summary)
 
     def live(self, exchange: Exchange) -> None:
-        """The process answers."""
-        exchange.respond(_YES, b'{"status":"alive"}')
+        """Answer `/livez`."""
+        exchange.respond(_HEALTHY, b'{"status":"alive"}')
 
     def ready(self, exchange: Exchange) -> None:
-        """Requests would be served."""
+        """Answer `/readyz`."""
         if self._plane.ready:
-            exchange.respond(_YES, b'{"status":"ready"}')
+            exchange.respond(_HEALTHY, b'{"status":"ready"}')
         else:
-            _answer(exchange, _NO, {"status": "not ready", "error": self._why_not()})
+            _respond(exchange, _UNHEALTHY, {"status": "not ready", "error": self._reason()})
 
     def model(self, exchange: Exchange) -> None:
-        """The model of `/predict` is loaded; where there are several and none is named, all are."""
+        """Answer `/healthz`: the default model is loaded; without a default, all models are."""
         plane = self._plane
         names = [self._default] if self._default else plane.model_names()
         try:
@@ -66,21 +66,21 @@ class PredictHealth:
             versions = {}
         healthy = plane.accepting if self._default else plane.ready
         if not versions or not healthy:
-            _answer(exchange, _NO, {"status": "unhealthy", "error": f"Model not loaded: {self._why_not()}"})
+            _respond(exchange, _UNHEALTHY, {"status": "unhealthy", "error": f"Model not loaded: {self._reason()}"})
         elif len(versions) == 1:
-            _answer(exchange, _YES, {"status": "healthy", "model_version": next(iter(versions.values()))})
+            _respond(exchange, _HEALTHY, {"status": "healthy", "model_version": next(iter(versions.values()))})
         else:
-            _answer(exchange, _YES, {"status": "healthy", "models": versions})
+            _respond(exchange, _HEALTHY, {"status": "healthy", "models": versions})
 
     def summary(self, exchange: Exchange) -> None:
-        """All of it, with the state of every version."""
+        """Answer `/health` with the state of every version."""
         ready = self._plane.ready
         models: dict[str, dict[str, str]] = {}
         for entry in self._plane.states()[:_SHOWN]:
             models.setdefault(entry.name, {})[entry.version] = entry.state.value if entry.state is not None else ""
-        _answer(
+        _respond(
             exchange,
-            _YES if ready else _NO,
+            _HEALTHY if ready else _UNHEALTHY,
             {
                 "status": "healthy" if ready else "unhealthy",
                 "ready": ready,
@@ -91,21 +91,21 @@ class PredictHealth:
         )
 
     def _version(self, name: str) -> str:
-        known, _ = self._models.find(name)
+        model, _ = self._models.find(name)
         serving = self._plane.find(name)
-        return known.labels.label(serving.version_text) if serving is not None else ""
+        return model.labels.label(serving.version_text) if serving is not None else ""
 
-    def _why_not(self) -> str:
+    def _reason(self) -> str:
         plane = self._plane
         if not plane.accepting:
             return "the server is stopping"
         if not plane.started:
-            return "models are being loaded; ask again later"
+            return "models are loading; try again later"
         failed = sorted({entry.name for entry in plane.states() if entry.state is not State.READY})
         if failed:
-            return f"not ready: {', '.join(failed[:16])}; the server's log says why"
-        return "the server has no model that is ready"
+            return f"not ready: {', '.join(failed[:16])}; the server's log has the reason"
+        return "no model is ready"
 
 
-def _answer(exchange: Exchange, head: ResponseHead, document: dict[str, Any]) -> None:
+def _respond(exchange: Exchange, head: ResponseHead, document: dict[str, Any]) -> None:
     exchange.respond(head, orjson.dumps(document))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `/predict` can be told. Filled from the configuration."""
+"""Settings of `/predict`. A module of its own, so that the command line need not import the handlers."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class InputChecks:
-    """What is refused before a model sees it."""
+    """Limits on inputs, checked before the model runs."""
 
     enabled: bool = True
     most_numbers: int = 10_000
-    """Numbers in one prediction's inputs; 0 for any."""
+    """Maximum numbers in one prediction's inputs; 0: unlimited."""
     most_rows: int = 1_000
-    """Predictions in one `batch`; 0 for any."""
+    """Maximum predictions in one `batch`; 0: unlimited."""
     longest_sequence: int = 0
-    """The largest size of any dimension (`max_sequence_length`); 0 for any."""
+    """Maximum size of any dimension (`max_sequence_length`); 0: unlimited."""
     least: float | None = None
     most: float | None = None
-    """Bounds of every number."""
+    """Bounds of every number (`least`, `most`)."""
     allow_nan: bool = False
-    """NaN and infinities."""
+    """Whether to accept NaN and infinities."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """The WebSocket."""
+    """Settings of the WebSocket."""
 
     idle_seconds: float = 60.0
-    """Without a message for so long it is closed, with 1000."""
+    """Close a connection without messages after this time, with code 1000."""
     messages_per_second: float = 100.0
-    """0 for any."""
+    """Rate limit of one connection; 0: unlimited."""
     binary: bool = True
-    """Whether binary messages are taken: raw numbers, for models with one input."""
+    """Whether to accept binary messages: raw numbers, for models with one input."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictSettings:
-    """`/predict` in all its forms."""
+    """Settings of all transports."""
 
     model: str = ""
-    """The model of `/predict` without a name; "" for the only one there is."""
+    """The model of `/predict` without a name; "" for the only model."""
     timeout_seconds: float = 30.0
-    """Then the request leaves its queue, or its answer is dropped, and the client is told; 0 for no end."""
+    """Fail a request after this time; 0: never."""
     checks: InputChecks = field(default_factory=InputChecks)
     stream: StreamSettings = field(default_factory=StreamSettings)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The WebSocket of `/predict/stream`: a message is a question, and its answer a message.
+"""The WebSocket `/predict/stream`: each message is a request, and its response is a message.
 
-Registered by `http`. JSON is answered in JSON, binary in binary. What is wrong with a message is told in a message, and the
-connection lives on; who stays silent, floods, or does not read loses it.
+JSON is answered in JSON, binary in binary. An error in a message is answered with a message, and the connection
+stays open. A client that is silent, sends too fast for too long, or does not read is disconnected.
 """
 
 from __future__ import annotations
@@ -16,68 +16,76 @@ from typing import Any
 
 import orjson
 
-from headrace.api.predict.asking import Asking
-from headrace.api.predict.checks import Checker
-from headrace.api.predict.documents import read_fields
-from headrace.api.predict.flat import FlatReader, only_output
-from headrace.api.predict.lanes import MOST_UNREAD_BYTES, Lane, Slot
 from headrace.api.predict.models import Models
-from headrace.api.predict.pacing import Pace
-from headrace.api.predict.reading import MISSING, Question, Reader
+from headrace.api.predict.ordered_responses import MOST_UNREAD_BYTES, OrderedResponses, ResponseSlot
+from headrace.api.predict.predictor import Predictor
+from headrace.api.predict.requests import (
+    MISSING,
+    FlatRequestParser,
+    ParsedRequest,
+    RequestParser,
+    only_output,
+    parse_json,
+)
+from headrace.api.predict.responses import response_json
 from headrace.api.predict.settings import PredictSettings
-from headrace.api.predict.writing import answer_json
+from headrace.api.predict.validation import InputValidator
 from headrace.core.errors import HeadraceError, InvalidArgument, ResourceExhausted
-from headrace.core.messages import InferResponse
+from headrace.core.requests import InferResponse
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.routes import Routes
-from headrace.net.websocket.accept import accept
-from headrace.net.websocket.closing import INTERNAL, NORMAL, POLICY
-from headrace.net.websocket.contract import WebSocket
+from headrace.net.websocket.contract import CloseCode, WebSocket
+from headrace.net.websocket.handshake import accept
 
 log = logging.getLogger("headrace.api")
 
-_FAULT = "internal error; the server's log has the details"
+_INTERNAL_ERROR = "internal error; the server's log has the details"
+
+
+FLOODING_SECONDS = 5.0
+"""A client that exceeds the rate limit for this long without a pause is disconnected."""
+_PAUSE_SECONDS = 1.0
 
 
 class PredictWebSocket:
-    """Opens streams."""
+    """Opens WebSocket connections."""
 
     def __init__(
         self,
         plane: DataPlane,
         settings: PredictSettings,
         models: Models,
-        reader: Reader,
-        checker: Checker,
-        asking: Asking,
+        parser: RequestParser,
+        validator: InputValidator,
+        predictor: Predictor,
     ) -> None:
         self.plane = plane
         self.settings = settings.stream
-        self.reader = reader
-        self.flat = FlatReader(reader, checker)
-        self.checker = checker
-        self.asking = asking
+        self.parser = parser
+        self.flat_parser = FlatRequestParser(parser, validator)
+        self.validator = validator
+        self.predictor = predictor
         self._models = models
 
     def add_to(self, routes: Routes) -> None:
-        """Serve the paths."""
+        """Register the routes."""
         routes.add("GET", "/predict/stream", self.open)
         routes.add("GET", "/predict/{model}/stream", self.open)
 
     def open(self, exchange: Exchange) -> None:
-        """Begin a stream; for a model that is not there, answer so instead."""
+        """Open a connection; for an unknown model, respond with an error instead."""
         name = exchange.params[0] if exchange.params else self._models.default()
         self._models.find(name)
-        # Messages are short and many: to deflate them would cost more than it saves.
+        # Messages are short and many: compressing them would cost more than it saves.
         accept(exchange, partial(self._begin, name), compression=False)
 
     def _begin(self, name: str, connection: WebSocket) -> None:
-        _Stream(self, name, connection)  # which the connection's callbacks keep
+        _Stream(self, name, connection)  # the connection's callbacks keep a reference
 
 
-class _Late:
-    """A message that came too soon after those before it."""
+class _RateLimited:
+    """A message above the rate limit."""
 
     def __init__(self, wait_seconds: float) -> None:
         self.wait_seconds = wait_seconds
@@ -90,104 +98,104 @@ class _Stream:
         self._owner = owner
         self._name = name
         self._connection = connection
-        self._lane = Lane(
+        self._responses = OrderedResponses(
             self._begin, self._send, connection.pause_messages, connection.resume_messages, self._overflow
         )
-        self._pace = Pace(owner.settings.messages_per_second, perf_counter())
+        self._rate = MessageRate(owner.settings.messages_per_second, perf_counter())
         self._active_at = perf_counter()
         self._timer: asyncio.TimerHandle | None = None
         connection.on_message = self._on_message
-        connection.on_writable = self._lane.writable
+        connection.on_writable = self._responses.writable
         connection.on_close = self._on_close
-        self._watch(owner.settings.idle_seconds)
+        self._start_timer(owner.settings.idle_seconds)
 
-    # The client.
+    # Events of the connection.
 
     def _on_message(self, message: str | bytes) -> None:
         now = self._active_at = perf_counter()
-        wait_seconds = self._pace.take(now)
-        if wait_seconds and self._pace.flooding:
-            self._close(POLICY, f"more than {self._pace.rate:g} messages per second, for too long")
+        wait_seconds = self._rate.take(now)
+        if wait_seconds and self._rate.flooding:
+            self._close(CloseCode.POLICY, f"more than {self._rate.rate:g} messages per second, for too long")
             return
-        self._lane.ask(_Late(wait_seconds) if wait_seconds else message, len(message))
+        self._responses.submit(_RateLimited(wait_seconds) if wait_seconds else message, len(message))
 
     def _on_close(self, code: int, reason: str) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._lane.close()
+        self._responses.close()
 
     def _send(self, message: str | bytes) -> bool:
         self._active_at = perf_counter()
         return self._connection.send(message)
 
     def _overflow(self) -> None:
-        self._close(POLICY, f"more than {MOST_UNREAD_BYTES} bytes of answers were not read: read faster")
+        self._close(CloseCode.POLICY, f"more than {MOST_UNREAD_BYTES} bytes of responses are unread: read faster")
 
     def _close(self, code: int, reason: str) -> None:
         self._connection.close(code, reason)
         self._on_close(code, reason)
 
-    def _watch(self, seconds: float) -> None:
-        """Look again whether the client is silent; while it waits for us it is not."""
+    def _start_timer(self, seconds: float) -> None:
         if self._owner.settings.idle_seconds > 0:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._check_idle)
 
-    def _look(self) -> None:
+    def _check_idle(self) -> None:
+        """Close the connection if the client is idle; while it waits for a response it is not."""
         idle_seconds = self._owner.settings.idle_seconds
         left = idle_seconds - (perf_counter() - self._active_at)
-        if not self._lane.empty:
+        if not self._responses.empty:
             left = idle_seconds
         if left > 0:
-            self._watch(left)
+            self._start_timer(left)
         else:
-            self._close(NORMAL, "Timeout")
+            self._close(CloseCode.NORMAL, "Timeout")
 
-    # Questions.
+    # Requests.
 
-    def _begin(self, slot: Slot, message: str | bytes | _Late) -> None:
+    def _begin(self, slot: ResponseSlot, message: str | bytes | _RateLimited) -> None:
         started = perf_counter()
         extra = b""
         binary = isinstance(message, bytes)
         try:
-            if isinstance(message, _Late):
+            if isinstance(message, _RateLimited):
                 raise ResourceExhausted(
-                    f"too many messages: at most {self._pace.rate:g} per second; "
+                    f"too many messages: at most {self._rate.rate:g} per second; "
                     f"send it again in {message.wait_seconds:.2f} seconds",
                     retry_after_seconds=message.wait_seconds,
                 )
             if isinstance(message, bytes):
-                question = self._binary(message)
+                request = self._binary(message)
             else:
-                fields = read_fields(message, self._owner.checker)
+                fields = parse_json(message, self._owner.validator)
                 if "id" in fields:
                     extra = b',"id":%b' % orjson.dumps(fields["id"])
                 if "inputs" not in fields and "batch" not in fields and fields.keys() <= {"id", "model_version"}:
                     raise InvalidArgument(MISSING)
-                question = self._owner.reader.question(self._name, self._connection.head, fields)
-            if question.known.decoupled:
-                self._ask_stream(slot, question, started, extra, binary)
+                request = self._owner.parser.parse(self._name, self._connection.head, fields)
+            if request.model.decoupled:
+                self._predict_stream(slot, request, started, extra, binary)
                 return
-            answer = self._owner.asking.at_once(question)
-            if answer is not None:
-                self._put(slot, _written(question, (answer,), started, extra, binary))
+            response = self._owner.predictor.predict_now(request)
+            if response is not None:
+                self._put(slot, _encode(request, (response,), started, extra, binary))
                 return
-            waiting = self._owner.asking.later(
-                question, partial(self._answered, slot, question, started, extra, binary)
+            waiting = self._owner.predictor.predict(
+                request, partial(self._on_responses, slot, request, started, extra, binary)
             )
             slot.cancel = waiting.cancel
         except Exception as error:
             self._fail(slot, error, extra)
 
-    def _binary(self, message: bytes) -> Question:
+    def _binary(self, message: bytes) -> ParsedRequest:
         if not self._owner.settings.binary:
-            raise InvalidArgument("binary messages are not taken here: send JSON, as text")
-        return self._owner.flat.raw(self._name, self._connection.head, message)
+            raise InvalidArgument("binary messages are disabled: send JSON, as text")
+        return self._owner.flat_parser.parse_raw(self._name, self._connection.head, message)
 
-    def _answered(
+    def _on_responses(
         self,
-        slot: Slot,
-        question: Question,
+        slot: ResponseSlot,
+        request: ParsedRequest,
         started: float,
         extra: bytes,
         binary: bool,
@@ -198,18 +206,20 @@ class _Stream:
         try:
             if isinstance(result, BaseException):
                 raise result
-            self._put(slot, _written(question, result, started, extra, binary))
+            self._put(slot, _encode(request, result, started, extra, binary))
         except Exception as error:
             self._fail(slot, error, extra)
 
-    def _ask_stream(self, slot: Slot, question: Question, started: float, extra: bytes, binary: bool) -> None:
-        if question.many:
-            raise InvalidArgument(f"model '{question.known.name}' is decoupled: send fewer rows at once")
-        deadlines = self._owner.asking.deadlines
+    def _predict_stream(
+        self, slot: ResponseSlot, request: ParsedRequest, started: float, extra: bytes, binary: bool
+    ) -> None:
+        if request.is_split:
+            raise InvalidArgument(f"model '{request.model.name}' is decoupled: send fewer rows at once")
+        deadlines = self._owner.predictor.deadlines
 
-        def answered(result: InferResponse | BaseException | None, final: bool) -> None:
+        def on_response(result: InferResponse | BaseException | None, final: bool) -> None:
             if final or slot.over:
-                deadlines.forget(pending)
+                deadlines.remove(pending)
             else:
                 deadlines.add(pending)
             if slot.over:
@@ -223,24 +233,24 @@ class _Stream:
                     slot.end()
                     return
                 more = extra + (b',"final":true' if final else b',"final":false')
-                self._put(slot, _written(question, (result,), started, more, binary), last=final)
+                self._put(slot, _encode(request, (result,), started, more, binary), last=final)
             except Exception as error:
                 pending.cancel()
                 self._fail(slot, error, extra)
 
-        pending = self._owner.plane.infer_stream(question.request, answered)
+        pending = self._owner.plane.infer_stream(request.engine_request, on_response)
         slot.cancel = pending.cancel
         deadlines.add(pending)
 
-    # Answers.
+    # Responses.
 
-    def _put(self, slot: Slot, message: str | bytes, *, last: bool = True) -> None:
+    def _put(self, slot: ResponseSlot, message: str | bytes, *, last: bool = True) -> None:
         slot.put(message, len(message), last=last)
 
-    def _fail(self, slot: Slot, error: BaseException, extra: bytes) -> None:
+    def _fail(self, slot: ResponseSlot, error: BaseException, extra: bytes) -> None:
         if not isinstance(error, HeadraceError):
-            log.error("a prediction of a WebSocket failed", exc_info=error, extra={"peer": self._connection.peer})
-            self._close(INTERNAL, _FAULT)
+            log.error("WebSocket prediction failed", exc_info=error, extra={"peer": self._connection.peer})
+            self._close(CloseCode.INTERNAL, _INTERNAL_ERROR)
             return
         document: dict[str, Any] = {"error": error.message.encode(errors="replace").decode()}
         if error.retry_after_seconds is not None:
@@ -248,9 +258,40 @@ class _Stream:
         self._put(slot, (orjson.dumps(document)[:-1] + extra + b"}").decode())
 
 
-def _written(
-    question: Question, answers: Sequence[InferResponse], started: float, extra: bytes, binary: bool
+def _encode(
+    request: ParsedRequest, responses: Sequence[InferResponse], started: float, extra: bytes, binary: bool
 ) -> str | bytes:
     if binary:
-        return bytes(only_output(question, answers[0]).to_buffer())
-    return answer_json(question, answers, started, extra).decode()
+        return bytes(only_output(request, responses[0]).to_buffer())
+    return response_json(request, responses, started, extra).decode()
+
+
+class MessageRate:
+    """A token bucket that holds one second's messages. A `rate` of 0 is unlimited."""
+
+    __slots__ = ("_refused_at", "_since", "_tokens", "_updated_at", "flooding", "rate")
+
+    def __init__(self, rate: float, now: float) -> None:
+        self.rate = rate
+        self.flooding = False
+        """Whether the client has exceeded the limit for too long."""
+        self._tokens = max(rate, 1.0)
+        self._updated_at = now
+        self._refused_at = self._since = -_PAUSE_SECONDS
+
+    def take(self, now: float) -> float:
+        """Return 0 if a message is allowed now; else the seconds until it is."""
+        rate = self.rate
+        if rate <= 0:
+            return 0.0
+        tokens = min(max(rate, 1.0), self._tokens + (now - self._updated_at) * rate)
+        self._updated_at = now
+        if tokens >= 1.0:
+            self._tokens = tokens - 1.0
+            return 0.0
+        self._tokens = tokens
+        if now - self._refused_at > _PAUSE_SECONDS:
+            self._since = now
+        self._refused_at = now
+        self.flooding = now - self._since >= FLOODING_SECONDS
+        return (1.0 - tokens) / rate

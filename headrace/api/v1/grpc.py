@@ -1,50 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both generations over gRPC: the methods of `nvidia.inferenceserver.GRPCService`.
+"""Both generations of the protocol over gRPC: the methods of `nvidia.inferenceserver.GRPCService`.
 
-A call that reaches its method ends with gRPC's OK; whether it succeeded is in the `request_status` of the answer.
+Every call that reaches its method ends with gRPC's OK; the `request_status` of the response says whether it succeeded.
+An InferRequest is parsed with its header still encoded, which then shows the generation. A response is encoded around
+its tensors, which are not copied.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
-from headrace.api.v1.accounts import V1Accounts
-from headrace.api.v1.data import Pieces
-from headrace.api.v1.decoding import Ticket, decode_request
-from headrace.api.v1.encoding import empty_header, encode_response
-from headrace.api.v1.envelopes import close_envelope, open_envelope
-from headrace.api.v1.http_control import repository_index
-from headrace.api.v1.questions import health, profile
-from headrace.api.v1.schema import SERVICE, message_class
-from headrace.api.v1.shared_memory import SharedMemory, control
-from headrace.api.v1.status import server_status
-from headrace.api.v1.streams import InferStream
+from headrace.api.v1.headers import Header, header_from_bytes
+from headrace.api.v1.messages import SERVICE, message_class
+from headrace.api.v1.requests import AcceptedRequest, RawInputs, RequestNumber, decode_request
+from headrace.api.v1.responses import empty_header, encode_response
+from headrace.api.v1.shared_memory import SharedMemory, control_shared_memory
+from headrace.api.v1.status import V1Statistics, health, profile, repository_index, server_status
 from headrace.core.errors import InvalidArgument, Unavailable
-from headrace.core.messages import InferResponse
+from headrace.core.requests import InferResponse
+from headrace.core.tensors import Buffer
 from headrace.engine.dataplane import DataPlane
+from headrace.engine.scheduling.pending_request import PendingRequest
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
-from headrace.net.http.exchange import Buffer
 
 _LOAD = 1
+
+
+_MOST_REQUESTS = 64
+_MOST_BYTES = 16 * 1024 * 1024
+"""Unanswered requests of one stream, and their bytes, before the client is paused."""
+_VERSION_FIELD = 2
+_DELIMITED = 2
+_STATUS_TAG, _HEADER_TAG, _RAW_TAG = (bytes((number << 3 | _DELIMITED,)) for number in (1, 2, 3))
 
 
 class V1Grpc:
     """Handlers over one data plane."""
 
-    def __init__(self, plane: DataPlane, accounts: V1Accounts, memory: SharedMemory | None = None) -> None:
+    def __init__(self, plane: DataPlane, statistics: V1Statistics, memory: SharedMemory | None = None) -> None:
         self._plane = plane
-        self._accounts = accounts
+        self._statistics = statistics
         self._memory = memory
-        # A task nobody refers to may be collected while it runs.
+        # The event loop keeps only weak references to tasks.
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def add_to(self, services: Services) -> None:
-        """Serve the methods."""
+        """Register the methods."""
         services.unary(SERVICE, "Status", self.status)
         services.unary(SERVICE, "Profile", self.profile)
         services.unary(SERVICE, "Health", self.health)
@@ -55,35 +64,35 @@ class V1Grpc:
         services.unary(SERVICE, "Repository", self.repository)
 
     def status(self, call: GrpcCall, message: Buffer) -> None:
-        """What the server is and has done; of one model, or of all."""
+        """Return the status of the server, with one model or all."""
         request = _parse("StatusRequest", message)
 
         def work() -> dict[str, Any]:
-            return {"server_status": server_status(self._plane, self._accounts, request.model_name)}
+            return {"server_status": server_status(self._plane, self._statistics, request.model_name)}
 
         self._reply(call, "StatusResponse", "status", work)
 
     def profile(self, call: GrpcCall, message: Buffer) -> None:
-        """Begin or end profiling."""
+        """Start or stop profiling."""
         request = _parse("ProfileRequest", message)
 
         def work() -> dict[str, Any]:
-            profile(self._accounts.settings, request.cmd)
+            profile(self._statistics.settings, request.cmd)
             return {}
 
         self._reply(call, "ProfileResponse", "profile", work)
 
     def health(self, call: GrpcCall, message: Buffer) -> None:
-        """Whether the server is live, or ready."""
+        """Return whether the server is live or ready."""
         request = _parse("HealthRequest", message)
         self._reply(call, "HealthResponse", "health", lambda: {"health": health(self._plane, request.mode)})
 
     def shared_memory_control(self, call: GrpcCall, message: Buffer) -> None:
-        """Register regions of shared memory, let go of them, list them."""
+        """Register, unregister or list regions of shared memory."""
         request = _parse("SharedMemoryControlRequest", message)
 
         def work() -> dict[str, Any]:
-            status = control(self._memory, request)
+            status = control_shared_memory(self._memory, request)
             return {} if status is None else {"shared_memory_status": status}
 
         self._reply(call, "SharedMemoryControlResponse", "shm", work)
@@ -91,16 +100,16 @@ class V1Grpc:
     def model_control(self, call: GrpcCall, message: Buffer) -> None:
         """Load or unload a model."""
         request = _parse("ModelControlRequest", message)
-        deed = self._plane.load if request.type == _LOAD else self._plane.unload
+        action = self._plane.load if request.type == _LOAD else self._plane.unload
 
         async def work() -> dict[str, Any]:
-            await deed(request.model_name)
+            await action(request.model_name)
             return {}
 
         self._reply_later(call, "ModelControlResponse", "model_control", work())
 
     def repository(self, call: GrpcCall, message: Buffer) -> None:
-        """The names of all models in the repository."""
+        """Return the names of all models in the repository."""
         _parse("RepositoryRequest", message)
 
         async def work() -> dict[str, Any]:
@@ -109,13 +118,13 @@ class V1Grpc:
         self._reply_later(call, "RepositoryResponse", "repository", work())
 
     def infer(self, call: GrpcCall, message: Buffer) -> None:
-        """Compute one request."""
-        envelope = open_envelope(message, self._plane)
+        """Run inference."""
+        envelope = parse_infer_request(message, self._plane)
         header = envelope.header
-        ticket = Ticket(self._accounts)
+        number = RequestNumber(self._statistics)
 
         def fail(error: BaseException) -> None:
-            call.reply(close_envelope(self._accounts.status(ticket.number, error), empty_header(header), []))
+            call.reply(encode_infer_response(self._statistics.status(number.value, error), empty_header(header), []))
 
         def done(result: InferResponse | BaseException) -> None:
             if isinstance(result, BaseException):
@@ -123,16 +132,16 @@ class V1Grpc:
                 return
             try:
                 encoded = encode_response(accepted, result)
-                reply = close_envelope(self._accounts.status(ticket.number), encoded.header, encoded.raw)
+                reply = encode_infer_response(self._statistics.status(number.value), encoded.header, encoded.raw)
             except Exception as error:
                 fail(error)
             else:
                 call.reply(reply)
 
         try:
-            pieces = Pieces(envelope.pieces)
+            pieces = RawInputs(envelope.pieces)
             name, version = envelope.model_name, envelope.version
-            accepted = decode_request(self._plane, ticket, name, version, header, pieces, self._memory)
+            accepted = decode_request(self._plane, number, name, version, header, pieces, self._memory)
             pending = self._plane.infer(accepted.request, done)
         except Exception as error:
             fail(error)
@@ -140,24 +149,24 @@ class V1Grpc:
             call.on_cancel = pending.cancel
 
     def stream_infer(self, call: GrpcCall) -> None:
-        """Compute requests as they come, and answer them in their order."""
-        InferStream(call, self._plane, self._accounts, self._memory)
+        """Open a stream of inference requests."""
+        InferStream(call, self._plane, self._statistics, self._memory)
 
     def _reply(self, call: GrpcCall, answer: str, kind: str, work: Callable[[], dict[str, Any]]) -> None:
-        since = self._accounts.now()
-        number = self._accounts.next_id()
+        since = self._statistics.now()
+        number = self._statistics.next_id()
         try:
             fields = work()
         except Exception as error:
             self._fail(call, answer, number, error)
             return
-        self._accounts.succeeded(kind, since)
-        made = message_class(answer)(request_status=self._accounts.status(number), **fields)
-        call.reply(made.SerializeToString())
+        self._statistics.succeeded(kind, since)
+        message = message_class(answer)(request_status=self._statistics.status(number), **fields)
+        call.reply(message.SerializeToString())
 
     def _reply_later(self, call: GrpcCall, answer: str, kind: str, work: Awaitable[dict[str, Any]]) -> None:
-        since = self._accounts.now()
-        number = self._accounts.next_id()
+        since = self._statistics.now()
+        number = self._statistics.next_id()
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
 
@@ -167,15 +176,15 @@ class V1Grpc:
             if error is not None:
                 self._fail(call, answer, number, error)
                 return
-            self._accounts.succeeded(kind, since)
-            made = message_class(answer)(request_status=self._accounts.status(number), **task.result())
-            call.reply(made.SerializeToString())
+            self._statistics.succeeded(kind, since)
+            message = message_class(answer)(request_status=self._statistics.status(number), **task.result())
+            call.reply(message.SerializeToString())
 
         task.add_done_callback(done)
 
     def _fail(self, call: GrpcCall, answer: str, number: int, error: BaseException) -> None:
-        made = message_class(answer)(request_status=self._accounts.status(number, error))
-        call.reply(made.SerializeToString())
+        message = message_class(answer)(request_status=self._statistics.status(number, error))
+        call.reply(message.SerializeToString())
 
 
 def _parse(name: str, message: Buffer) -> Any:
@@ -183,3 +192,181 @@ def _parse(name: str, message: Buffer) -> Any:
         return message_class(name).FromString(message)
     except DecodeError:
         raise InvalidArgument(f"the message is not a {name}") from None
+
+
+class _Slot:
+    """A request of a stream, in order."""
+
+    __slots__ = ("accepted", "header", "number", "over", "pending", "responses", "size")
+
+    def __init__(self, size: int, number: RequestNumber) -> None:
+        self.size = size
+        self.number = number
+        self.header: Header | None = None
+        self.accepted: AcceptedRequest | None = None
+        self.pending: PendingRequest | None = None
+        self.responses: list[list[Buffer]] = []
+        """Responses that wait for those of earlier requests."""
+        self.over = False
+
+
+class InferStream:
+    """One call of StreamInfer: requests are computed concurrently and answered in order.
+
+    An invalid request has a response with its error, and the stream continues. A decoupled model may send any number of
+    responses to a request. A client that sends faster than the server computes, or does not read, is paused.
+    """
+
+    def __init__(self, call: GrpcCall, plane: DataPlane, statistics: V1Statistics, memory: SharedMemory | None) -> None:
+        self._call = call
+        self._plane = plane
+        self._statistics = statistics
+        self._memory = memory
+        self._slots: deque[_Slot] = deque()
+        self._bytes = 0
+        self._paused = False
+        self._half_closed = False
+        self._writable = True
+        call.on_message = self._on_message
+        call.on_half_close = self._on_half_close
+        call.on_writable = self._on_writable
+        call.on_cancel = self._on_cancel
+
+    def _on_message(self, message: Buffer) -> None:
+        slot = _Slot(len(message), RequestNumber(self._statistics))
+        envelope = parse_infer_request(message, self._plane)
+        slot.header = envelope.header
+        self._slots.append(slot)
+        self._bytes += slot.size
+        if len(self._slots) >= _MOST_REQUESTS or self._bytes >= _MOST_BYTES:
+            self._paused = True
+            self._call.pause()
+
+        def on_response(result: InferResponse | BaseException | None, final: bool) -> None:
+            self._on_response(slot, result, final)
+
+        name, version, pieces = envelope.model_name, envelope.version, RawInputs(envelope.pieces)
+        try:
+            slot.accepted = decode_request(self._plane, slot.number, name, version, slot.header, pieces, self._memory)
+            slot.pending = self._plane.infer_stream(slot.accepted.request, on_response)
+        except Exception as error:
+            self._on_response(slot, error, True)
+
+    def _on_response(self, slot: _Slot, result: InferResponse | BaseException | None, final: bool) -> None:
+        if slot.over:
+            return
+        slot.over = final
+        if isinstance(result, InferResponse):
+            try:
+                slot.responses.append(self._encode(slot, result))
+            except Exception as error:
+                result = error
+        if isinstance(result, BaseException):
+            status = self._statistics.status(slot.number.value, result)
+            slot.responses.append(encode_infer_response(status, empty_header(slot.header), []))
+        self._flush()
+
+    def _encode(self, slot: _Slot, result: InferResponse) -> list[Buffer]:
+        if slot.accepted is None:
+            raise RuntimeError("a response to a request that was not started")
+        encoded = encode_response(slot.accepted, result)
+        return encode_infer_response(self._statistics.status(slot.number.value), encoded.header, encoded.raw)
+
+    def _flush(self) -> None:
+        """Send responses in order."""
+        slots = self._slots
+        while slots and self._writable:
+            slot = slots[0]
+            while slot.responses and self._writable:
+                self._writable = self._call.send(slot.responses.pop(0))
+            if slot.responses or not slot.over:
+                break
+            slots.popleft()
+            self._bytes -= slot.size
+        if self._paused and len(slots) <= _MOST_REQUESTS // 2 and self._bytes <= _MOST_BYTES // 2:
+            self._paused = False
+            self._call.resume()
+        if self._half_closed and not slots:
+            self._call.finish()
+
+    def _on_half_close(self) -> None:
+        self._half_closed = True
+        self._flush()
+
+    def _on_writable(self) -> None:
+        self._writable = True
+        self._flush()
+
+    def _on_cancel(self) -> None:
+        slots, self._slots = self._slots, deque()
+        for slot in slots:
+            slot.over = True
+            if slot.pending is not None:
+                slot.pending.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class InferEnvelope:
+    """A parsed InferRequest, with its tensors as bytes."""
+
+    model_name: str
+    version: str
+    """"" for the newest version."""
+    header: Header | None
+    """None if it is invalid."""
+    pieces: list[bytes]
+
+
+def parse_infer_request(message: Buffer, plane: DataPlane) -> InferEnvelope:
+    """Parse an InferRequest."""
+    try:
+        envelope = message_class("v0.InferEnvelope").FromString(message)
+    except DecodeError:
+        raise InvalidArgument("the message is not an InferRequest") from None
+    header = header_from_bytes(envelope.meta_data)
+    version = _text_version(envelope) if header is not None and header.is_v0 else None
+    if version is None:
+        version = _number_version(envelope, plane)
+    return InferEnvelope(envelope.model_name, version, header, list(envelope.raw_input))
+
+
+def encode_infer_response(status: Any, header: Any, raw: list[Buffer]) -> list[Buffer]:
+    """Encode an InferResponse."""
+    pieces: list[Buffer] = [_delimited(_STATUS_TAG, status), _delimited(_HEADER_TAG, header)]
+    for data in raw:
+        pieces.append(_RAW_TAG + _varint(len(data)))
+        pieces.append(data)
+    return pieces
+
+
+def _text_version(envelope: Any) -> str | None:
+    """Return the version that 0.7 and 0.8 send as text; None if there is none. A negative one is the newest."""
+    fields = UnknownFieldSet(envelope)
+    for index in range(len(fields)):
+        field = fields[index]
+        if field.field_number == _VERSION_FIELD and isinstance(field.data, bytes):
+            text = field.data.decode(errors="replace").strip()
+            return "" if text.startswith("-") else text
+    return None
+
+
+def _number_version(envelope: Any, plane: DataPlane) -> str:
+    """Return the version that later clients send: negative is the newest. 0, the default, is too, unless it exists."""
+    number: int = envelope.model_version
+    if number < 0 or (number == 0 and plane.find(envelope.model_name, "0") is None):
+        return ""
+    return str(number)
+
+
+def _delimited(tag: bytes, message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return tag + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    pieces = bytearray()
+    while value > 0x7F:
+        pieces.append(value & 0x7F | 0x80)
+        value >>= 7
+    pieces.append(value)
+    return bytes(pieces)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this protocol asks of shared memory, and its requests to register regions and to list them.
+"""Shared memory in this protocol: control requests, and the interface of the table of regions.
 
-`http_control` and `grpc` bring the requests, `decoding` the places of tensors. The regions themselves are kept by an
-object with the methods of `SharedMemory`, which the composition root passes in (that of `api.shared_memory` has them);
-without one, everything is refused.
+`api.shared_memory` implements the interface `SharedMemory`; without it, every request is refused.
 """
 
 from __future__ import annotations
@@ -11,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from headrace.api.v1.schema import message_class
+from headrace.api.v1.messages import message_class
 from headrace.core.errors import InvalidArgument, Unimplemented
 from headrace.core.tensors import Buffer
 
 
 class SystemRegion(Protocol):
-    """Part of a shared memory object of the system."""
+    """A region of POSIX shared memory."""
 
     name: str
     key: str
@@ -26,7 +24,7 @@ class SystemRegion(Protocol):
 
 
 class CudaRegion(Protocol):
-    """Memory of a GPU."""
+    """A region of GPU memory."""
 
     name: str
     device_id: int
@@ -37,55 +35,55 @@ class Reader(Protocol):
     """Reads the inputs of one request."""
 
     def read(self, name: str, offset: int, byte_size: int) -> Buffer:
-        """The bytes of a part of a region."""
+        """Return the bytes of a part of a region."""
 
 
 class Placement(Protocol):
-    """A part of a region that is set aside for an output."""
+    """The part of a region that a request chose for an output."""
 
     def write(self, output: str, data: Buffer) -> None:
-        """Put the output there; raises if it does not fit."""
+        """Write the output; raise if it does not fit."""
 
 
 class SharedMemory(Protocol):
-    """Regions that clients have registered. Raises errors of `core.errors` with Triton's texts."""
+    """The regions that clients registered. Errors have Triton's messages."""
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Map part of a shared memory object."""
+        """Register POSIX shared memory."""
 
     def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> None:
-        """Map memory of a GPU."""
+        """Register GPU memory."""
 
     def unregister_system(self, name: str = "") -> None:
-        """Let go of a region, or of all; one that is not there is as it should be."""
+        """Unregister a region, or all of them; an unknown region is no error."""
 
     def unregister_cuda(self, name: str = "") -> None:
-        """The same for those of GPUs."""
+        """Unregister a region of GPU memory, or all of them."""
 
     def system_regions(self, name: str = "") -> Sequence[SystemRegion]:
-        """All there are."""
+        """Return all regions."""
 
     def cuda_regions(self, name: str = "") -> Sequence[CudaRegion]:
-        """All there are."""
+        """Return all regions."""
 
     def reader(self) -> Reader:
-        """For the inputs of one request."""
+        """Return a reader for the inputs of one request."""
 
     def placement(self, name: str, offset: int, byte_size: int) -> Placement:
-        """Set a part of a region aside for an output."""
+        """Choose a part of a region for an output."""
 
 
-def granted(memory: SharedMemory | None) -> SharedMemory:
-    """The regions, where the server has any."""
+def require_shared_memory(memory: SharedMemory | None) -> SharedMemory:
+    """Return the table of regions; raise if the server has none."""
     if memory is None:
-        # The first words are Triton's.
+        # The message starts like Triton's.
         raise Unimplemented("Client shared memory is disabled: start the server with --allow-client-shm=true to use it")
     return memory
 
 
-def control(memory: SharedMemory | None, request: Any) -> Any | None:
-    """Do what a SharedMemoryControlRequest says; returns the status that it asks for, if it does."""
-    regions = granted(memory)
+def control_shared_memory(memory: SharedMemory | None, request: Any) -> Any | None:
+    """Execute a SharedMemoryControlRequest; return the status if it asks for one."""
+    regions = require_shared_memory(memory)
     kind = request.WhichOneof("shared_memory_control")
     if kind == "register":
         _register(regions, request.register)
@@ -95,23 +93,23 @@ def control(memory: SharedMemory | None, request: Any) -> Any | None:
         regions.unregister_system()
         regions.unregister_cuda()
     elif kind == "status":
-        return message_class("SharedMemoryControlResponse.Status")(shared_memory_region=described(regions))
+        return message_class("SharedMemoryControlResponse.Status")(shared_memory_region=region_messages(regions))
     else:
         raise InvalidArgument("unknown control type: use register, unregister, unregister_all or status")
     return None
 
 
-def described(regions: SharedMemory) -> list[Any]:
-    """All regions as messages."""
+def region_messages(regions: SharedMemory) -> list[Any]:
+    """Return all regions as messages."""
     region_class = message_class("SharedMemoryRegion")
-    made = []
+    messages = []
     for region in regions.system_regions():
         place = {"shared_memory_key": region.key, "offset": region.offset}
-        made.append(region_class(name=region.name, byte_size=region.byte_size, system_shared_memory=place))
+        messages.append(region_class(name=region.name, byte_size=region.byte_size, system_shared_memory=place))
     for device in regions.cuda_regions():
         place = {"device_id": device.device_id}
-        made.append(region_class(name=device.name, byte_size=device.byte_size, cuda_shared_memory=place))
-    return made
+        messages.append(region_class(name=device.name, byte_size=device.byte_size, cuda_shared_memory=place))
+    return messages
 
 
 def _register(regions: SharedMemory, request: Any) -> None:
@@ -129,6 +127,6 @@ def _register(regions: SharedMemory, request: Any) -> None:
 def _unregister(regions: SharedMemory, name: str) -> None:
     if not name:
         raise InvalidArgument("give the name of the region to unregister, or use unregister_all")
-    # One table of names for both kinds, which this protocol does not tell apart.
+    # The protocol does not distinguish the two kinds of regions.
     regions.unregister_system(name)
     regions.unregister_cuda(name)

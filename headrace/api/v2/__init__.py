@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Open Inference Protocol (v2) with Triton's extensions. Translates and nothing more.
+"""The Open Inference Protocol (v2) with Triton's extensions.
 
-Over HTTP: `http` and `json_codec`, and a module for each group of routes. Over gRPC: `grpc` and `grpc_codec`, and the
-modules that begin with `grpc_`. What both have in common is in `shared`, what they remember in `layouts`.
+Over HTTP: `http`, `http_codec` and `generate`; over gRPC: `grpc`, `grpc_codec` and `grpc_stream`. `models`, `repository` and
+`server_control` have the remaining routes and methods of both transports; `shared_state` is what they share.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""v2 over HTTP: `generate` and `generate_stream`, for callers who would rather write `{"text": "hello"}` than a tensor.
+"""`generate` and `generate_stream` over HTTP: plain JSON such as `{"text": "hello"}` instead of tensors.
 
-Registered by `http`. A member of the request that has the name of an input becomes that input, any other a parameter. An
-answer is one JSON object with the outputs by their names; a stream of answers is Server-Sent Events.
+A member of the request with the name of an input becomes that input, any other a parameter. A response is one JSON
+object with the outputs by name; a stream of responses is sent as server-sent events.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from typing import Any
 
 import orjson
 
-from headrace.api.v2.documents import read_document
-from headrace.api.v2.errors import told
-from headrace.api.v2.json_codec import json_data
+from headrace.api.v2.http_codec import json_data, parse_body
 from headrace.api.v2.models import MODEL_PATHS, model_of
-from headrace.api.v2.parameters import HeaderForwarding, checked
-from headrace.api.v2.shared import V2Shared
+from headrace.api.v2.requests import HeaderForwarding, checked_parameters, with_request_id
+from headrace.api.v2.shared_state import V2State
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, InvalidArgument
-from headrace.core.messages import NO_PARAMETERS, InferRequest, InferResponse, Parameters
+from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, Parameters
 from headrace.core.tensors import Tensor, tensor_from_values
-from headrace.engine.scheduling.pending import Answered, Pending
+from headrace.engine.scheduling.pending_request import PendingRequest, StreamCallback
 from headrace.models.config.types import InputSpec, ModelConfig
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
@@ -35,13 +33,13 @@ _NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
     "of responses"
 )
-"""Triton's."""
+"""Triton's message."""
 
 
 class V2Generate:
     """Handlers over one data plane."""
 
-    def __init__(self, shared: V2Shared, forwarding: HeaderForwarding | None = None) -> None:
+    def __init__(self, shared: V2State, forwarding: HeaderForwarding | None = None) -> None:
         self._shared = shared
         self._plane = shared.plane
         self._gate = shared.http_gate
@@ -49,49 +47,49 @@ class V2Generate:
         self._unread_bytes = shared.settings.stream_unread_bytes
 
     def add_to(self, routes: Routes) -> None:
-        """Serve the paths."""
+        """Register the routes."""
         for path in MODEL_PATHS:
             routes.add("POST", f"{path}/generate", self._gate.http("inference", self.generate))
             routes.add("POST", f"{path}/generate_stream", self._gate.http("inference", self.generate_stream))
 
     def generate(self, exchange: Exchange) -> None:
-        """One request, one answer."""
+        """Answer a request with one response."""
         request = self._request(exchange)
-        whole: InferResponse | None = None
+        response: InferResponse | None = None
 
-        def answered(result: InferResponse | BaseException | None, final: bool) -> None:
-            nonlocal whole
+        def on_response(result: InferResponse | BaseException | None, final: bool) -> None:
+            nonlocal response
             if exchange.closed:
                 return
             if isinstance(result, BaseException):
                 exchange.fail(result)
                 return
             if result is not None:
-                if whole is not None:
+                if response is not None:
                     exchange.fail(InvalidArgument(_NOT_ONE))
                     pending.cancel()
                     return
-                whole = result
+                response = result
             if final:
-                self._answer(exchange, whole)
+                self._respond(exchange, response)
 
-        pending = self._start(exchange, request, answered)
+        pending = self._start(exchange, request, on_response)
         exchange.on_disconnect = pending.cancel
 
     def generate_stream(self, exchange: Exchange) -> None:
-        """One request, any number of answers."""
+        """Answer a request with a stream of responses."""
         request = self._request(exchange)
-        stream = _Answers(exchange, self._unread_bytes)
-        stream.pending = self._start(exchange, request, stream.answered)
+        stream = _ResponseEvents(exchange, self._unread_bytes)
+        stream.pending = self._start(exchange, request, stream.on_response)
         exchange.on_disconnect = stream.pending.cancel
 
-    def _start(self, exchange: Exchange, request: InferRequest, answered: Answered) -> Pending:
+    def _start(self, exchange: Exchange, request: InferRequest, on_response: StreamCallback) -> PendingRequest:
         try:
-            return self._shared.infer_stream(exchange.head, request, answered)
+            return self._shared.infer_stream(exchange.head, request, on_response)
         except HeadraceError as error:
-            raise told(self._plane, request, error, "generate") from None
+            raise with_request_id(self._plane, request, error, "generate") from None
 
-    def _answer(self, exchange: Exchange, response: InferResponse | None) -> None:
+    def _respond(self, exchange: Exchange, response: InferResponse | None) -> None:
         if response is None:
             exchange.fail(InvalidArgument(_NOT_ONE))
             return
@@ -104,7 +102,7 @@ class V2Generate:
 
     def _request(self, exchange: Exchange) -> InferRequest:
         name, version = model_of(exchange)
-        document = read_document(exchange.body)
+        document = parse_body(exchange.body)
         exchange.body = b""
         request = decode_request(name, version, document, self._plane.config(name, version))
         if self._forwarding is not None:
@@ -112,35 +110,35 @@ class V2Generate:
         return request
 
 
-class _Answers:
-    """A stream of answers as events. The head goes out with the first of them, so that an error before it has a status."""
+class _ResponseEvents:
+    """Responses as server-sent events. The head goes out with the first one, so that an earlier error has a status."""
 
-    pending: Pending
+    pending: PendingRequest
 
     def __init__(self, exchange: Exchange, unread_bytes: int) -> None:
         self._exchange = exchange
         self._most = unread_bytes
         self._events: EventStream | None = None
 
-    def answered(self, result: InferResponse | BaseException | None, final: bool) -> None:
-        """See `Answered`."""
+    def on_response(self, result: InferResponse | BaseException | None, final: bool) -> None:
+        """Send one response, or finish the stream."""
         if self._exchange.closed:
             return
         if isinstance(result, BaseException):
-            self._failed(result)
+            self._fail(result)
             return
         if result is not None:
             try:
-                # A model cannot be held back; a client that does not read must not fill the server's memory.
+                # A model cannot be paused, and a client that does not read must not fill the memory.
                 self._open().send_within(self._most, response_json(result))
             except Exception as error:
-                self._failed(error)
+                self._fail(error)
                 self.pending.cancel()
                 return
         if final and not self._exchange.closed:
             self._open().finish()
 
-    def _failed(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         if self._events is None:
             self._exchange.fail(error)
             return
@@ -148,7 +146,7 @@ class _Answers:
         if isinstance(error, HeadraceError):
             text = error.message.encode(errors="replace").decode()
         else:
-            log.error("a stream of answers failed", exc_info=error)
+            log.error("response stream failed", exc_info=error)
         self._events.send(orjson.dumps({"error": text}))
         self._events.finish()
 
@@ -159,7 +157,7 @@ class _Answers:
 
 
 def decode_request(name: str, version: str, document: Mapping[str, Any], config: ModelConfig) -> InferRequest:
-    """A request from the members of a JSON object."""
+    """Return a request from the members of a JSON object."""
     specs = {spec.name: spec for spec in config.inputs}
     inputs: list[Tensor] = []
     parameters: dict[str, Any] = {}
@@ -175,12 +173,12 @@ def decode_request(name: str, version: str, document: Mapping[str, Any], config:
             parameters |= value
         else:
             parameters[member] = value
-    given: Parameters = checked(parameters) if parameters else NO_PARAMETERS
-    return InferRequest(name, inputs, version, request_id, (), given)
+    checked: Parameters = checked_parameters(parameters) if parameters else NO_PARAMETERS
+    return InferRequest(name, inputs, version, request_id, (), checked)
 
 
 def response_json(response: InferResponse) -> bytes:
-    """An answer as one JSON object; an output of one element is that element."""
+    """Return a response as one JSON object; an output of one element is that element."""
     members: dict[str, bytes] = {
         "model_name": orjson.dumps(response.model_name),
         "model_version": orjson.dumps(response.model_version),
@@ -197,12 +195,14 @@ def response_json(response: InferResponse) -> bytes:
 
 def _tensor(spec: InputSpec, value: Any, *, batched: bool) -> Tensor:
     if spec.dtype is None or spec.dims is None:
-        raise InvalidArgument(f"input '{spec.name}' takes any type and shape: use 'infer', where a request says which")
+        raise InvalidArgument(
+            f"input '{spec.name}' takes any type and shape: use 'infer', where a request declares them"
+        )
     shape: list[int] = []
     inner = value
     while isinstance(inner, list):
         shape.append(len(inner))
         inner = inner[0] if inner else None
-    # A number for a row, a row for a batch: what is left out at the front is 1.
+    # Missing leading dimensions are 1: a number for a row, a row for a batch.
     missing = len(spec.dims) + batched - len(shape)
     return tensor_from_values(spec.name, spec.dtype, [*[1] * max(missing, 0), *shape], value)

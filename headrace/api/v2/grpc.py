@@ -1,43 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""v2 over gRPC: health and infer of `inference.GRPCInferenceService`; the other methods are in rooms of their own."""
+"""v2 over gRPC: health and inference of `inference.GRPCInferenceService`. The other methods are registered from here."""
 
 from __future__ import annotations
 
-from headrace.api.v2.errors import told
 from headrace.api.v2.grpc_codec import GrpcCodec, encode_response
-from headrace.api.v2.grpc_messages import parse
-from headrace.api.v2.grpc_models import GrpcModels
-from headrace.api.v2.grpc_repository import GrpcRepository
-from headrace.api.v2.grpc_server import GrpcServerMethods
+from headrace.api.v2.grpc_messages import SERVICE, inference_schema, parse
 from headrace.api.v2.grpc_stream import GrpcStreams
+from headrace.api.v2.models import GrpcModels
 from headrace.api.v2.outputs import OutputPlan, SpecialOutputs
-from headrace.api.v2.parameters import forwarding
-from headrace.api.v2.schema import SERVICE, inference_schema
-from headrace.api.v2.shared import V2Shared
-from headrace.api.v2.tracing import infer_traced
+from headrace.api.v2.repository import GrpcRepository
+from headrace.api.v2.requests import header_forwarding, with_request_id
+from headrace.api.v2.server_control import GrpcServerMethods
+from headrace.api.v2.shared_state import V2State
+from headrace.api.v2.trace import infer_traced
 from headrace.core.errors import HeadraceError
-from headrace.core.messages import InferRequest, InferResponse
+from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.engine.dataplane import DataPlane
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
-from headrace.net.http.exchange import Buffer
+from headrace.net.http.heads import Buffer
 
-_DOOR = "ModelInfer RPC"
+_ENDPOINT = "ModelInfer RPC"
 
 
 class V2Grpc:
     """Handlers over one data plane."""
 
-    def __init__(self, plane: DataPlane, tracer: Tracer = NO_TRACING, shared: V2Shared | None = None) -> None:
-        self._shared = shared = shared or V2Shared(plane, tracer=tracer)
+    def __init__(self, plane: DataPlane, tracer: Tracer = NO_TRACING, shared: V2State | None = None) -> None:
+        self._shared = shared = shared or V2State(plane, tracer=tracer)
         self._plane = plane
         self._tracing = shared.tracing
         self._planner = shared.outputs
         self._codec = GrpcCodec(shared.memory)
         self._decode = self._codec.decode_request
-        shared.decode_times.follow(self._time_decoding)
-        self._forwarding = forwarding(shared.settings.grpc_header_forward_pattern)
+        shared.decode_times.subscribe(self._time_decoding)
+        self._forwarding = header_forwarding(shared.settings.grpc_header_forward_pattern)
         self._streams = GrpcStreams(shared, self._codec, self._forwarding)
         schema = inference_schema()
         self._live = schema.message("inference.ServerLiveResponse")
@@ -46,7 +44,7 @@ class V2Grpc:
         self._model_ready = schema.message("inference.ModelReadyResponse")
 
     def add_to(self, services: Services) -> None:
-        """Serve the methods."""
+        """Register the methods."""
         gate = self._shared.grpc_gate
         services.unary(SERVICE, "ServerLive", gate.grpc("health", self.server_live))
         services.unary(SERVICE, "ServerReady", gate.grpc("health", self.server_ready))
@@ -58,32 +56,32 @@ class V2Grpc:
         GrpcServerMethods(self._shared).add_to(services)
 
     def drain(self) -> None:
-        """The server is about to stop: streams end when what they were sent is answered."""
+        """End each stream once its requests are answered: the server is stopping."""
         self._streams.drain()
 
     def server_live(self, call: GrpcCall, message: Buffer) -> None:
-        """The process answers."""
+        """Answer: the process is live."""
         call.reply(self._live(live=True).SerializeToString())
 
     def server_ready(self, call: GrpcCall, message: Buffer) -> None:
-        """Requests will be served."""
+        """Answer whether the server is ready."""
         call.reply(self._ready(ready=self._plane.ready).SerializeToString())
 
     def model_ready(self, call: GrpcCall, message: Buffer) -> None:
-        """Requests for this model will be served."""
+        """Answer whether a model is ready."""
         request = parse(self._model_ready_request, message)
         ready = self._plane.is_ready(request.name, request.version)
         call.reply(self._model_ready(ready=ready).SerializeToString())
 
     def model_infer(self, call: GrpcCall, message: Buffer) -> None:
-        """Compute one request."""
+        """Run inference."""
         request = self._decode(message)
         if self._forwarding is not None:
             request.parameters = self._forwarding.merged(call.head, request.parameters)
         if not self._tracing.enabled:
-            answer = self._plane.answer(request)
-            if answer is not None:
-                call.reply(encode_response(answer))
+            response = self._plane.answer(request)
+            if response is not None:
+                call.reply(encode_response(response))
                 return
         self._infer_later(call, request)
 
@@ -104,7 +102,7 @@ class V2Grpc:
                 if plan is None:
                     call.reply(encode_response(result))
                 else:
-                    call.reply(encode_response(plan.carried_out(result), plan.placed))
+                    call.reply(encode_response(plan.apply(result), plan.placed))
             except Exception as error:
                 call.fail(error)
 
@@ -115,5 +113,5 @@ class V2Grpc:
             else:
                 pending = self._plane.infer(request, done)
         except HeadraceError as error:
-            raise told(self._plane, request, error, _DOOR) from None
+            raise with_request_id(self._plane, request, error, _ENDPOINT) from None
         call.on_cancel = pending.cancel

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""v2 over gRPC, message bytes to messages and back.
+"""Decode a ModelInferRequest from bytes and encode a ModelInferResponse, without copying tensors.
 
-Protobuf would copy every tensor twice on the way in and twice on the way out. So for a large request the raw tensors are
-found in the received bytes and viewed there, and protobuf parses what is left; and a response is written as the part
-that repeats (names, types, shapes: remembered) followed by the tensors as they lie in memory. And since a client writes
-the same request again and again with other numbers, everything before the numbers is recognised instead of parsed.
+Protobuf would copy every tensor twice in each direction. So for a large request the raw tensors are located in the received
+bytes and viewed there, and protobuf parses the rest. A response is its cached prefix (names, types, shapes) followed by the
+tensors in place. Since clients repeat a request with other numbers, the bytes before the numbers are compared with cached
+ones instead of parsed.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from headrace.api.shared_memory.regions import Placement, RegionReader, SharedMemory
-from headrace.api.v2.layouts import NAME_LENGTH, RequestLayout, can_be_learnt
-from headrace.api.v2.outputs import REGION, placed_parameters, read_input, requested
-from headrace.api.v2.parameters import check
-from headrace.api.v2.schema import inference_schema
+from headrace.api.shared_memory import Placement, RegionReader, SharedMemory
+from headrace.api.v2.grpc_messages import inference_schema
+from headrace.api.v2.outputs import REGION, mark_special, placement_parameters, read_input
+from headrace.api.v2.requests import NAME_LENGTH, RequestLayout, check_parameters, has_layout
 from headrace.core.dtypes import DType, dtype_named
 from headrace.core.errors import InvalidArgument
 from headrace.core.limits import TENSOR_COUNT
-from headrace.core.messages import NO_PARAMETERS, InferRequest, InferResponse, Parameters, RequestedOutput
+from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, Parameters, RequestedOutput
 from headrace.core.tensors import Buffer, Tensor, tensor_from_buffer, tensor_from_values
 
 _SPLIT_BYTES = 8 * 1024
-"""A request over this size is split by hand; below it protobuf's own copies cost less."""
+"""A request above this size is split by `split_raw_inputs`; below it protobuf's copies are cheaper."""
 
-_REMEMBERED_LAYOUTS = 1024
-_REMEMBERED_BYTES = 4096
-"""What surrounds the numbers of a request is remembered up to this size."""
+_CACHED_LAYOUTS = 1024
+_CACHED_BYTES = 4096
+"""Maximum size of a cached request prefix."""
 
 _MAX_FIELDS = 8 * TENSOR_COUNT
-"""Inputs, outputs, parameters and raw tensors together: each becomes an object, however small it is."""
+"""Maximum inputs, outputs, parameters and raw tensors together: each becomes an object, however small."""
 
 _RAW_INPUT_TAG = 7 << 3 | 2
 _RAW_OUTPUT_TAG = bytes((6 << 3 | 2,))
@@ -54,11 +53,21 @@ _CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-"""Which field of InferTensorContents carries a data type; FP16 and BF16 travel raw only."""
+"""The field of InferTensorContents for each data type; FP16 and BF16 are only sent raw."""
+
+
+_MOST_INT64 = (1 << 63) - 1
+_PARAMETER_FIELDS = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
+Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
+_DELIMITED = 2
+_GROUP = {3: 1, 4: -1}
+_FIXED_BYTES = {1: 8, 5: 4}
+_SHORT_VARINT, _LONG_VARINT = 5, 10
+"""Maximum bytes of a varint: in a tag or length, and in a value."""
 
 
 class GrpcCodec:
-    """Holds the message classes, and the layouts of requests seen before. Without `memory`, there is no shared memory."""
+    """Decodes requests and caches their layouts. Without `memory`, shared memory is disabled."""
 
     def __init__(self, memory: SharedMemory | None = None) -> None:
         self._memory = memory or SharedMemory()
@@ -67,9 +76,9 @@ class GrpcCodec:
 
     def decode_request(self, message: Buffer) -> InferRequest:
         """Parse a ModelInferRequest."""
-        known = self._layouts.get(len(message))
-        if known is not None:
-            prefix, layout = known
+        cached = self._layouts.get(len(message))
+        if cached is not None:
+            prefix, layout = cached
             start = len(prefix)
             if message[:start] == prefix:
                 return layout.request(message, start)
@@ -88,39 +97,39 @@ class GrpcCodec:
             _decode_inputs(parsed.inputs, contents, self._memory),
             parsed.model_version,
             parsed.id,
-            requested([RequestedOutput(o.name, _parameters(o.parameters)) for o in outputs]) if outputs else (),
+            mark_special([RequestedOutput(o.name, _parameters(o.parameters)) for o in outputs]) if outputs else (),
             _parameters(parsed.parameters),
         )
         if request.parameters is not NO_PARAMETERS:
-            check(request.parameters)
-        if len(contents) == 1 and can_be_learnt(request):
-            self._learn(message, request, len(contents[0]))
+            check_parameters(request.parameters)
+        if len(contents) == 1 and has_layout(request):
+            self._cache_layout(message, request, len(contents[0]))
         return request
 
-    def _learn(self, message: Buffer, request: InferRequest, raw_bytes: int) -> None:
-        """Remember a request with one raw tensor at its very end, which is how clients write them."""
+    def _cache_layout(self, message: Buffer, request: InferRequest, raw_bytes: int) -> None:
+        """Cache a request with one raw tensor at its end, which is how clients write it."""
         start = len(message) - raw_bytes
-        if start > _REMEMBERED_BYTES:
+        if start > _CACHED_BYTES:
             return
         ending = bytes((_RAW_INPUT_TAG,)) + varint(raw_bytes)
         prefix = bytes(message[:start])
         if not prefix.endswith(ending):
             return
         try:
-            # The tensor must really begin there: the same message without it must parse to the same inputs and no tensor.
-            alone = self._request.FromString(prefix[: -len(ending)])
+            # Verify that the tensor starts there: the message without it must parse to the same input and no tensor.
+            without_tensor = self._request.FromString(prefix[: -len(ending)])
         except DecodeError:
             return
-        if len(alone.inputs) == 1 and not alone.raw_input_contents:
-            if len(self._layouts) >= _REMEMBERED_LAYOUTS:
+        if len(without_tensor.inputs) == 1 and not without_tensor.raw_input_contents:
+            if len(self._layouts) >= _CACHED_LAYOUTS:
                 self._layouts.clear()
             self._layouts[len(message)] = (prefix, RequestLayout(request, raw_bytes))
 
 
 def encode_response(response: InferResponse, placed: Mapping[str, Placement] | None = None) -> list[Buffer]:
-    """Write a ModelInferResponse as buffers, tensors uncopied.
+    """Encode a ModelInferResponse as buffers, without copying tensors.
 
-    Outputs that are `placed` in shared memory are named and not sent.
+    Outputs that are `placed` in shared memory are listed and not sent.
     """
     outputs = response.outputs
     layout = tuple([(tensor.name, tensor.dtype.name, tensor.array.shape) for tensor in outputs])
@@ -129,7 +138,7 @@ def encode_response(response: InferResponse, placed: Mapping[str, Placement] | N
         text = response.id.encode()
         pieces.append(_ID_TAG + varint(len(text)) + text)
     if response.parameters is not NO_PARAMETERS:
-        pieces.append(encoded_parameters(response.parameters))
+        pieces.append(encode_parameters(response.parameters))
     if placed is not None:
         return _encode_placed(response, pieces, placed)
     for tensor in outputs:
@@ -140,22 +149,22 @@ def encode_response(response: InferResponse, placed: Mapping[str, Placement] | N
 
 
 def _encode_placed(response: InferResponse, pieces: list[Buffer], placed: Mapping[str, Placement]) -> list[Buffer]:
-    """The same where some outputs are in shared memory: these have parameters, and empty raw contents."""
+    """Encode a response with outputs in shared memory, which have parameters and empty raw contents."""
     message = inference_schema().message("inference.ModelInferResponse")
-    described = message(model_name=response.model_name, model_version=response.model_version)
+    entries = message(model_name=response.model_name, model_version=response.model_version)
     for tensor in response.outputs:
-        output = described.outputs.add(name=tensor.name, datatype=tensor.dtype.name, shape=tensor.shape)
+        output = entries.outputs.add(name=tensor.name, datatype=tensor.dtype.name, shape=tensor.shape)
         if tensor.name in placed:
-            _fill_parameters(output.parameters, placed_parameters(placed[tensor.name]))
-    pieces[0] = described.SerializeToString()
+            _fill_parameters(output.parameters, placement_parameters(placed[tensor.name]))
+    pieces[0] = entries.SerializeToString()
     for tensor in response.outputs:
         data = b"" if tensor.name in placed else tensor.to_buffer()
         pieces += (_RAW_OUTPUT_TAG + varint(len(data)), data)
     return pieces
 
 
-def encoded_parameters(parameters: Parameters) -> bytes:
-    """The parameters of a ModelInferResponse, to be put among its pieces."""
+def encode_parameters(parameters: Parameters) -> bytes:
+    """Encode the parameters of a ModelInferResponse as a piece of it."""
     message = inference_schema().message("inference.ModelInferResponse")()
     _fill_parameters(message.parameters, parameters)
     encoded: bytes = message.SerializeToString()
@@ -166,13 +175,6 @@ def _fill_parameters(target: Any, parameters: Parameters) -> None:
     for name, value in parameters.items():
         field = "uint64_param" if type(value) is int and value > _MOST_INT64 else _PARAMETER_FIELDS[type(value)]
         setattr(target[name], field, value)
-
-
-_MOST_INT64 = (1 << 63) - 1
-_PARAMETER_FIELDS = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
-
-
-Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 @lru_cache(maxsize=1024)
@@ -186,7 +188,7 @@ def _response_prefix(model_name: str, model_version: str, layout: Layout) -> byt
 
 
 def split_raw_inputs(message: Buffer) -> tuple[bytes, list[memoryview]]:
-    """Take `raw_input_contents` out of an encoded ModelInferRequest, as views; return the rest, joined."""
+    """Split an encoded ModelInferRequest into the message without `raw_input_contents`, and views of these."""
     view = memoryview(message)
     rest: list[memoryview] = []
     raw: list[memoryview] = []
@@ -207,7 +209,7 @@ def split_raw_inputs(message: Buffer) -> tuple[bytes, list[memoryview]]:
                 rest.append(view[kept:start])
                 kept = position
         elif kind in _GROUP:
-            # Nobody writes groups any more, but protobuf reads them as unknown fields: so do we.
+            # Groups are obsolete, but protobuf skips them as unknown fields.
             depth += _GROUP[kind]
         elif kind == 0:
             _, position = _read_varint(view, position, _LONG_VARINT)
@@ -217,13 +219,6 @@ def split_raw_inputs(message: Buffer) -> tuple[bytes, list[memoryview]]:
             raise _not_a_request()
     rest.append(view[kept:end])
     return b"".join(rest), raw
-
-
-_DELIMITED = 2
-_GROUP = {3: 1, 4: -1}
-_FIXED_BYTES = {1: 8, 5: 4}
-_SHORT_VARINT, _LONG_VARINT = 5, 10
-"""How long a number may be, in bytes: in a tag or a length, and in a value."""
 
 
 def _read_varint(view: memoryview, position: int, longest: int) -> tuple[int, int]:
@@ -240,7 +235,7 @@ def _not_a_request() -> InvalidArgument:
 
 
 def varint(value: int) -> bytes:
-    """A number as protobuf writes it."""
+    """Encode an integer as a protobuf varint."""
     pieces = bytearray()
     while value > 0x7F:
         pieces.append(value & 0x7F | 0x80)
@@ -249,25 +244,25 @@ def varint(value: int) -> bytes:
     return bytes(pieces)
 
 
-def _decode_inputs(described: Any, raw: Sequence[Buffer], memory: SharedMemory) -> list[Tensor]:
-    if len(described) > TENSOR_COUNT:
+def _decode_inputs(entries: Any, raw: Sequence[Buffer], memory: SharedMemory) -> list[Tensor]:
+    if len(entries) > TENSOR_COUNT:
         raise InvalidArgument(f"at most {TENSOR_COUNT} inputs are allowed")
-    # With bytes for every input there is none in shared memory; looking into each one's parameters would cost.
-    partly = len(raw) != len(described)
-    if partly and raw:
-        apart = sum(REGION in entry.parameters for entry in described)
-        if len(raw) != len(described) - apart:
+    # With raw contents for every input none is in shared memory; checking all parameters would cost time.
+    maybe_shared = len(raw) != len(entries)
+    if maybe_shared and raw:
+        shared = sum(REGION in entry.parameters for entry in entries)
+        if len(raw) != len(entries) - shared:
             raise InvalidArgument(
-                f"raw_input_contents has {len(raw)} entries for {len(described) - apart} inputs: give one for each, or none"
+                f"raw_input_contents has {len(raw)} entries for {len(entries) - shared} inputs: give one for each, or none"
             )
     tensors = []
     used = 0
     reader: RegionReader | None = None
-    for entry in described:
+    for entry in entries:
         name, dtype, shape = entry.name, dtype_named(entry.datatype), tuple(entry.shape)
         if len(name) > NAME_LENGTH:
-            raise InvalidArgument(f"the name of an input may have {NAME_LENGTH} characters")
-        if partly and REGION in entry.parameters:
+            raise InvalidArgument(f"the name of an input may have at most {NAME_LENGTH} characters")
+        if maybe_shared and REGION in entry.parameters:
             reader = reader or memory.reader()
             tensors.append(tensor_from_buffer(name, dtype, shape, _shared(entry, reader)))
         elif raw:
@@ -284,7 +279,7 @@ def _decode_inputs(described: Any, raw: Sequence[Buffer], memory: SharedMemory) 
 
 def _shared(entry: Any, reader: RegionReader) -> Buffer:
     if entry.HasField("contents"):
-        raise InvalidArgument(f"input '{entry.name}' is in shared memory and has contents of its own: give one")
+        raise InvalidArgument(f"input '{entry.name}' has shared memory and contents: give one")
     return read_input(reader, entry.name, _parameters(entry.parameters))
 
 

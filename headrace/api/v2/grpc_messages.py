@@ -1,41 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small messages of the v2 service, parsed and answered. Called by the methods that are not infer."""
+"""The protobuf schema of v2, and helpers for methods with small messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from headrace.api.v2.schema import SERVICE, inference_schema
-from headrace.api.v2.shared import V2Shared
+from headrace.api.v2.shared_state import V2State
 from headrace.core.errors import InvalidArgument
+from headrace.core.protobuf import Schema
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
-from headrace.net.http.exchange import Buffer
+from headrace.net.http.heads import Buffer
 
-Answer = Callable[[Any, Any], None]
-"""Gets a parsed request and fills an empty response; raises for what cannot be done."""
+FillResponse = Callable[[Any, Any], None]
+"""Gets a parsed request and fills an empty response; raises errors."""
+
+
+SERVICE = "inference.GRPCInferenceService"
 
 
 def parse(message_class: Any, message: Buffer) -> Any:
-    """A received message."""
+    """Parse a received message."""
     try:
         return message_class.FromString(message)
     except DecodeError:
         raise InvalidArgument(f"the message is not a {message_class.DESCRIPTOR.name}") from None
 
 
-class Methods:
-    """Registers methods that answer at once, each behind the gate of its part of the protocol."""
+class UnaryMethods:
+    """Registers methods that respond at once, each with the gate of its API."""
 
-    def __init__(self, services: Services, shared: V2Shared) -> None:
+    def __init__(self, services: Services, shared: V2State) -> None:
         self._services = services
         self._gate = shared.grpc_gate
 
-    def add(self, api: str, method: str, answer: Answer) -> None:
-        """Serve a method whose messages are called after it."""
+    def add(self, api: str, method: str, answer: FillResponse) -> None:
+        """Register a method whose messages are named after it."""
         schema = inference_schema()
         request_class = schema.message(f"inference.{method}Request")
         response_class = schema.message(f"inference.{method}Response")
@@ -46,3 +51,9 @@ class Methods:
             call.reply(response.SerializeToString())
 
         self._services.unary(SERVICE, method, self._gate.grpc(api, handle))
+
+
+@cache
+def inference_schema() -> Schema:
+    """Return the protobuf schema, loaded at first use."""
+    return Schema((files("headrace.api.v2") / "_generated" / "inference.binpb").read_bytes())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""v2 over gRPC: ModelStreamInfer, any number of requests and answers on one call.
+"""ModelStreamInfer over gRPC: any number of requests and responses on one call.
 
-Registered by `grpc`. Requests of a stream are computed at the same time. Answers of models that give one each are written
-in the order of the requests, as Triton does; those of decoupled models as they come. A client that does not read its
-answers is not read from either; one that lets more than a limit pile up is broken off, since a model cannot be held back.
+Requests of a stream are computed concurrently. Responses of models with one response per request are sent in the order
+of the requests, as Triton does; those of decoupled models at once. A client that does not read its responses is paused;
+one that leaves too many unread is disconnected, since a model cannot be paused.
 """
 
 from __future__ import annotations
@@ -12,34 +12,33 @@ import logging
 from collections import deque
 from weakref import WeakSet
 
-from headrace.api.v2.errors import told
-from headrace.api.v2.grpc_codec import GrpcCodec, encode_response, encoded_parameters, varint
+from headrace.api.v2.grpc_codec import GrpcCodec, encode_parameters, encode_response, varint
+from headrace.api.v2.grpc_messages import SERVICE, inference_schema
 from headrace.api.v2.outputs import OutputPlan, SpecialOutputs
-from headrace.api.v2.parameters import EMPTY_FINAL, FINAL, HeaderForwarding
-from headrace.api.v2.schema import SERVICE, inference_schema
-from headrace.api.v2.shared import V2Shared
+from headrace.api.v2.requests import EMPTY_FINAL, FINAL, HeaderForwarding, with_request_id
+from headrace.api.v2.shared_state import V2State
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, ResourceExhausted, Unavailable
-from headrace.core.messages import InferRequest, InferResponse
-from headrace.engine.scheduling.pending import Pending
+from headrace.core.requests import InferRequest, InferResponse
+from headrace.engine.scheduling.pending_request import PendingRequest
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
-from headrace.net.http.exchange import Buffer
+from headrace.net.http.heads import Buffer
 
 log = logging.getLogger("headrace.api")
 
 MOST_REQUESTS = 1024
-"""Of one stream at the same time; more wait unread."""
+"""Concurrent requests of one stream, before the client is paused."""
 MOST_REQUEST_BYTES = 64 * 1024 * 1024
-"""The same in bytes. One request alone may be as large as a message may be."""
+"""Bytes of concurrent requests of one stream, before the client is paused. One request alone may be larger."""
 
 _RESPONSE_TAG = bytes((2 << 3 | 2,))
 _REAL_STATUS = b"triton_grpc_error"
 
 
 class GrpcStreams:
-    """Opens streams."""
+    """Opens and drains streams."""
 
-    def __init__(self, shared: V2Shared, codec: GrpcCodec, forwarding: HeaderForwarding | None) -> None:
+    def __init__(self, shared: V2State, codec: GrpcCodec, forwarding: HeaderForwarding | None) -> None:
         self.shared = shared
         self.plane = shared.plane
         self.codec = codec
@@ -48,38 +47,35 @@ class GrpcStreams:
         self.error_response = inference_schema().message("inference.ModelStreamInferResponse")
         self.draining = False
         self._opened: WeakSet[_InferStream] = WeakSet()
-        self.final_parameter = {final: encoded_parameters({FINAL: final}) for final in (False, True)}
+        self.final_parameter = {final: encode_parameters({FINAL: final}) for final in (False, True)}
 
     def add_to(self, services: Services) -> None:
-        """Serve the method."""
+        """Register the method."""
         services.streaming(SERVICE, "ModelStreamInfer", self.shared.grpc_gate.grpc("inference", self.open))
 
     def open(self, call: GrpcCall) -> None:
-        """Begin a stream."""
+        """Open a stream."""
         self._opened.add(_InferStream(self, call))
 
     def drain(self) -> None:
-        """The server is about to stop: end every stream, now or as soon as what it has been sent is answered.
-
-        A client may leave a stream open for as long as it lives, and the server would wait for it.
-        """
+        """End each stream once its requests are answered; clients may never close theirs."""
         self.draining = True
         for stream in list(self._opened):
             stream.finish_if_over()
 
 
 class _Slot:
-    """One request of a stream and what has come of it."""
+    """One request of a stream, and its responses."""
 
     __slots__ = (
         "done",
         "empty_final",
         "id",
-        "kept",
         "model_name",
         "ordered",
         "pending",
         "plan",
+        "queued",
         "size",
         "stream",
         "version",
@@ -93,14 +89,14 @@ class _Slot:
         self.ordered = True
         self.empty_final = False
         self.plan: OutputPlan | None = None
-        self.pending: Pending | None = None
-        self.kept: list[list[Buffer]] = []
-        """Answers that wait for those of earlier requests."""
+        self.pending: PendingRequest | None = None
+        self.queued: list[list[Buffer]] = []
+        """Responses that wait for those of earlier requests."""
         self.done = False
 
-    def answered(self, result: InferResponse | BaseException | None, final: bool) -> None:
-        """See `Answered`."""
-        self.stream.answered(self, result, final)
+    def on_response(self, result: InferResponse | BaseException | None, final: bool) -> None:
+        """Handle a response of the model."""
+        self.stream.on_response(self, result, final)
 
 
 class _InferStream:
@@ -113,17 +109,17 @@ class _InferStream:
         self._order: deque[_Slot] = deque()
         self._running: set[_Slot] = set()
         self._running_bytes = 0
-        self._kept_bytes = 0
+        self._queued_bytes = 0
         self._backlog: deque[Buffer] = deque()
         self._blocked = False
-        self._going_on = False
-        self._ended = False
+        self._starting = False
+        self._half_closed = False
         call.on_message = self._on_message
         call.on_half_close = self._on_half_close
         call.on_cancel = self._cancel
         call.on_writable = self._on_writable
 
-    # What the client does.
+    # Events of the call.
 
     def _on_message(self, message: Buffer) -> None:
         if self._backlog or self._full:
@@ -134,15 +130,15 @@ class _InferStream:
             self._call.pause()
 
     def _on_half_close(self) -> None:
-        self._ended = True
+        self._half_closed = True
         self.finish_if_over()
 
     def _on_writable(self) -> None:
         self._blocked = False
-        self._go_on()
+        self._start_queued()
 
     def _cancel(self) -> None:
-        """The call is over: nobody waits for what is still computed."""
+        """Cancel all requests: the call is over."""
         running, self._running = self._running, set()
         self._order.clear()
         self._backlog.clear()
@@ -156,16 +152,16 @@ class _InferStream:
     def _full(self) -> bool:
         return self._blocked or len(self._running) >= MOST_REQUESTS or self._running_bytes >= MOST_REQUEST_BYTES
 
-    def _go_on(self) -> None:
-        """Take what waits, and let the client send more, as far as there is room."""
-        if self._going_on:  # a request that was refused at once: whoever took it goes on by itself
+    def _start_queued(self) -> None:
+        """Start queued requests and resume the client, as far as there is capacity."""
+        if self._starting:  # called for a request that was refused at once: the outer call continues
             return
-        self._going_on = True
+        self._starting = True
         try:
             while self._backlog and not self._full:
                 self._start(self._backlog.popleft())
         finally:
-            self._going_on = False
+            self._starting = False
         if not self._backlog and not self._full:
             self._call.resume()
         self.finish_if_over()
@@ -178,7 +174,7 @@ class _InferStream:
             request = self._request(slot, message)
         except HeadraceError as error:
             self._order.append(slot)
-            slot.answered(error, True)
+            slot.on_response(error, True)
             return
         plane = self._streams.plane
         version = plane.find(request.model_name, request.model_version)
@@ -188,9 +184,9 @@ class _InferStream:
         if slot.ordered:
             self._order.append(slot)
         try:
-            slot.pending = self._streams.shared.infer_stream(self._call.head, request, slot.answered)
+            slot.pending = self._streams.shared.infer_stream(self._call.head, request, slot.on_response)
         except HeadraceError as error:
-            slot.answered(told(plane, request, error, "ModelStreamInfer RPC"), True)
+            slot.on_response(with_request_id(plane, request, error, "ModelStreamInfer RPC"), True)
 
     def _request(self, slot: _Slot, message: Buffer) -> InferRequest:
         streams = self._streams
@@ -205,24 +201,24 @@ class _InferStream:
             slot.plan = streams.shared.outputs.plan(request)
         return request
 
-    # Answers.
+    # Responses.
 
-    def answered(self, slot: _Slot, result: InferResponse | BaseException | None, final: bool) -> None:
-        """A request has one more answer, or its last."""
+    def on_response(self, slot: _Slot, result: InferResponse | BaseException | None, final: bool) -> None:
+        """Send a response of a request, or queue it."""
         if slot not in self._running:
             return
         try:
-            message = self._encoded(slot, result, final)
+            message = self._encode(slot, result, final)
         except Exception as error:
-            # What cannot be written is the request's end, whatever else its model has to say.
+            # A response that cannot be encoded ends the request.
             result, message, final = error, self._error(slot, error), True
         if isinstance(result, BaseException) and self._real_status:
-            self._break_off(result)
+            self._abort(result)
             return
         if message is not None:
             if slot.ordered and self._order[0] is not slot:
-                slot.kept.append(message)
-                self._kept_bytes += sum(map(len, message))
+                slot.queued.append(message)
+                self._queued_bytes += sum(map(len, message))
             else:
                 self._write(message)
         if final:
@@ -231,26 +227,24 @@ class _InferStream:
             self._running_bytes -= slot.size
             pending, slot.pending = slot.pending, None
             if pending is not None and isinstance(result, BaseException):
-                pending.cancel()  # without effect but in that case
+                pending.cancel()  # no effect unless encoding failed
             self._flush()
-        if self._call.pending_bytes + self._kept_bytes > self._streams.unread_bytes:
-            self._break_off(
-                ResourceExhausted(f"more than {self._streams.unread_bytes} bytes of answers were not read: read faster")
+        if self._call.pending_bytes + self._queued_bytes > self._streams.unread_bytes:
+            self._abort(
+                ResourceExhausted(f"more than {self._streams.unread_bytes} bytes of responses are unread: read faster")
             )
         elif final:
-            self._go_on()
+            self._start_queued()
 
-    def _encoded(self, slot: _Slot, result: InferResponse | BaseException | None, final: bool) -> list[Buffer] | None:
+    def _encode(self, slot: _Slot, result: InferResponse | BaseException | None, final: bool) -> list[Buffer] | None:
         if result is None:
             if not slot.empty_final:
                 return None
             result = InferResponse(slot.model_name, slot.version, (), slot.id)
         if isinstance(result, BaseException):
             return self._error(slot, result)
-        if slot.plan is None:
-            pieces = encode_response(result)
-        else:
-            pieces = encode_response(slot.plan.carried_out(result), slot.plan.placed)
+        plan = slot.plan
+        pieces = encode_response(result) if plan is None else encode_response(plan.apply(result), plan.placed)
         pieces.append(self._streams.final_parameter[final])
         return [_RESPONSE_TAG + varint(sum(map(len, pieces))), *pieces]
 
@@ -258,7 +252,7 @@ class _InferStream:
         if isinstance(error, HeadraceError):
             text = error.message.encode(errors="replace").decode()
         else:
-            log.error("a request of a stream failed", exc_info=error)
+            log.error("stream request failed", exc_info=error)
             text = INTERNAL_TEXT
         response = self._streams.error_response(error_message=text)
         response.infer_response.id = slot.id
@@ -267,14 +261,14 @@ class _InferStream:
         return [response.SerializeToString()]
 
     def _flush(self) -> None:
-        """Write what waited for the requests before it."""
+        """Send queued responses in order."""
         order = self._order
         while order:
             slot = order[0]
-            for message in slot.kept:
-                self._kept_bytes -= sum(map(len, message))
+            for message in slot.queued:
+                self._queued_bytes -= sum(map(len, message))
                 self._write(message)
-            slot.kept = []
+            slot.queued = []
             if not slot.done:
                 return
             order.popleft()
@@ -284,15 +278,15 @@ class _InferStream:
             self._blocked = True
             self._call.pause()
 
-    def _break_off(self, error: BaseException) -> None:
+    def _abort(self, error: BaseException) -> None:
         self._cancel()
         self._call.fail(error)
 
     def finish_if_over(self) -> None:
-        """End the call if all is answered and nothing more is to come, or to be taken."""
+        """End the call if all requests are answered and no more are accepted."""
         if self._running or self._backlog or self._call.over:
             return
-        if self._ended:
+        if self._half_closed:
             self._call.finish()
         elif self._streams.draining:
             self._call.fail(Unavailable("the server is stopping: open the stream again to reach another one"))

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""v2 over HTTP: the routes, and the way of an infer request from an exchange to the data plane and back."""
+"""v2 over HTTP: health and inference. The other routes are registered from here."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from headrace.api.v2.errors import told
 from headrace.api.v2.generate import V2Generate
-from headrace.api.v2.json_codec import JsonCodec, encode_response
-from headrace.api.v2.models import MODEL_PATHS, V2Models
+from headrace.api.v2.http_codec import HttpCodec, RawRequestDecoder, encode_response
+from headrace.api.v2.models import MODEL_PATHS, V2Models, V2Statistics
 from headrace.api.v2.outputs import OutputPlan, SpecialOutputs
-from headrace.api.v2.parameters import forwarding
-from headrace.api.v2.raw_request import RawRequests
 from headrace.api.v2.repository import V2Repository
-from headrace.api.v2.server_settings import V2ServerSettings
-from headrace.api.v2.shared import V2Shared
-from headrace.api.v2.shared_memory import V2SharedMemory
-from headrace.api.v2.statistics import V2Statistics
-from headrace.api.v2.tracing import infer_traced
+from headrace.api.v2.requests import header_forwarding, with_request_id
+from headrace.api.v2.server_control import V2ServerSettings, V2SharedMemory
+from headrace.api.v2.shared_state import V2State
+from headrace.api.v2.trace import infer_traced
 from headrace.core.errors import HeadraceError
-from headrace.core.messages import InferRequest, InferResponse
 from headrace.core.names import check_name
+from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
@@ -29,7 +25,7 @@ from headrace.net.http.routes import Routes
 
 _HEADER_LENGTH = b"inference-header-content-length"
 _NOT_READY = ResponseHead(400)
-_DOOR = "HTTP end point"
+_ENDPOINT = "HTTP end point"
 
 
 @lru_cache(maxsize=256)
@@ -41,18 +37,18 @@ def _binary_head(json_length: int) -> ResponseHead:
 class V2Http:
     """Handlers over one data plane."""
 
-    def __init__(self, plane: DataPlane, tracer: Tracer = NO_TRACING, shared: V2Shared | None = None) -> None:
-        self._shared = shared = shared or V2Shared(plane, tracer=tracer)
+    def __init__(self, plane: DataPlane, tracer: Tracer = NO_TRACING, shared: V2State | None = None) -> None:
+        self._shared = shared = shared or V2State(plane, tracer=tracer)
         self._plane = plane
         self._tracing = shared.tracing
         self._planner = shared.outputs
-        self._codec = JsonCodec(shared.memory, RawRequests(plane))
+        self._codec = HttpCodec(shared.memory, RawRequestDecoder(plane))
         self._decode = self._codec.decode_request
-        shared.decode_times.follow(self._time_decoding)
-        self._forwarding = forwarding(shared.settings.http_header_forward_pattern)
+        shared.decode_times.subscribe(self._time_decoding)
+        self._forwarding = header_forwarding(shared.settings.http_header_forward_pattern)
 
     def add_to(self, routes: Routes) -> None:
-        """Serve the v2 paths."""
+        """Register the v2 routes."""
         gate = self._shared.http_gate
         routes.add("GET", "/v2/health/live", gate.http("health", self.live))
         routes.add("GET", "/v2/health/ready", gate.http("health", self.ready))
@@ -67,21 +63,21 @@ class V2Http:
         V2SharedMemory(self._shared).add_to(routes)
 
     def live(self, exchange: Exchange) -> None:
-        """The process answers."""
+        """Answer: the process is live."""
         exchange.respond(OK_EMPTY)
 
     def ready(self, exchange: Exchange) -> None:
-        """Requests will be served; the protocol says 400 when not."""
+        """Answer whether the server is ready; 400 if not, as the protocol says."""
         exchange.respond(OK_EMPTY if self._plane.ready else _NOT_READY)
 
     def model_ready(self, exchange: Exchange) -> None:
-        """Requests for this model will be served."""
+        """Answer whether a model is ready."""
         params = exchange.params
         ready = self._plane.is_ready(check_name(params[0]), params[1] if len(params) > 1 else "")
         exchange.respond(OK_EMPTY if ready else _NOT_READY)
 
     def infer(self, exchange: Exchange) -> None:
-        """Compute one request."""
+        """Run inference."""
         params = exchange.params
         version = params[1] if len(params) > 1 else ""
         request = self._decode(params[0], version, exchange.body, exchange.head.by_name.get(_HEADER_LENGTH))
@@ -89,9 +85,9 @@ class V2Http:
         if self._forwarding is not None:
             request.parameters = self._forwarding.merged(exchange.head, request.parameters)
         if not self._tracing.enabled:
-            answer = self._plane.answer(request)
-            if answer is not None:
-                json_length, buffers = encode_response(answer, request)
+            response = self._plane.answer(request)
+            if response is not None:
+                json_length, buffers = encode_response(response, request)
                 if json_length is None:
                     exchange.respond(OK_JSON, buffers)
                 else:
@@ -116,7 +112,7 @@ class V2Http:
                 if plan is None:
                     json_length, buffers = encode_response(result, request)
                 else:
-                    json_length, buffers = encode_response(plan.carried_out(result), request, plan.placed)
+                    json_length, buffers = encode_response(plan.apply(result), request, plan.placed)
             except Exception as error:
                 exchange.fail(error)
                 return
@@ -132,5 +128,5 @@ class V2Http:
             else:
                 pending = self._plane.infer(request, done)
         except HeadraceError as error:
-            raise told(self._plane, request, error, _DOOR) from None
+            raise with_request_id(self._plane, request, error, _ENDPOINT) from None
         exchange.on_disconnect = pending.cancel

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs that a client wants otherwise than as a tensor in the answer: as classes, or in memory that it shares.
+"""Special outputs: classifications, and outputs in shared memory.
 
-The codecs mark a request that has such outputs (`requested`); the handlers then ask for a plan before the request is
-computed, so that what cannot be done is refused early, and carry it out on the answer. Other requests pay nothing.
+The codecs mark a request that has such outputs (`mark_special`). The handlers then make a plan before the request is
+computed, so that an impossible request fails early, and apply it to the response. Other requests cost nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from headrace.api.classification import top_classes
-from headrace.api.shared_memory.regions import Placement, RegionReader, SharedMemory
+from headrace.api.shared_memory import Placement, RegionReader, SharedMemory
 from headrace.core.dtypes import BYTES
 from headrace.core.errors import InvalidArgument
-from headrace.core.messages import InferRequest, InferResponse, Parameters, RequestedOutput
+from headrace.core.requests import InferRequest, InferResponse, Parameters, RequestedOutput
 from headrace.core.tensors import Buffer, Tensor
 from headrace.engine.dataplane import DataPlane
 
@@ -27,11 +27,11 @@ _CLASSES = "classification"
 
 
 class SpecialOutputs(list[RequestedOutput]):
-    """Requested outputs of which one is special."""
+    """Requested outputs of which at least one is special."""
 
 
-def requested(outputs: list[RequestedOutput]) -> list[RequestedOutput]:
-    """The same, marked where it needs a plan."""
+def mark_special(outputs: list[RequestedOutput]) -> list[RequestedOutput]:
+    """Return the outputs, as `SpecialOutputs` if they need a plan."""
     for output in outputs:
         parameters = output.parameters
         if parameters and (_CLASSES in parameters or REGION in parameters):
@@ -40,14 +40,14 @@ def requested(outputs: list[RequestedOutput]) -> list[RequestedOutput]:
 
 
 class OutputPlanner:
-    """Makes plans."""
+    """Makes plans for requests with special outputs."""
 
     def __init__(self, plane: DataPlane, memory: SharedMemory) -> None:
         self._plane = plane
         self._memory = memory
 
     def plan(self, request: InferRequest) -> OutputPlan:
-        """What is to be done with the answer; raises for what cannot be done."""
+        """Return the plan for a request; raise if it is impossible."""
         plan = OutputPlan(self._plane)
         for output in request.outputs:
             parameters = output.parameters
@@ -56,24 +56,24 @@ class OutputPlanner:
                 if REGION in parameters:
                     raise InvalidArgument(
                         f"shared memory can't be set in 'shared_memory_region' for output '{output.name[:256]}' that is "
-                        "classified: ask for one of the two"
+                        "classified: request one of the two"
                     )
             elif REGION in parameters:
-                place = self._memory.placement(*region_of(f"output '{output.name[:256]}'", parameters))
+                place = self._memory.placement(*region_reference(f"output '{output.name[:256]}'", parameters))
                 plan.placed[output.name] = place
         return plan
 
 
 class OutputPlan:
-    """For one request."""
+    """What to do with the outputs of one request."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
         self.classes: dict[str, int] = {}
         self.placed: dict[str, Placement] = {}
 
-    def carried_out(self, response: InferResponse) -> InferResponse:
-        """The answer with its classes in place of scores. What goes to shared memory is written there."""
+    def apply(self, response: InferResponse) -> InferResponse:
+        """Return the response with classes instead of scores, and write outputs to shared memory."""
         outputs = [self._output(response, tensor) for tensor in response.outputs]
         return InferResponse(response.model_name, response.model_version, outputs, response.id, response.parameters)
 
@@ -88,38 +88,38 @@ class OutputPlan:
         version = self._plane.find(response.model_name, response.model_version)
         labels = version.labels.get(tensor.name, ()) if version is not None else ()
         batched = version is not None and version.config.max_batch_size > 0
-        return classified(tensor, count, labels, batched=batched)
+        return classify(tensor, count, labels, batched=batched)
 
 
-def classified(tensor: Tensor, count: int, labels: Any, *, batched: bool) -> Tensor:
-    """The largest values as Triton writes them: `value:index`, and `:label` where there is one."""
+def classify(tensor: Tensor, count: int, labels: Any, *, batched: bool) -> Tensor:
+    """Return the largest values in Triton's form: `value:index`, and `:label` if there is one."""
     rows = top_classes(tensor, count, labels, batched=batched)
     scores = [score for row in rows for score in row]
     array = np.empty(len(scores), object)
-    for place, (value, index, label) in enumerate(scores):
+    for position, (value, index, label) in enumerate(scores):
         text = f"{value:f}:{index}" if isinstance(value, float) else f"{value}:{index}"
-        array[place] = (f"{text}:{label}" if label else text).encode()
+        array[position] = (f"{text}:{label}" if label else text).encode()
     width = len(rows[0]) if rows else 0
     return Tensor(tensor.name, BYTES, array.reshape((len(rows), width) if batched else (width,)))
 
 
-def region_of(what: str, parameters: Mapping[str, Any]) -> tuple[str, int, int]:
-    """Region, offset and size in the parameters of an input or output."""
+def region_reference(what: str, parameters: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Return region, offset and size from the parameters of an input or output."""
     name = parameters[REGION]
     if not isinstance(name, str):
         raise InvalidArgument(f"the '{REGION}' of {what} must be a string")
     if _SIZE not in parameters:
-        raise InvalidArgument(f"{what} has '{REGION}' and needs '{_SIZE}', too")
-    return name, _whole(what, _OFFSET, parameters.get(_OFFSET, 0)), _whole(what, _SIZE, parameters[_SIZE])
+        raise InvalidArgument(f"{what} has '{REGION}' and also needs '{_SIZE}'")
+    return name, _integer(what, _OFFSET, parameters.get(_OFFSET, 0)), _integer(what, _SIZE, parameters[_SIZE])
 
 
 def read_input(reader: RegionReader, name: str, parameters: Mapping[str, Any]) -> Buffer:
-    """The bytes of an input that lies in shared memory."""
-    return reader.read(*region_of(f"input '{name}'", parameters))
+    """Return the bytes of an input in shared memory."""
+    return reader.read(*region_reference(f"input '{name}'", parameters))
 
 
-def placed_parameters(place: Placement) -> Parameters:
-    """What the answer says of an output that is in shared memory."""
+def placement_parameters(place: Placement) -> Parameters:
+    """Return the response parameters of an output in shared memory."""
     return {REGION: place.region_name, _OFFSET: place.offset, _SIZE: place.byte_size}
 
 
@@ -132,7 +132,7 @@ def _count(name: str, parameters: Parameters) -> int:
     return count
 
 
-def _whole(what: str, name: str, value: Any) -> int:
+def _integer(what: str, name: str, value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise InvalidArgument(f"the '{name}' of {what} must be a whole number of 0 or more")
+        raise InvalidArgument(f"the '{name}' of {what} must be an integer of 0 or more")
     return value

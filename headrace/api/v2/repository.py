@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""v2 over HTTP: the repository's index, and loading and unloading of models.
+"""The model repository: index, load and unload, over HTTP and gRPC.
 
-Registered by `http`. Loading takes as long as it takes, so these handlers start a coroutine each; the exchange is
-answered when it ends. A client that goes away meanwhile does not stop it: half a load helps nobody.
+Loading takes long, so it runs as a task; the request is answered when it ends. It continues if the client disconnects.
 """
 
 from __future__ import annotations
@@ -10,52 +9,58 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from headrace.api.v2.documents import answer_json, read_document
-from headrace.api.v2.shared import V2Shared
+from headrace.api.v2.grpc_messages import SERVICE, inference_schema, parse
+from headrace.api.v2.http_codec import parse_body, respond_json
+from headrace.api.v2.shared_state import V2State
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.names import check_name
 from headrace.engine.repository.control import IndexEntry
-from headrace.net.http.exchange import Buffer, Exchange
-from headrace.net.http.heads import OK_EMPTY
+from headrace.net.grpc.call import GrpcCall
+from headrace.net.grpc.services import Services
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_EMPTY, Buffer
 from headrace.net.http.routes import Routes
 
 _FILE = "file:"
 
 
-class V2Repository:
-    """Handlers over one data plane."""
+Work = Callable[[Any, Any], Coroutine[Any, Any, None]]
 
-    def __init__(self, shared: V2Shared) -> None:
+
+class V2Repository:
+    """HTTP handlers over one data plane."""
+
+    def __init__(self, shared: V2State) -> None:
         self._plane = shared.plane
         self._gate = shared.http_gate
-        # A task nobody refers to may be collected while it runs.
+        # The event loop keeps only weak references to tasks.
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add_to(self, routes: Routes) -> None:
-        """Serve the paths."""
+        """Register the routes."""
         handlers = {"index": self.index, "models/{model}/load": self.load, "models/{model}/unload": self.unload}
         for path, handler in handlers.items():
             routes.add("POST", f"/v2/repository/{path}", self._gate.http("model-repository", handler))
 
     def index(self, exchange: Exchange) -> None:
-        """Every model of the repository and where its versions stand."""
-        ready_only = _flag(read_document(exchange.body), "ready")
+        """Return all models of the repository with the states of their versions."""
+        ready_only = _flag(parse_body(exchange.body), "ready")
 
         async def work() -> None:
-            answer_json(exchange, [_entry(each) for each in await self._plane.index(ready_only=ready_only)])
+            respond_json(exchange, [_entry(entry) for entry in await self._plane.index(ready_only=ready_only)])
 
         self._start(exchange, work())
 
     def load(self, exchange: Exchange) -> None:
-        """Load a model, or load it anew."""
+        """Load or reload a model."""
         name = check_name(exchange.params[0])
         body, exchange.body = exchange.body, b""
 
         async def work() -> None:
-            # Decoding the files of a large model would hold up the loop.
+            # Decoding the files of a large model would block the event loop.
             config, files = await asyncio.to_thread(_load_parameters, body)
             await self._plane.load(name, config, files)
             exchange.respond(OK_EMPTY)
@@ -63,7 +68,7 @@ class V2Repository:
         self._start(exchange, work())
 
     def unload(self, exchange: Exchange) -> None:
-        """Stop serving a model."""
+        """Unload a model."""
         name = check_name(exchange.params[0])
         dependents = _flag(_parameters(exchange.body), "unload_dependents")
 
@@ -88,18 +93,18 @@ class V2Repository:
 
 
 def _entry(entry: IndexEntry) -> dict[str, str]:
-    """Like Triton, without the members that have nothing to say."""
-    shown = {
+    """Return an index entry; like Triton, without empty members."""
+    members = {
         "name": entry.name,
         "version": entry.version,
         "state": entry.state.value if entry.state is not None else "",
         "reason": entry.reason,
     }
-    return {key: value for key, value in shown.items() if value}
+    return {key: value for key, value in members.items() if value}
 
 
 def _parameters(body: Buffer) -> dict[str, Any]:
-    parameters = read_document(body).get("parameters", {})
+    parameters = parse_body(body).get("parameters", {})
     if not isinstance(parameters, dict):
         raise InvalidArgument("'parameters' must be a JSON object")
     return parameters
@@ -116,14 +121,14 @@ def _load_parameters(body: Buffer) -> tuple[str | None, dict[str, bytes]]:
     return load_parameters(_parameters(body))
 
 
-def load_parameters(given: Mapping[str, Any]) -> tuple[str | None, dict[str, bytes]]:
-    """The configuration and the files that a request to load gives, if any. Files in base64, or as bytes."""
+def load_parameters(parameters: Mapping[str, Any]) -> tuple[str | None, dict[str, bytes]]:
+    """Return the configuration and the files of a load request. Files are bytes, or strings in base64."""
     config: str | None = None
     files: dict[str, bytes] = {}
-    for name, value in given.items():
+    for name, value in parameters.items():
         if name != "config" and not name.startswith(_FILE):
             raise InvalidArgument(
-                f"parameter {name[:64]!a} is not known: a request to load may give 'config' and 'file:<version>/<name>'"
+                f"unknown parameter {name[:64]!a}: a load request may have 'config' and 'file:<version>/<name>'"
             )
         if isinstance(value, bytes) and name != "config":
             files[name] = value
@@ -133,12 +138,78 @@ def load_parameters(given: Mapping[str, Any]) -> tuple[str | None, dict[str, byt
         if name == "config":
             config = value
         else:
-            files[name] = _decoded(name, value)
+            files[name] = _decode_file(name, value)
     return config, files
 
 
-def _decoded(name: str, text: str) -> bytes:
+def _decode_file(name: str, text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidArgument(f"parameter {name[:64]!a} must be the file's content in base64") from None
+
+
+class GrpcRepository:
+    """gRPC methods over one data plane."""
+
+    def __init__(self, shared: V2State) -> None:
+        self._plane = shared.plane
+        self._gate = shared.grpc_gate
+        # The event loop keeps only weak references to tasks.
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add_to(self, services: Services) -> None:
+        """Register the methods."""
+        methods = {"Index": self.index, "ModelLoad": self.load, "ModelUnload": self.unload}
+        for name, work in methods.items():
+            method = f"Repository{name}"
+            services.unary(SERVICE, method, self._gate.grpc("model-repository", self._handler(method, work)))
+
+    async def index(self, request: Any, response: Any) -> None:
+        """Return all models of the repository with the states of their versions."""
+        for entry in await self._plane.index(ready_only=request.ready):
+            state = entry.state.value if entry.state is not None else ""
+            response.models.add(name=entry.name, version=entry.version, state=state, reason=entry.reason)
+
+    async def load(self, request: Any, response: Any) -> None:
+        """Load or reload a model."""
+        parameters = {name: _value(parameter) for name, parameter in request.parameters.items()}
+        config, files = load_parameters(parameters)
+        await self._plane.load(check_name(request.model_name), config, files)
+
+    async def unload(self, request: Any, response: Any) -> None:
+        """Unload a model."""
+        parameters = {name: _value(parameter) for name, parameter in request.parameters.items()}
+        dependents = parameters.get("unload_dependents", False)
+        if not isinstance(dependents, bool):
+            raise InvalidArgument("'unload_dependents' must be true or false")
+        await self._plane.unload(check_name(request.model_name), unload_dependents=dependents)
+
+    def _handler(self, method: str, work: Work) -> Callable[[GrpcCall, Buffer], None]:
+        schema = inference_schema()
+        request_class = schema.message(f"inference.{method}Request")
+        response_class = schema.message(f"inference.{method}Response")
+
+        def handle(call: GrpcCall, message: Buffer) -> None:
+            request, response = parse(request_class, message), response_class()
+            if request.repository_name:
+                raise InvalidArgument("'repository_name' specification is not supported")  # Triton's
+
+            def done(task: asyncio.Task[None]) -> None:
+                self._tasks.discard(task)
+                if task.cancelled():
+                    call.fail(Unavailable("the server is stopping"))
+                elif (error := task.exception()) is not None:
+                    call.fail(error)
+                else:
+                    call.reply(response.SerializeToString())
+
+            task = asyncio.get_running_loop().create_task(work(request, response))
+            self._tasks.add(task)
+            task.add_done_callback(done)
+
+        return handle
+
+
+def _value(parameter: Any) -> Any:
+    return getattr(parameter, parameter.WhichOneof("parameter_choice") or "bool_param")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend `llm`: Hugging Face folders that generate text, or embed it, computed by PyTorch.
+"""The backend `llm`: Hugging Face folders of generating or embedding models, run by PyTorch.
 
-Called by the engine through `backends.contract`. A folder for embeddings is handed to `embedding`; all others are opened
-as causal models here: tokenizer and weights in the loader's thread, the rest in the thread of the instance's engine.
+The server's engine calls it through `backends.contract`. A folder of an embedding model goes to `embedding`; all others are
+loaded as causal models here: tokenizer and weights in the loader's thread, the rest in the thread of the engine core.
 """
 
 from __future__ import annotations
@@ -15,84 +15,84 @@ from weakref import WeakKeyDictionary
 import torch
 
 from headrace.backends.contract import EngineServices, Model, ModelFiles, Placement
-from headrace.backends.llm.adapters.layers import Adapters
-from headrace.backends.llm.adapters.loading import read_adapters
-from headrace.backends.llm.embedding.folder import embeds
+from headrace.backends.llm.embedding.config import is_embedding_model
 from headrace.backends.llm.embedding.model import EmbeddingModel
-from headrace.backends.llm.embedding.model import complete as complete_embedding
-from headrace.backends.llm.engine import Limits, Opened, open_scheduler
-from headrace.backends.llm.handing.hands import SharedHands
-from headrace.backends.llm.handing.identity import pages_identity, weights_identity
+from headrace.backends.llm.embedding.model import complete_config as complete_embedding
+from headrace.backends.llm.engine_core import EngineComponents, RequestLimits, make_scheduler
 from headrace.backends.llm.instance import LlmInstance
+from headrace.backends.llm.kv_transfer.connector import SharedKVConnector
+from headrace.backends.llm.kv_transfer.page_layout import pages_fingerprint, weights_fingerprint
+from headrace.backends.llm.lora import LoraAdapters, load_adapters
 from headrace.backends.llm.metrics import LlmMetrics
-from headrace.backends.llm.running.loading import context_of, load_model, open_runner
-from headrace.backends.llm.running.runner import Runner
-from headrace.backends.llm.sampling.constraints import Constraints
+from headrace.backends.llm.model_runner.model_loader import context_length, load_model, open_runner
+from headrace.backends.llm.model_runner.runner import ModelRunner
 from headrace.backends.llm.sampling.sampler import Sampler
-from headrace.backends.llm.scheduling.scheduler import Scheduler
-from headrace.backends.llm.seeing.looking import Looker
-from headrace.backends.llm.seeing.opening import open_eyes
+from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
+from headrace.backends.llm.scheduler import Scheduler
 from headrace.backends.llm.settings import LlmSettings, model_folder, read_settings
-from headrace.backends.llm.text.tokenizer import Tokenizer
+from headrace.backends.llm.tokenizer import Tokenizer
+from headrace.backends.llm.vision.image_encoder import ImageEncoder
+from headrace.backends.llm.vision.processors import open_processor
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.generation import TEXT_INPUT, TEXT_OUTPUT
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends.llm")
 
 _INPUTS = ((TEXT_INPUT, "TYPE_STRING"), ("stream", "TYPE_BOOL"), ("sampling_parameters", "TYPE_STRING"))
-"""What v2 may send; all of it optional, because other protocols send none of it."""
+"""Input tensors of v2 requests; all optional, because other protocols send none."""
 
 
 class LlmBackend:
-    """See `contract.Backend`."""
+    """Implements `contract.Backend`."""
 
     def __init__(self) -> None:
         self._metrics: WeakKeyDictionary[Registry, LlmMetrics] = WeakKeyDictionary()
-        self._hands: WeakKeyDictionary[Registry, SharedHands] = WeakKeyDictionary()
+        self._connectors: WeakKeyDictionary[Registry, SharedKVConnector] = WeakKeyDictionary()
         self._lock = threading.Lock()
-        """Models are loaded in several threads at once."""
+        """Models load in several threads at the same time."""
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """The tensors of a model that generates, or what `embedding` says."""
+        """Add the tensors of a generating or an embedding model to its configuration."""
         folder = model_folder(config, files)
-        if embeds(folder, config.parameters.get("task", "")):
+        if is_embedding_model(folder, config.parameters.get("task", "")):
             return complete_embedding(config, folder)
         if config.proto is None:
             return None
         message = type(config.proto)()
         if not config.inputs:
             for name, kind in _INPUTS:
-                _describe(message.input.add(), name, kind, 1).optional = True
+                _set_tensor(message.input.add(), name, kind, 1).optional = True
         if not config.outputs:
-            _describe(message.output.add(), TEXT_OUTPUT, "TYPE_STRING", -1)
+            _set_tensor(message.output.add(), TEXT_OUTPUT, "TYPE_STRING", -1)
         message.model_transaction_policy.decoupled = True
         return message
 
     def usable_gpus(self, present: int) -> int:
-        """Those that PyTorch sees."""
+        """Return how many GPUs PyTorch sees."""
         return min(present, torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> Model:
-        """Read the settings and the tokenizer; weights are read when an instance opens."""
+        """Read the settings and the tokenizer. `LlmModel.open` loads the weights."""
         folder = model_folder(config, files)
-        if embeds(folder, config.parameters.get("task", "")):
+        if is_embedding_model(folder, config.parameters.get("task", "")):
             return EmbeddingModel.load(config, folder)
-        _check(config)
+        _check_config(config)
         settings = read_settings(config, files)
         with self._lock:
             metrics = self._metrics.get(services.metrics)
             if metrics is None:
                 metrics = self._metrics[services.metrics] = LlmMetrics(services.metrics)
-            hands = self._hands.get(services.metrics)
-            if hands is None and services.handing.role:
-                hands = self._hands[services.metrics] = SharedHands(services.handing, services.metrics)
-        return LlmModel(config, files.version, settings, services, metrics, hands)
+            connector = self._connectors.get(services.metrics)
+            if connector is None and services.kv_transfer.role:
+                connector = SharedKVConnector(services.kv_transfer, services.metrics)
+                self._connectors[services.metrics] = connector
+        return LlmModel(config, files.version, settings, services, metrics, connector)
 
 
 class LlmModel:
-    """See `contract.Model`."""
+    """Implements `contract.Model` for a generating model."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class LlmModel:
         settings: LlmSettings,
         services: EngineServices,
         metrics: LlmMetrics,
-        hands: SharedHands | None = None,
+        connector: SharedKVConnector | None = None,
     ) -> None:
         self._name = config.name
         self._config = config
@@ -111,39 +111,41 @@ class LlmModel:
         self._metrics = metrics
         if not settings.model_path.is_dir():
             raise FailedPrecondition(
-                f"parameter model_path of model '{config.name}' names no folder: put the model there, or name another"
+                f"parameter model_path of model '{config.name}' is not a folder: put the model there, or name another"
             )
         self._tokenizer = Tokenizer.load(
             settings.model_path, trust_remote_code=settings.trust_remote_code, chat_template=settings.chat_template
         )
-        self._shared_hands = hands
-        self._hands = hands.join().of(config.name, version) if hands is not None else None
+        self._shared_connector = connector
+        self._connector = connector.acquire().for_model(config.name, version) if connector is not None else None
 
     def open(self, placement: Placement) -> LlmInstance:
-        """Read the weights and start an engine."""
+        """Load the weights and start an instance."""
         device = _device(self._name, placement)
         model = load_model(self._settings, device)
         vocabulary = model.config.get_text_config().vocab_size
         instance = LlmInstance(
             placement.name,
             self._tokenizer,
-            Constraints(self._tokenizer, vocabulary),
-            self._metrics.of(self._name, self._version),
+            ConstraintCompiler(self._tokenizer, vocabulary),
+            self._metrics.for_version(self._name, self._version),
             self._services.loop,
-            _Opening(model, self._settings, device, self._tokenizer, self._config, hands=self._hands is not None),
-            self._hands,
+            _EngineFactory(
+                model, self._settings, device, self._tokenizer, self._config, kv_transfer=self._connector is not None
+            ),
+            self._connector,
         )
         instance.start()
         return instance
 
     def close(self) -> None:
-        """The instances share a tokenizer, which need not be freed, and with all models what is handed over."""
-        if self._shared_hands is not None:
-            self._shared_hands.leave()
+        """Release the KV connector, which all models share."""
+        if self._shared_connector is not None:
+            self._shared_connector.release()
 
 
-class _Opening:
-    """What an engine's thread does first. It lets go of the model: the runner has it then."""
+class _EngineFactory:
+    """Creates the components of an engine core, in its thread. Called once: the runner owns the model then."""
 
     def __init__(
         self,
@@ -153,84 +155,84 @@ class _Opening:
         tokenizer: Tokenizer,
         config: ModelConfig,
         *,
-        hands: bool,
+        kv_transfer: bool,
     ) -> None:
         self._model = model
         self._settings = settings
         self._device = device
         self._tokenizer = tokenizer
         self._config = config
-        self._identity = weights_identity(model, settings.adapters) if hands else None
+        self._fingerprint = weights_fingerprint(model, settings.adapters) if kv_transfer else None
 
-    def __call__(self) -> Opened:
+    def __call__(self) -> EngineComponents:
         settings, device = self._settings, self._device
         model, self._model = self._model, None
         if settings.threads and device.type == "cpu":
-            torch.set_num_threads(settings.threads)  # of this thread: see the backend `pytorch`
-        adapters = read_adapters(model, settings.adapters) if settings.adapters else None
+            torch.set_num_threads(settings.threads)  # for this thread: see the backend `pytorch`
+        adapters = load_adapters(model, settings.adapters) if settings.adapters else None
         runner = open_runner(model, settings, device)
         try:
-            return self._opened(runner, adapters)
+            return self._create(runner, adapters)
         except BaseException:
             runner.close()
             raise
 
-    def _opened(self, runner: Runner, adapters: Adapters | None) -> Opened:
+    def _create(self, runner: ModelRunner, adapters: LoraAdapters | None) -> EngineComponents:
         settings, device = self._settings, self._device
-        scheduler = open_scheduler(
+        scheduler = make_scheduler(
             runner,
-            max_running=settings.running_on(device.type),
-            max_step_tokens=settings.step_tokens_on(device.type),
+            max_running=settings.max_running_on(device.type),
+            max_step_tokens=settings.max_step_tokens_on(device.type),
             prefix_cache=settings.prefix_cache,
         )
-        opened = Opened(
+        components = EngineComponents(
             runner,
             scheduler,
             Sampler(runner.model.config.get_text_config().vocab_size, device),
             self._limits(runner, scheduler),
         )
-        if self._identity is not None:
-            opened.identity = pages_identity(self._identity, runner.cache)
+        if self._fingerprint is not None:
+            components.kv_fingerprint = pages_fingerprint(self._fingerprint, runner.cache)
         if adapters is not None:
-            runner.before_forward = adapters.use
-            opened.check_adapter = adapters.check
-            opened.close = adapters.close
-        opened.eyes = open_eyes(
+            runner.before_forward = adapters.select_rows
+            components.check_adapter = adapters.check
+            components.close = adapters.close
+        components.multimodal_processor = open_processor(
             settings.model_path,
             runner.model.config,
             self._tokenizer,
             self._config.parameters,
             trust_remote_code=settings.trust_remote_code,
         )
-        if opened.eyes is not None:
-            opened.look = Looker(runner, adapters).look
-        return opened
+        if components.multimodal_processor is not None:
+            components.encode_images = ImageEncoder(runner, adapters).encode
+        return components
 
-    def _limits(self, runner: Runner, scheduler: Scheduler) -> Limits:
-        context = context_of(runner.model, self._settings)
+    def _limits(self, runner: ModelRunner, scheduler: Scheduler) -> RequestLimits:
+        context = context_length(runner.model, self._settings)
         if scheduler.capacity < context:
             log.warning(
-                "model '%s': the KV cache has room for %d tokens, so requests have at most that many and not %d; "
-                "parameter kv_cache_bytes gives it more",
+                "Model '%s': the KV cache holds %d tokens, so this is the longest request, not %d; set parameter "
+                "kv_cache_bytes for a larger cache.",
                 self._config.name,
                 scheduler.capacity,
                 context,
             )
         longest = min(context, scheduler.capacity)
-        return Limits(longest, self._settings.default_max_tokens, self._settings.max_queue + scheduler.max_running)
+        return RequestLimits(
+            longest, self._settings.default_max_tokens, self._settings.max_queue + scheduler.max_running
+        )
 
 
-def _check(config: ModelConfig) -> None:
+def _check_config(config: ModelConfig) -> None:
     if not config.decoupled or config.max_batch_size:
         raise InvalidArgument(
             f"model '{config.name}' generates: its configuration needs 'model_transaction_policy {{ decoupled: true }}' and "
-            "max_batch_size: 0, or neither of them said"
+            "max_batch_size: 0, or neither of them"
         )
     names = {spec.name for spec in config.outputs}
     if names != {TEXT_OUTPUT}:
-        raise InvalidArgument(
-            f"model '{config.name}' generates one output, '{TEXT_OUTPUT}': leave out what is said of outputs"
-        )
+        raise InvalidArgument(f"model '{config.name}' generates one output, '{TEXT_OUTPUT}': leave out its outputs")
 
 
 def _device(name: str, placement: Placement) -> torch.device:
@@ -239,13 +241,13 @@ def _device(name: str, placement: Placement) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if placement.device >= count:
         raise FailedPrecondition(
-            f"model '{name}' asks for GPU {placement.device}, and PyTorch {torch.__version__} sees {count} here: "
-            "install a PyTorch built for CUDA, check the driver, or say KIND_CPU in instance_group"
+            f"model '{name}' needs GPU {placement.device}, but PyTorch {torch.__version__} sees {count}: install a PyTorch "
+            "built for CUDA, check the driver, or set KIND_CPU in instance_group"
         )
     return torch.device("cuda", placement.device)
 
 
-def _describe(message: Any, name: str, kind: str, size: int) -> Any:
+def _set_tensor(message: Any, name: str, kind: str, size: int) -> Any:
     message.name = name
     message.data_type = message.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_name[kind].number
     message.dims.append(size)

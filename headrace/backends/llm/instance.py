@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One instance of a model that generates: takes requests from the engine of the server, gives their answers back.
+"""One instance of a generating model: takes requests from the server's engine and returns their replies.
 
-Called in the loop's thread. What takes time before a request can be generated (its template, its tokens, its grammar) is
-done in threads of its own; the rest is for `engine`.
+Called in the event loop's thread. Slow work before a request can run (chat template, tokenizer, image processor, grammar)
+is done in a thread pool; `engine_core` does the rest.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic_ns
 
 from headrace.backends.contract import Work
-from headrace.backends.llm.choices import Answer, Job
-from headrace.backends.llm.engine import Engine, Opened
-from headrace.backends.llm.handing.hands import ModelHands
-from headrace.backends.llm.handing.jobs import JobHands
+from headrace.backends.llm.engine_core import EngineComponents, EngineCore
+from headrace.backends.llm.kv_transfer.connector import InstanceKVConnector, ModelKVConnector
 from headrace.backends.llm.metrics import VersionMetrics
-from headrace.backends.llm.requests import read_request, with_prompt
-from headrace.backends.llm.sampling.constraints import Constraints
-from headrace.backends.llm.text.tokenizer import Tokenizer
+from headrace.backends.llm.request_state import Reply, RequestState
+from headrace.backends.llm.requests import parse_request, with_prompt
+from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
+from headrace.backends.llm.tokenizer import Tokenizer
 from headrace.core.errors import (
     INTERNAL_TEXT,
     FailedPrecondition,
@@ -33,35 +32,37 @@ from headrace.core.errors import (
 
 log = logging.getLogger("headrace.backends.llm")
 
-_PREPARING_THREADS = 2
+_PREPARE_THREADS = 2
 _RETRY_SECONDS = 1.0
 
 
 class LlmInstance:
-    """See `contract.RequestInstance`."""
+    """Implements `contract.RequestInstance`."""
 
     def __init__(
         self,
         name: str,
         tokenizer: Tokenizer,
-        constraints: Constraints,
+        constraints: ConstraintCompiler,
         metrics: VersionMetrics,
         loop: asyncio.AbstractEventLoop,
-        open: Callable[[], Opened],
-        hands: ModelHands | None = None,
+        make_components: Callable[[], EngineComponents],
+        connector: ModelKVConnector | None = None,
     ) -> None:
         self._name = name
         self._tokenizer = tokenizer
         self._constraints = constraints
         self._loop = loop
-        self._open = 0
-        """Requests that have not had their last answer."""
-        self._threads = ThreadPoolExecutor(_PREPARING_THREADS, thread_name_prefix=f"llm {name} prompts")
-        self.engine = Engine(name, open, tokenizer, metrics, self._tell)
-        self._hands = JobHands(name, hands, self.engine, self._tell) if hands is not None else None
+        self._open_requests = 0
+        """Requests without their final reply."""
+        self._threads = ThreadPoolExecutor(_PREPARE_THREADS, thread_name_prefix=f"llm {name} prompts")
+        self.engine = EngineCore(name, make_components, tokenizer, metrics, self._publish)
+        self._connector = (
+            InstanceKVConnector(name, connector, self.engine, self._publish) if connector is not None else None
+        )
 
     def start(self) -> None:
-        """Open the model. Blocks: from a loader thread."""
+        """Start the engine core and wait until it is ready. From a loader thread."""
         try:
             self.engine.start()
         except BaseException:
@@ -69,84 +70,83 @@ class LlmInstance:
             raise
 
     def execute(self, batch: Sequence[Work], finished: Callable[[], None]) -> None:
-        """See `contract.RequestInstance.execute`."""
+        """Start requests; refuse those beyond the limit."""
         now = monotonic_ns()
         for work in batch:
-            if self._open >= self.engine.limits.max_open:
+            if self._open_requests >= self.engine.limits.max_open:
                 work.reply(
                     Unavailable(
-                        f"model instance '{self._name}' has {self._open} requests already: retry later",
+                        f"model instance '{self._name}' has {self._open_requests} requests already: retry later",
                         retry_after_seconds=_RETRY_SECONDS,
                     )
                 )
                 continue
-            self._open += 1
+            self._open_requests += 1
             try:
                 self._threads.submit(self._prepare, work, now)
             except RuntimeError:  # closed
                 self._deliver([(work, Unavailable(f"model instance '{self._name}' is being unloaded"), True, {})])
-        # Not at once: the server's engine may have more, and would be deeper inside itself with each.
+        # Not called directly: the server's engine may pass more work, and would recurse.
         self._loop.call_soon(finished)
 
     def close(self) -> None:
-        """See `contract.RequestInstance.close`."""
+        """Fail open requests and free the model."""
         self._threads.shutdown(cancel_futures=False)
-        if self._hands is not None:
-            self._hands.stop_taking()
+        if self._connector is not None:
+            self._connector.stop_loading()
         self.engine.close()
-        if self._hands is not None:
-            self._hands.close()
+        if self._connector is not None:
+            self._connector.close()
 
     def _prepare(self, work: Work, arrived_ns: int) -> None:
-        """In a thread: what the request says, and its grammar."""
+        """Parse a request and compile its grammar. In a thread of the pool."""
         if work.cancelled:
-            self._tell([(work, None, True, {})])
+            self._publish([(work, None, True, {})])
             return
         try:
             limits = self.engine.limits
-            ask, seen = read_request(work.request, self._tokenizer, limits), None
-            if ask.media:
-                if self.engine.eyes is None:
-                    raise InvalidArgument(
-                        "messages: the model reads text only, no pictures and no video: leave them out"
-                    )
-                seen = self.engine.eyes.prepare(ask.generation, limits.max_model_len)
-                ask = with_prompt(ask, seen.tokens, limits)
-            constraint = None if ask.format is None else self._constraints.compile(ask.format)
+            parsed, multimodal_prompt = parse_request(work.request, self._tokenizer, limits), None
+            if parsed.media:
+                processor = self.engine.multimodal_processor
+                if processor is None:
+                    raise InvalidArgument("messages: the model accepts text only: leave out images and videos")
+                multimodal_prompt = processor.prepare(parsed.generation, limits.max_model_len)
+                parsed = with_prompt(parsed, multimodal_prompt.tokens, limits)
+            constraint = None if parsed.format is None else self._constraints.compile(parsed.format)
         except HeadraceError as error:
-            self._tell([(work, error.with_traceback(None), True, {})])
+            self._publish([(work, error.with_traceback(None), True, {})])
         except Exception:
-            log.exception("a request to model instance '%s' could not be read", self._name)
-            self._tell([(work, Internal(INTERNAL_TEXT), True, {})])
+            log.exception("A request to model instance '%s' could not be read.", self._name)
+            self._publish([(work, Internal(INTERNAL_TEXT), True, {})])
         else:
-            self._begin(Job(work, ask, constraint, arrived_ns, seen))
+            self._start(RequestState(work, parsed, constraint, arrived_ns, multimodal_prompt))
 
-    def _begin(self, job: Job) -> None:
-        generation, hands = job.ask.generation, self._hands
-        if generation.hands:
-            if hands is None:
-                error = FailedPrecondition("this server keeps no pages for others: start it with --role prefill")
-                self._tell([(job.work, error, True, {})])
+    def _start(self, request: RequestState) -> None:
+        generation, connector = request.parsed.generation, self._connector
+        if generation.prefill_only:
+            if connector is None:
+                error = FailedPrecondition("this server does not save KV pages: start it with --role prefill")
+                self._publish([(request.work, error, True, {})])
                 return
-            job.give = hands.give
-            self.engine.add(job)
-        elif generation.ticket and hands is not None:
-            hands.begin(job)
+            request.on_prefilled = connector.save
+            self.engine.add(request)
+        elif generation.transfer_token and connector is not None:
+            connector.load_then_add(request)
         else:
-            self.engine.add(job)
+            self.engine.add(request)
 
-    def _tell(self, answers: list[Answer]) -> None:
-        """From any thread."""
+    def _publish(self, replies: list[Reply]) -> None:
+        """Pass replies to the event loop. From any thread."""
         try:
-            self._loop.call_soon_threadsafe(self._deliver, answers)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            log.debug("answers of model instance '%s' came after the end", self._name)
+            self._loop.call_soon_threadsafe(self._deliver, replies)
+        except RuntimeError:  # the loop is closed: no client waits
+            log.debug("Dropping replies of model instance '%s': the event loop is closed.", self._name)
 
-    def _deliver(self, answers: list[Answer]) -> None:
-        for work, outputs, final, parameters in answers:
+    def _deliver(self, replies: list[Reply]) -> None:
+        for work, outputs, final, parameters in replies:
             if final:
-                self._open -= 1
+                self._open_requests -= 1
             try:
                 work.reply(outputs, final=final, parameters=parameters)
             except Exception:
-                log.exception("an answer of model instance '%s' could not be given", self._name)
+                log.exception("A reply of model instance '%s' could not be delivered.", self._name)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted of models that generate: for each model and version, whatever its instances.
+"""Metrics of generating models, per model and version.
 
-`LlmMetrics` is made once for each registry by `backend`; an engine adds to the series of its version from its thread.
+`backend` creates one `LlmMetrics` per registry; the engine cores of a version add to its series from their threads.
 """
 
 from __future__ import annotations
 
 import threading
 
-from headrace.core.telemetry.metrics import Counter, Gauge, Histogram
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Counter, Gauge, Histogram, Registry
 
 _LABELS = ("model", "version")
 _FIRST_TOKEN_SECONDS = (
@@ -55,53 +54,53 @@ _NEXT_TOKEN_SECONDS = (
 
 
 class LlmMetrics:
-    """The families."""
+    """The metric families."""
 
     def __init__(self, registry: Registry) -> None:
         self.first_token = registry.histogram(
             "headrace_llm_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "Time from a request's arrival to its first token.",
             _LABELS,
             buckets=_FIRST_TOKEN_SECONDS,
         )
         self.next_token = registry.histogram(
             "headrace_llm_inter_token_latency_seconds",
-            "From one token of a choice to the next.",
+            "Time from one token of a choice to the next.",
             _LABELS,
             buckets=_NEXT_TOKEN_SECONDS,
         )
         self.prompt_tokens = registry.counter(
-            "headrace_llm_prompt_tokens_total", "Tokens of prompts that were started.", _LABELS
+            "headrace_llm_prompt_tokens_total", "Prompt tokens of started requests.", _LABELS
         )
-        self.tokens = registry.counter("headrace_llm_generated_tokens_total", "Tokens that were generated.", _LABELS)
-        self.running = registry.gauge("headrace_llm_sequences_running", "Sequences that are being computed.", _LABELS)
-        self.waiting = registry.gauge("headrace_llm_requests_waiting", "Requests and sequences that wait.", _LABELS)
+        self.tokens = registry.counter("headrace_llm_generated_tokens_total", "Generated tokens.", _LABELS)
+        self.running = registry.gauge("headrace_llm_sequences_running", "Running sequences.", _LABELS)
+        self.waiting = registry.gauge("headrace_llm_requests_waiting", "Waiting sequences.", _LABELS)
         self.cache_use = registry.gauge(
-            "headrace_llm_kv_cache_usage_ratio", "Pages of the KV cache that sequences use, of all.", _LABELS
+            "headrace_llm_kv_cache_usage_ratio", "Fraction of the KV cache pages in use.", _LABELS
         )
         self.prefix_hits = registry.counter(
-            "headrace_llm_prefix_cache_hit_tokens_total", "Tokens of prompts that were found in the KV cache.", _LABELS
+            "headrace_llm_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.", _LABELS
         )
-        self.prefix_looked = registry.counter(
-            "headrace_llm_prefix_cache_looked_tokens_total", "Tokens of prompts that were looked for there.", _LABELS
+        self.prefix_queries = registry.counter(
+            "headrace_llm_prefix_cache_looked_tokens_total", "Prompt tokens looked up in the prefix cache.", _LABELS
         )
         self.preemptions = registry.counter(
-            "headrace_llm_preemptions_total", "Sequences that had to give up their pages and start again.", _LABELS
+            "headrace_llm_preemptions_total", "Sequences preempted for lack of KV cache pages.", _LABELS
         )
-        self.steps = registry.counter("headrace_llm_steps_total", "Steps that were computed.", _LABELS)
+        self.steps = registry.counter("headrace_llm_steps_total", "Computed steps.", _LABELS)
         self._users: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
-        """Instances come and go in threads of their own."""
+        """Instances open and close in several threads."""
 
-    def of(self, model: str, version: int) -> VersionMetrics:
-        """The series of a version, until it closes them."""
+    def for_version(self, model: str, version: int) -> VersionMetrics:
+        """Return the series of a model version; the caller closes them."""
         key = (model, str(version))
         with self._lock:
             self._users[key] = self._users.get(key, 0) + 1
             return VersionMetrics(self, model, str(version))
 
-    def leave(self, model: str, version: str) -> None:
-        """One user less; after the last the gauges are no longer told. Counters stay: they must not fall."""
+    def release(self, model: str, version: str) -> None:
+        """Remove the gauges after the last instance of a version. Counters stay: they must not decrease."""
         with self._lock:
             self._users[model, version] -= 1
             if not self._users[model, version]:
@@ -110,7 +109,7 @@ class LlmMetrics:
 
 
 class VersionMetrics:
-    """The series of one instance of a version."""
+    """The series of a model version, as one instance uses them."""
 
     def __init__(self, families: LlmMetrics, model: str, version: str) -> None:
         self._families = families
@@ -124,10 +123,10 @@ class VersionMetrics:
         self.waiting: Gauge = families.waiting.labels(**labels)
         self.cache_use: Gauge = families.cache_use.labels(**labels)
         self.prefix_hits: Counter = families.prefix_hits.labels(**labels)
-        self.prefix_looked: Counter = families.prefix_looked.labels(**labels)
+        self.prefix_queries: Counter = families.prefix_queries.labels(**labels)
         self.preemptions: Counter = families.preemptions.labels(**labels)
         self.steps: Counter = families.steps.labels(**labels)
 
     def close(self) -> None:
-        """The instance is gone."""
-        self._families.leave(**self._labels)
+        """Release the series: the instance is closed."""
+        self._families.release(**self._labels)

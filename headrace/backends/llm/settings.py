@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration says to the backend `llm`: its parameters, read and checked. Called by `backend`. Knows no torch.
+"""Settings of the backend `llm`: the parameters of a model configuration, parsed and validated. Knows no torch.
 
-model_path          the Hugging Face folder, relative to the version's folder or absolute; the version's folder itself
-max_model_len       tokens of a prompt and its answer together; the model's own limit, or what the cache has room for
-page_size           tokens in a page of the cache; 16
-kv_cache_bytes      memory for keys and values; or
-kv_cache_share      ... so much of the GPU's free memory; 0.8. On a CPU, 512 MiB unless kv_cache_bytes says otherwise
-max_running         sequences that are computed at once; 64 on a GPU, 32 on a CPU
-max_queue           requests that may wait besides; those beyond are refused; 1024
-max_step_tokens     tokens of one step; longer prompts are computed in chunks; 2048 on a GPU, 512 on a CPU
-prefix_cache        true: what prompts have in common is computed once
+model_path          the Hugging Face folder, relative to the version's folder or absolute; default: the version's folder
+max_model_len       maximum tokens of prompt and completion; default: the model's limit, or what the KV cache holds
+page_size           tokens per page of the KV cache; 16
+kv_cache_bytes      size of the KV cache; or
+kv_cache_share      ... this fraction of the GPU's free memory; 0.8. On a CPU, 512 MiB unless kv_cache_bytes is set
+max_running         maximum running sequences; 64 on a GPU, 32 on a CPU
+max_queue           maximum waiting requests, more are refused; 1024
+max_step_tokens     maximum tokens per step, longer prompts are computed in chunks; 2048 on a GPU, 512 on a CPU
+prefix_cache        true: reuse the KV cache of common prompt prefixes
 dtype               auto, float32, bfloat16 or float16
 trust_remote_code   false; true runs Python code of the model's folder
-adapters            LoRA adapters: "name=path,name=path", paths as model_path
-chat_template       a file with a template in place of the model's own, as model_path
-default_max_tokens  tokens of an answer whose request does not say; as many as fit
+adapters            LoRA adapters: "name=path,name=path", paths as in model_path
+chat_template       a template file that replaces the model's own, path as in model_path
+default_max_tokens  maximum tokens of a completion whose request sets none; default: as many as fit
 compile, cuda_graphs
-how steps are computed on a GPU; true, where it is possible
-threads             of a CPU, for one operator; all cores
+how steps are computed on a GPU; true, if possible
+threads             CPU threads per operator; default: all cores
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from headrace.models.config.types import ModelConfig
 
 _CPU_CACHE_BYTES = 512 * 2**20
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_OF_OTHERS = frozenset(
+_OTHER_PARAMETERS = frozenset(
     {"task", "tool_format", "pooling", "normalize", "truncate", "prompt_name", "total_pixels", "max_media"}
 )
-"""Read by `embedding`, by `seeing` and by the protocols."""
+"""Parameters that `embedding`, `vision` and the protocols read."""
 
 
 @dataclass(frozen=True, slots=True)
 class LlmSettings:
-    """All of them. What is None or 0 depends on the model or the device."""
+    """The settings of a model. None or 0: depends on the model or the device."""
 
     model_path: Path
     max_model_len: int | None = None
@@ -55,63 +55,63 @@ class LlmSettings:
     trust_remote_code: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
     chat_template: str | None = None
-    """Its text."""
+    """The text of the template."""
     default_max_tokens: int | None = None
     compile: bool = True
     cuda_graphs: bool = True
     threads: int = 0
 
     def cache_bytes(self, free: int | None) -> int:
-        """For keys and values; `free` is what the GPU has left, None on a CPU."""
+        """Return the size of the KV cache; `free` is the GPU's free memory, None on a CPU."""
         if self.kv_cache_bytes is not None:
             return self.kv_cache_bytes
         return _CPU_CACHE_BYTES if free is None else int(free * self.kv_cache_share)
 
-    def running_on(self, device: str) -> int:
-        """How many sequences at once."""
+    def max_running_on(self, device: str) -> int:
+        """Return the maximum number of running sequences."""
         return self.max_running or (64 if device == "cuda" else 32)
 
-    def step_tokens_on(self, device: str) -> int:
-        """How many tokens in a step."""
+    def max_step_tokens_on(self, device: str) -> int:
+        """Return the maximum number of tokens in a step."""
         return self.max_step_tokens or (2048 if device == "cuda" else 512)
 
 
 def model_folder(config: ModelConfig, files: ModelFiles) -> Path:
-    """Where the model is; it need not be there."""
+    """Return the folder of the model, which may not exist."""
     return _path(files, config.parameters.get("model_path", "."))
 
 
 def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
-    """Read the parameters, refusing what nobody knows."""
-    given = config.parameters
-    known = set(LlmSettings.__dataclass_fields__) | _OF_OTHERS
-    for name in given:
+    """Read and validate the parameters of a model configuration."""
+    parameters = config.parameters
+    known = set(LlmSettings.__dataclass_fields__) | _OTHER_PARAMETERS
+    for name in parameters:
         if name not in known:
             raise InvalidArgument(
                 f"parameter {name[:64]} of model '{config.name}' is not known: use one of {', '.join(sorted(known))}"
             )
-    dtype = given.get("dtype", "auto")
+    dtype = parameters.get("dtype", "auto")
     if dtype not in _DTYPES:
         raise InvalidArgument(f"parameter dtype is '{dtype[:32]}': use one of {', '.join(_DTYPES)}")
-    template = given.get("chat_template")
+    template = parameters.get("chat_template")
     return LlmSettings(
         model_path=model_folder(config, files),
-        max_model_len=_number(given, "max_model_len", 2, 2**24),
-        page_size=_number(given, "page_size", 1, 1024) or 16,
-        kv_cache_bytes=_number(given, "kv_cache_bytes", 1, 2**50),
-        kv_cache_share=_share(given, "kv_cache_share", 0.8),
-        max_running=_number(given, "max_running", 1, 4096),
-        max_queue=_or(_number(given, "max_queue", 0, 1_000_000), 1024),
-        max_step_tokens=_number(given, "max_step_tokens", 1, 2**20),
-        prefix_cache=_switch(given, "prefix_cache", True),
+        max_model_len=_parse_int(parameters, "max_model_len", 2, 2**24),
+        page_size=_parse_int(parameters, "page_size", 1, 1024) or 16,
+        kv_cache_bytes=_parse_int(parameters, "kv_cache_bytes", 1, 2**50),
+        kv_cache_share=_parse_fraction(parameters, "kv_cache_share", 0.8),
+        max_running=_parse_int(parameters, "max_running", 1, 4096),
+        max_queue=_default(_parse_int(parameters, "max_queue", 0, 1_000_000), 1024),
+        max_step_tokens=_parse_int(parameters, "max_step_tokens", 1, 2**20),
+        prefix_cache=_parse_bool(parameters, "prefix_cache", True),
         dtype=dtype,
-        trust_remote_code=_switch(given, "trust_remote_code", False),
-        adapters=_adapters(files, given.get("adapters", "")),
-        chat_template=None if template is None else _text_of(_path(files, template), "chat_template"),
-        default_max_tokens=_number(given, "default_max_tokens", 1, 2**24),
-        compile=_switch(given, "compile", True),
-        cuda_graphs=_switch(given, "cuda_graphs", True),
-        threads=_number(given, "threads", 0, 1024) or 0,
+        trust_remote_code=_parse_bool(parameters, "trust_remote_code", False),
+        adapters=_parse_adapters(files, parameters.get("adapters", "")),
+        chat_template=None if template is None else _read_text(_path(files, template), "chat_template"),
+        default_max_tokens=_parse_int(parameters, "default_max_tokens", 1, 2**24),
+        compile=_parse_bool(parameters, "compile", True),
+        cuda_graphs=_parse_bool(parameters, "cuda_graphs", True),
+        threads=_parse_int(parameters, "threads", 0, 1024) or 0,
     )
 
 
@@ -119,8 +119,8 @@ def _path(files: ModelFiles, text: str) -> Path:
     return (files.version_folder / text).absolute()
 
 
-def _number(given: Mapping[str, str], name: str, lowest: int, highest: int) -> int | None:
-    text = given.get(name)
+def _parse_int(parameters: Mapping[str, str], name: str, lowest: int, highest: int) -> int | None:
+    text = parameters.get(name)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 17 and lowest <= int(text) <= highest):
@@ -128,12 +128,12 @@ def _number(given: Mapping[str, str], name: str, lowest: int, highest: int) -> i
     return int(text)
 
 
-def _or(number: int | None, default: int) -> int:
+def _default(number: int | None, default: int) -> int:
     return default if number is None else number
 
 
-def _share(given: Mapping[str, str], name: str, default: float) -> float:
-    text = given.get(name)
+def _parse_fraction(parameters: Mapping[str, str], name: str, default: float) -> float:
+    text = parameters.get(name)
     if text is None:
         return default
     try:
@@ -145,8 +145,8 @@ def _share(given: Mapping[str, str], name: str, default: float) -> float:
     return share
 
 
-def _switch(given: Mapping[str, str], name: str, default: bool) -> bool:
-    text = given.get(name)
+def _parse_bool(parameters: Mapping[str, str], name: str, default: bool) -> bool:
+    text = parameters.get(name)
     if text is None:
         return default
     if text.lower() not in ("true", "false", "1", "0"):
@@ -154,7 +154,7 @@ def _switch(given: Mapping[str, str], name: str, default: bool) -> bool:
     return text.lower() in ("true", "1")
 
 
-def _adapters(files: ModelFiles, text: str) -> Mapping[str, Path]:
+def _parse_adapters(files: ModelFiles, text: str) -> Mapping[str, Path]:
     adapters: dict[str, Path] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, equals, path = entry.partition("=")
@@ -166,7 +166,7 @@ def _adapters(files: ModelFiles, text: str) -> Mapping[str, Path]:
     return adapters
 
 
-def _text_of(path: Path, name: str) -> str:
+def _read_text(path: Path, name: str) -> str:
     try:
         if path.stat().st_size > 2**20:
             raise InvalidArgument(f"parameter {name} names a file of more than 1 MiB: name a Jinja template")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caffe2's nets, translated to ONNX graphs, computed by ONNX Runtime.
+"""The Caffe2 backend: nets are translated to ONNX graphs and run by ONNX Runtime.
 
-`backend` is what the engine calls. `files` reads the two files of a model, `operators/` has the translation of each
-operator and `operators/table` their names, `graph` is what they build, `translation` goes through a net. Caffe2 itself
-is gone: what its operators compute is written down here, and held against PyTorch's layers by the tests. Computing is
-left to `backends.onnx`.
+`backend` is the entry point. `files` reads the two files of a model, `operators/` translates each operator,
+`operators/table` lists them by name, `graph` builds the ONNX graph, and `translation` translates a net. Caffe2 itself
+no longer exists: the tests compare the translations with PyTorch's layers. `backends.onnx` runs the result.
 """

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in Caffe2's format, on the CPU or a GPU.
+"""The Caffe2 backend (`netdef`), on the CPU or a GPU.
 
-Called by the engine through `backends.contract`. A net is translated to ONNX when an instance is opened; from there on
-it is ONNX Runtime's, by the ONNX backend's own instances, so that its parameters are possible here too
-(`backends.onnx.settings`). The nets tell neither the types nor the shapes of their inputs: the configuration must.
+Opening an instance translates the net to ONNX; the ONNX backend's instances run it, so its parameters apply here too
+(`backends.onnx.session`). Nets contain neither types nor shapes of their inputs: the configuration must.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
-from headrace.backends.model_files import model_path
+from headrace.backends.model_config import model_path
 from headrace.backends.netdef.files import DEFAULT_FILENAME, Pair, init_path, read_pair
 from headrace.backends.netdef.translation import ELEM_TYPES, InputTensor, translate
 from headrace.backends.onnx.backend import OnnxBackend, OnnxInstance, OnnxModel
-from headrace.backends.onnx.settings import session_options
+from headrace.backends.onnx.session import session_options
 from headrace.backends.signature import Port, Signature, completion, is_declared
 from headrace.core.dtypes import DTYPES
-from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, retold
+from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, with_message
 from headrace.models.config.types import ModelConfig, SequenceBatching
 
 log = logging.getLogger("headrace.backends")
@@ -31,11 +30,11 @@ class NetDefBackend:
     """`backend: "netdef"`, or `platform: "caffe2_netdef"`."""
 
     def usable_gpus(self, present: int) -> int:
-        """All, if this build of ONNX Runtime can compute on any."""
+        """Return all GPUs if this build of ONNX Runtime supports GPUs, else 0."""
         return OnnxBackend().usable_gpus(present)
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """The outputs, once the inputs are declared; what those are only the configuration can tell."""
+        """Return the outputs, if the configuration declares the inputs."""
         if is_declared(config):
             return None
         path = model_path(config, files, DEFAULT_FILENAME)
@@ -44,11 +43,11 @@ class NetDefBackend:
             _check_declared(config, pair)
             model = translate(pair, list(declared_inputs(config)), [spec.name for spec in config.outputs])
         except HeadraceError as error:
-            raise retold(error, f"model '{config.name}': {error.message}") from None
+            raise with_message(error, f"model '{config.name}': {error.message}") from None
         return completion(config, signature_of(model.graph))
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> NetDefModel:
-        """Find the files and check the settings. The files are read by the instances, each into its own session."""
+        """Find the files and check the settings. Each instance reads the files into its own session."""
         session_options(config)
         path = model_path(config, files, DEFAULT_FILENAME)
         if not init_path(path).exists():
@@ -70,29 +69,29 @@ class NetDefModel:
     def open(self, placement: Placement) -> OnnxInstance:
         """Translate the net and open a session with it.
 
-        Each instance translates again: what is read would otherwise stay in memory, as large as the weights, for
-        instances that may never come.
+        Each instance translates again: keeping the result would take as much memory as the weights, for instances that
+        may never open.
         """
         try:
             outputs = [*(spec.name for spec in self._config.outputs), *_state_outputs(self._config)]
-            # The pair has no name here, so that it is gone before the graph is written: each is as large as the weights.
+            # The pair has no name here, so that it is freed before the graph is written: each is as large as the weights.
             model = translate(read_pair(self._path), list(declared_inputs(self._config)), outputs)
         except HeadraceError as error:
-            raise retold(error, f"model '{self._config.name}': {error.message}") from None
+            raise with_message(error, f"model '{self._config.name}': {error.message}") from None
         content = model.SerializeToString()
         del model
         return OnnxModel(self._config, self._path, content=content).open(placement)
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: instances share nothing."""
 
 
 def declared_inputs(config: ModelConfig) -> Iterator[InputTensor]:
-    """Every input that the configuration has, as the net sees it: with the batch, and after a reshape."""
+    """Yield every input of the configuration as the net sees it: with the batch, and after a reshape."""
     batch = (-1,) if config.max_batch_size > 0 else ()
     for spec in config.inputs:
         if spec.dtype is None:
-            raise InvalidArgument(f"input '{spec.name}' has no data_type, which a NetDef does not tell: add it")
+            raise InvalidArgument(f"input '{spec.name}' has no data_type, which a NetDef does not contain: add it")
         dims = spec.dims if spec.reshape is None else spec.reshape
         known = dims is not None and not spec.allow_ragged_batch
         yield InputTensor(spec.name, spec.dtype, (*batch, *dims) if known and dims is not None else None)
@@ -101,13 +100,13 @@ def declared_inputs(config: ModelConfig) -> Iterator[InputTensor]:
             yield InputTensor(control.name, control.dtype, None)
         for state in config.scheduling.states:
             yield InputTensor(state.input_name, state.dtype, (*batch, *state.dims))
-    for made in config.batch_inputs:
-        for name in made.target_names:
-            yield InputTensor(name, made.dtype, None)
+    for batch_input in config.batch_inputs:
+        for name in batch_input.target_names:
+            yield InputTensor(name, batch_input.dtype, None)
 
 
 def signature_of(graph: Any) -> Signature:
-    """What a translated graph takes and gives."""
+    """Return the signature of a translated graph."""
     return Signature(_ports(graph.input), _ports(graph.output), {})
 
 
@@ -134,6 +133,6 @@ def _check_declared(config: ModelConfig, pair: Pair) -> None:
     names = [name for name in pair.net.external_inputs if name not in filled] or list(pair.net.external_inputs[:1])
     shown = ", ".join(f"'{name}'" for name in names[:16])
     raise InvalidArgument(
-        f"a NetDef does not tell the types and shapes of its inputs: declare {shown or 'them'} in `input`, with data_type "
-        "and dims"
+        f"a NetDef does not contain the types and shapes of its inputs: declare {shown or 'them'} in `input`, "
+        "with data_type and dims"
     )

@@ -1,27 +1,170 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the two files of a model: `model.netdef`, which computes, and `init_model.netdef`, which has the weights.
+"""A reader of the two files of a Caffe2 model: `model.netdef`, and `init_model.netdef` with the weights.
 
-Called by the backend and by `headrace models convert`. Turns bytes into `Operator`s; runs nothing.
+It removes the weights from the bytes before protobuf parses the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from headrace.backends.contract import Array
 from headrace.backends.netdef.operator import Operator
-from headrace.backends.netdef.schema import caffe2_message
-from headrace.backends.netdef.wire import Weights, set_weights_aside
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.protobuf import Schema
+
+
+@cache
+def caffe2_schema() -> Schema:
+    """Return Caffe2's protobuf schema, loaded on first use."""
+    return Schema((files("headrace.backends.netdef") / "_generated" / "caffe2.binpb").read_bytes())
+
+
+def caffe2_message(name: str) -> Any:
+    """Return a message class: "NetDef", "OperatorDef" or "Argument"."""
+    return caffe2_schema().message(f"caffe2.{name}")
+
+
+Weights = dict[tuple[int, int], Array]
+"""Weights by the indices of operator and argument."""
+
+_LARGE = 4096
+"""Bytes. Smaller operators are parsed by protobuf."""
+
+_OPERATOR, _ARGUMENT, _FLOATS = 2, 5, 5
+_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
+_FLOAT_TAG = _FLOATS << 3 | _FOUR_BYTES
+
+
+class _UnexpectedError(Exception):
+    """The bytes are no message, or use an unusual encoding."""
+
+
+class _Field(NamedTuple):
+    number: int
+    wire: int
+    begin: int
+    """The position of its tag."""
+    value: int
+    """The position of its value, after the length if it has one."""
+    end: int
+
+
+def extract_weights(content: bytes) -> tuple[bytes, Weights]:
+    """Return the NetDef without its large lists of floats, and those lists."""
+    weights: Weights = {}
+    try:
+        return _strip_net(content, weights), weights
+    except _UnexpectedError:
+        return content, {}
+
+
+def _strip_net(content: bytes, weights: Weights) -> bytes:
+    parts: list[bytes] = []
+    index = 0
+    for field in _fields(content, 0, len(content)):
+        if field.number == _OPERATOR and field.wire == _LENGTH:
+            if field.end - field.value > _LARGE:
+                body = _strip_operator(content, field, index, weights)
+                parts.append(_prefix(_OPERATOR, body) + body)
+            else:
+                parts.append(content[field.begin : field.end])
+            index += 1
+        else:
+            parts.append(content[field.begin : field.end])
+    return b"".join(parts)
+
+
+def _strip_operator(content: bytes, operator: _Field, index: int, weights: Weights) -> bytes:
+    parts: list[bytes] = []
+    number = 0
+    for field in _fields(content, operator.value, operator.end):
+        if field.number == _ARGUMENT and field.wire == _LENGTH:
+            floats = _floats(content, field) if field.end - field.value > _LARGE else None
+            if floats is None:
+                parts.append(content[field.begin : field.end])
+            else:
+                begin, weights[index, number] = floats
+                head = content[field.value : begin]
+                parts.append(_prefix(_ARGUMENT, head) + head)
+            number += 1
+        else:
+            parts.append(content[field.begin : field.end])
+    return b"".join(parts)
+
+
+def _floats(content: bytes, argument: _Field) -> tuple[int, Array] | None:
+    """Return the position of the floats and the floats; None if other data follows them, or there are none."""
+    for field in _fields(content, argument.value, argument.end):
+        if field.number != _FLOATS:
+            continue
+        size = argument.end - field.begin
+        if field.wire == _FOUR_BYTES and size % 5 == 0:
+            rows: Array = np.frombuffer(content, np.uint8, size, field.begin).reshape(-1, 5)
+            return (field.begin, rows) if bool((rows[:, 0] == _FLOAT_TAG).all()) else None
+        if field.wire == _LENGTH and field.end == argument.end and (field.end - field.value) % 4 == 0:
+            packed: Array = np.frombuffer(content, "<f4", (field.end - field.value) // 4, field.value)
+            return field.begin, packed
+        return None
+    return None
+
+
+def _fields(content: bytes, at: int, end: int) -> Iterator[_Field]:
+    while at < end:
+        begin = at
+        tag, at = _read_varint(content, at, end)
+        number, wire = tag >> 3, tag & 7
+        if wire == _VARINT:
+            _, stop = _read_varint(content, at, end)
+        elif wire == _EIGHT_BYTES:
+            stop = at + 8
+        elif wire == _FOUR_BYTES:
+            stop = at + 4
+        elif wire == _LENGTH:
+            length, at = _read_varint(content, at, end)
+            stop = at + length
+        else:
+            raise _UnexpectedError
+        if stop > end or number == 0:
+            raise _UnexpectedError
+        yield _Field(number, wire, begin, at, stop)
+        at = stop
+
+
+def _read_varint(content: bytes, at: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < end and shift < 64:
+        byte = content[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise _UnexpectedError
+
+
+def _prefix(number: int, body: bytes) -> bytes:
+    """Return the tag and the length of a message field."""
+    written = bytearray([number << 3 | _LENGTH])
+    number = len(body)
+    while number > 0x7F:
+        written.append(number & 0x7F | 0x80)
+        number >>= 7
+    written.append(number)
+    return bytes(written)
+
 
 DEFAULT_FILENAME = "model.netdef"
 INIT_PREFIX = "init_"
-"""The file with the weights is always called this and then as the other one."""
+"""The prefix of the file with the weights, followed by the other file's name."""
 
 _MAX_BYTES = 2**31 - 1
 _TEXT_STARTS = (b"name:", b"op {", b"op{", b"type:", b"external_", b"device_option", b"arg {", b"#", b"//", b"{", b"<")
@@ -29,7 +172,7 @@ _TEXT_STARTS = (b"name:", b"op {", b"op{", b"type:", b"external_", b"device_opti
 
 @dataclass(frozen=True, slots=True)
 class Net:
-    """One file."""
+    """One net file."""
 
     file: str
     operators: tuple[Operator, ...]
@@ -46,12 +189,12 @@ class Pair:
 
 
 def init_path(path: Path) -> Path:
-    """Where the weights of the net at `path` are."""
+    """Return the path of the weights of the net at `path`."""
     return path.with_name(INIT_PREFIX + path.name)
 
 
 def read_pair(path: Path) -> Pair:
-    """Read the net and its weights."""
+    """Read a net and its weights."""
     weights = init_path(path)
     if not weights.exists():
         raise FailedPrecondition(
@@ -75,15 +218,15 @@ def read_net(path: Path) -> Net:
 
 
 def parse_net(content: bytes, file: str) -> Net:
-    """Read the bytes of one file; `file` is its name, for errors."""
+    """Parse the bytes of one file; `file` is its name, for errors."""
     if content.lstrip().startswith(_TEXT_STARTS):
         raise InvalidArgument(
             f"'{file}' is text, and a NetDef is served from its binary form: parse it with Caffe2's schema and write "
             "SerializeToString()"
         )
     try:
-        light, weights = set_weights_aside(content)
-        message = caffe2_message("NetDef").FromString(light)
+        stripped, weights = extract_weights(content)
+        message = caffe2_message("NetDef").FromString(stripped)
     except DecodeError:
         raise InvalidArgument(
             f"'{file}' is damaged, cut short or no NetDef: copy it again from where it was saved"
@@ -102,7 +245,7 @@ def _operator(index: int, file: str, message: Any, weights: Weights) -> Operator
     arguments: dict[str, Any] = {}
     own: dict[str, Array] = {}
     for number, (name, argument) in enumerate(zip(names, message.arg, strict=True)):
-        # Of two with one name the last stands, with its weights or without.
+        # Of two arguments with one name the last wins, with its weights or without.
         arguments[name] = argument
         own.pop(name, None)
         if (index, number) in weights:
@@ -112,7 +255,7 @@ def _operator(index: int, file: str, message: Any, weights: Weights) -> Operator
 
 def _names(file: str, given: Iterable[Any]) -> tuple[str, ...]:
     names = tuple(given)
-    # Protobuf hands out the bytes of a name that is not UTF-8.
+    # Protobuf returns a name that is not UTF-8 as bytes.
     if not all(isinstance(name, str) for name in names):
         raise InvalidArgument(f"'{file}' has a name that is not UTF-8 text: it is damaged, or no NetDef. Copy it again")
     return names

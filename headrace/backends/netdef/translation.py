@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goes through the two nets of a model and makes one ONNX model of them.
+"""Translate the two nets of a Caffe2 model into one ONNX model.
 
-Called by the backend and by `headrace models convert`. Only operators that the outputs depend on are looked at: nets
-often keep what training needed. Knows no configuration, no session and no device.
+The backend and `headrace models convert` use it. Only operators that the outputs depend on are translated: nets often
+contain leftovers of training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onnx.checker import ValidationError
 from onnx.shape_inference import InferenceError
 
 from headrace.backends.netdef.files import Pair
-from headrace.backends.netdef.graph import Graph, Unfit
+from headrace.backends.netdef.graph import Graph, InvalidOperator
 from headrace.backends.netdef.operator import Operator
 from headrace.backends.netdef.operators.table import OPERATORS
 from headrace.core.dtypes import DType
@@ -40,48 +40,48 @@ ELEM_TYPES = {
 }
 """The data types that Caffe2 has."""
 
-_NAMED = 8
-"""Unknown operators that one error names."""
+_MAX_LISTED = 8
+"""The most unknown operators that one error lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """An input as somebody declared it, since a net does not tell."""
+    """A declared input, since a net has no types and shapes."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...] | None
-    """-1 for any size; None for any shape."""
+    """-1: any size. None: any shape."""
 
 
 def translate(
     pair: Pair,
     inputs: Sequence[InputTensor],
     outputs: Sequence[str] = (),
-    told: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> onnx.ModelProto:
-    """The model that computes `outputs`, or all that the net calls its outputs. `told` hears how far it is."""
+    """Return the model that computes `outputs`, or all outputs of the net."""
     wanted = tuple(dict.fromkeys(outputs)) or pair.net.external_outputs
     names = {tensor.name for tensor in inputs}
-    _check_ends(pair, inputs, wanted)
+    _check_inputs_and_outputs(pair, inputs, wanted)
     program = _needed(pair, names, wanted)
     _check_known(program)
     graph = Graph()
     for tensor in inputs:
         graph.add_input(tensor.name, ELEM_TYPES[tensor.dtype.name], tensor.shape)
     for done, operator in enumerate(program):
-        if told is not None:
-            told(done, len(program))
+        if on_progress is not None:
+            on_progress(done, len(program))
         missing = next((blob for blob in operator.inputs if blob not in graph.blobs), None)
         if missing is not None:
             raise operator.fault(_missing(pair, operator, missing, program))
         _translate_one(operator, graph)
     for blob in wanted:
         if blob not in graph.blobs:
-            raise InvalidArgument(f"output '{blob[:128]}' is one that no operator of '{pair.net.file}' makes here")
+            raise InvalidArgument(f"output '{blob[:128]}' is not computed by an operator of '{pair.net.file}'")
     try:
         return graph.finish(wanted)
-    except Unfit as unfit:
+    except InvalidOperator as unfit:
         raise InvalidArgument(f"'{pair.net.file}' {unfit}") from None
 
 
@@ -89,10 +89,10 @@ def _translate_one(operator: Operator, graph: Graph) -> None:
     before = {blob: graph.blobs[blob] for blob in operator.inputs}
     try:
         OPERATORS[operator.type](operator, graph)
-    except Unfit as unfit:
+    except InvalidOperator as unfit:
         raise operator.fault(str(unfit)) from None
     except (InferenceError, ValidationError, TypeError, ValueError, LookupError, OverflowError) as error:
-        # What ONNX says of it names values of the graph, which nobody who has the net would know.
+        # ONNX's message names values of the graph, which a user of the net does not know.
         log.warning("%s could not be translated: %s", operator, str(error).partition("\n")[0])
         log.debug("how that came about", exc_info=error)
         given = ", ".join(
@@ -104,7 +104,7 @@ def _translate_one(operator: Operator, graph: Graph) -> None:
         ) from None
 
 
-def _check_ends(pair: Pair, inputs: Sequence[InputTensor], wanted: Sequence[str]) -> None:
+def _check_inputs_and_outputs(pair: Pair, inputs: Sequence[InputTensor], wanted: Sequence[str]) -> None:
     known = pair.net.external_inputs
     for tensor in inputs:
         if tensor.name not in known:
@@ -120,9 +120,9 @@ def _check_ends(pair: Pair, inputs: Sequence[InputTensor], wanted: Sequence[str]
             )
     if not wanted:
         raise InvalidArgument(f"'{pair.net.file}' names no outputs (external_output): name them in the configuration")
-    made = {blob for operator in pair.net.operators for blob in operator.outputs}
+    computed = {blob for operator in pair.net.operators for blob in operator.outputs}
     for name in wanted:
-        if name not in made and name not in pair.net.external_outputs:
+        if name not in computed and name not in pair.net.external_outputs:
             raise InvalidArgument(
                 f"unexpected inference output '{name[:128]}', allowed outputs are: "
                 f"{', '.join(pair.net.external_outputs[:32])}"
@@ -130,17 +130,17 @@ def _check_ends(pair: Pair, inputs: Sequence[InputTensor], wanted: Sequence[str]
 
 
 def _needed(pair: Pair, inputs: set[str], wanted: Sequence[str]) -> list[Operator]:
-    """The operators that the outputs depend on, in their order: first those that fill weights, then those that compute."""
-    open_blobs = set(wanted)
+    """Return the operators that the outputs depend on, in order: first those that fill weights, then those that compute."""
+    pending = set(wanted)
     needed: list[Operator] = []
     for net in (pair.net, pair.init):
         if net is pair.init:
-            # Exporters fill the inputs too, with a zero or so; what a request brings stands.
-            open_blobs -= inputs
+            # Exporters also fill the inputs, often with a zero; the request's value takes precedence.
+            pending -= inputs
         for operator in reversed(net.operators):
-            if not open_blobs.isdisjoint(operator.outputs):
-                open_blobs.difference_update(operator.outputs)
-                open_blobs.update(operator.inputs)
+            if not pending.isdisjoint(operator.outputs):
+                pending.difference_update(operator.outputs)
+                pending.update(operator.inputs)
                 needed.append(operator)
     return needed[::-1]
 
@@ -148,9 +148,9 @@ def _needed(pair: Pair, inputs: set[str], wanted: Sequence[str]) -> list[Operato
 def _check_known(program: Sequence[Operator]) -> None:
     unknown = [operator for operator in program if operator.type not in OPERATORS]
     if unknown:
-        names = ", ".join(str(operator) for operator in unknown[:_NAMED])
-        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
-        raise InvalidArgument(f"the net has operators that are not known here: {names}{more}")
+        names = ", ".join(str(operator) for operator in unknown[:_MAX_LISTED])
+        more = f" and {len(unknown) - _MAX_LISTED} more" if len(unknown) > _MAX_LISTED else ""
+        raise InvalidArgument(f"the net has unsupported operators: {names}{more}")
 
 
 def _missing(pair: Pair, reader: Operator, blob: str, program: Sequence[Operator]) -> str:
@@ -159,7 +159,7 @@ def _missing(pair: Pair, reader: Operator, blob: str, program: Sequence[Operator
     if maker is not None and maker.file == reader.file and maker.index >= reader.index:
         return f"reads '{shown}', which only {maker} makes: the net has a cycle, or its operators are out of order"
     if maker is not None and maker.index < reader.index:
-        return f"reads '{shown}', an output of {maker} that is not translated"
+        return f"reads '{shown}', an unsupported output of {maker}"
     if reader.file == pair.init.file:
         return f"reads '{shown}', which nothing before it makes: are the two files swapped?"
     return (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in ONNX's format, computed by ONNX Runtime.
+"""The ONNX backend: models in ONNX format, run by ONNX Runtime.
 
-`backend` is what the engine calls; `settings`, `session`, `reading` and `graph_cache` are its own. Nothing else of
-Headrace is imported here but the room's contract, the signature and the configuration.
+`backend` is the entry point; `session` opens sessions, `model_file` reads a graph without its weights, `graph_cache`
+keeps optimised graphs.
 """
 
 from headrace.core.privacy import refuse_telemetry

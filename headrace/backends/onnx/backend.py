@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in ONNX's format, computed by ONNX Runtime, on the CPU or a GPU.
+"""The ONNX backend: models in ONNX format, run by ONNX Runtime on the CPU or a GPU.
 
-Called by the engine through `backends.contract`. Each instance has a session of its own, so that instances compute side
-by side; what a session is made with is in `settings`, how it is opened and read in `session`.
+Each instance has a session of its own, so that instances run in parallel. `session` has the options and opens sessions.
 """
 
 from __future__ import annotations
@@ -18,18 +17,22 @@ import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument as OrtInvalidArgument
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
-from headrace.backends.model_files import model_path, named_path
+from headrace.backends.model_config import model_path, named_path
 from headrace.backends.onnx.graph_cache import GraphCache, first_line
-from headrace.backends.onnx.reading import check_external, read_outline
-from headrace.backends.onnx.session import check_inputs, new_session, open_session, read_signature, signature_of
-from headrace.backends.onnx.settings import (
+from headrace.backends.onnx.model_file import check_external, read_outline
+from headrace.backends.onnx.session import (
     Providers,
+    caches_graph,
     can_use_gpus,
+    check_inputs,
     graph_settings,
-    keeps_graph,
+    new_session,
+    open_session,
     providers,
+    read_signature,
     run_options,
     session_options,
+    signature_of,
 )
 from headrace.backends.signature import Signature, check_signature, completion, is_declared
 from headrace.core.dtypes import BF16, BYTES
@@ -38,7 +41,7 @@ from headrace.models.config.types import ModelConfig
 
 DEFAULT_FILENAME = "model.onnx"
 
-_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16; the onnx package is not needed to serve
+_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16; serving does not need the onnx package
 
 log = logging.getLogger("headrace.backends")
 
@@ -47,11 +50,11 @@ class OnnxBackend:
     """`backend: "onnxruntime"`."""
 
     def usable_gpus(self, present: int) -> int:
-        """All, if this build of ONNX Runtime can compute on any."""
+        """Return all GPUs if this build of ONNX Runtime supports GPUs, else 0."""
         return present if can_use_gpus() else 0
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """Inputs, outputs and batch size, as the model's graph has them."""
+        """Return inputs, outputs and batch size from the model's graph."""
         file = _model_file(config, files)
         outline = read_outline(file)
         if outline is not None:
@@ -63,36 +66,36 @@ class OnnxBackend:
         return completion(config, signature)
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> OnnxModel:
-        """Find the files and check the settings. The weights are read by the instances, each into its own session."""
+        """Find the files and check the settings. Each instance reads the weights into its own session."""
         session_options(config)
-        keeps_graph(config)
+        caches_graph(config)
         file = _model_file(config, files)
         outline = read_outline(file)
         return OnnxModel(config, file, [] if outline is None else check_external(config, file, outline))
 
 
 class OnnxModel:
-    """One version: a file, those with the rest of its weights, and what to open it with."""
+    """One version: its file, the files with external weights, and the session options."""
 
     def __init__(
         self, config: ModelConfig, file: Path, weights: Sequence[Path] = (), content: bytes | None = None
     ) -> None:
-        """With `content`, that is the model, made from the file of another format."""
+        """`content`, if given, is the model in ONNX format, converted from the file of another format."""
         self._config = config
         self._file = file
         self._weights = weights
         self._content = content
 
     def open(self, placement: Placement) -> OnnxInstance:
-        """Read the file into a session. Refuses a configuration that does not fit what the file has."""
+        """Read the file into a session. Reject a configuration that does not fit the file."""
         # The configuration is checked here and not in `load`, because only a session knows the signature, and a second
-        # one would read the weights twice.
+        # session would read the weights twice.
         chosen = providers(self._config, placement)
-        session = self._kept(chosen) if self._content is None and keeps_graph(self._config) else None
+        session = self._cached_session(chosen) if self._content is None and caches_graph(self._config) else None
         if session is None:
             session = open_session(self._config, self._file, session_options(self._config), chosen, self._content)
         if chosen[0][0] not in session.get_providers():
-            # ONNX Runtime goes on without it; whoever asked for a GPU wants to know.
+            # ONNX Runtime silently falls back to the CPU; a configuration that asks for a GPU must fail instead.
             raise FailedPrecondition(
                 f"model '{self._config.name}' asks for {chosen[0][0]} on device {placement.device}, which did not "
                 "start: check the driver, the device number and the log, or say KIND_CPU in instance_group"
@@ -102,48 +105,48 @@ class OnnxModel:
         check_signature(self._config, signature)
         return OnnxInstance(self._config, session, signature, bound=placement.kind == "gpu")
 
-    def _kept(self, chosen: Providers) -> Any | None:
-        """A session of the graph that was kept, or one that leaves its graph to be kept; None if neither can be."""
+    def _cached_session(self, chosen: Providers) -> Any | None:
+        """Open a session from the cached graph, or one that writes its graph to the cache; None if neither works."""
         try:
             cache = GraphCache(self._config, self._file, self._weights, graph_settings(self._config, chosen))
         except OSError:
-            return None  # the model itself cannot be read, which opening it tells
-        kept = cache.find()
-        if kept is not None:
+            return None  # The model file itself cannot be read; opening it reports the error.
+        cached = cache.find()
+        if cached is not None:
             options = session_options(self._config)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             try:
-                return new_session(str(kept), options, chosen)
+                return new_session(str(cached), options, chosen)
             except Exception as error:
-                cache.discard(kept, first_line(error))
+                cache.discard(cached, first_line(error))
 
         def make(path: Path) -> Any:
             options = session_options(self._config)
             options.optimized_model_filepath = str(path)
-            # It warns that the graph suits this machine; it is kept for no other.
+            # ONNX Runtime warns that the graph suits this machine only; the cache key has the machine in it.
             options.log_severity_level = 3
             return new_session(str(self._file), options, chosen)
 
         return cache.write(make)
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: instances share nothing."""
 
 
 class OnnxInstance:
     """One session.
 
-    Two ways to compute, because IO binding does not help on the CPU. Microseconds of CPU time for one `compute`, by `run`
-    and bound (median of 30 rounds of 200, the two in turn; ONNX Runtime 1.31, one thread, Neoverse-N1):
+    It has two ways to run, because IO binding does not help on the CPU. Microseconds of CPU time for one `compute`, by
+    `run` and with IO binding (median of 30 rounds of 200, alternating; ONNX Runtime 1.31, one thread, Neoverse-N1):
 
         MLP 16-256-256-16, 1 row         25    42
         the same, 64 rows               296   319
         600 KB image in, 3 numbers out   47    64
         600 KB image in and out          53    67
 
-    Bound are models on a GPU, so that outputs are copied to the host as part of the run (not measured: there was no ONNX
-    Runtime for GPUs to measure with), and those with BF16, which has no numpy type to be fed or returned as. Strings
-    cannot be bound.
+    IO binding is used for models on a GPU, so that outputs are copied to the host as part of the run (not measured: no
+    GPU build of ONNX Runtime was available), and for models with BF16, which numpy has no type for. Strings cannot be
+    bound.
     """
 
     def __init__(self, config: ModelConfig, session: Any, signature: Signature, *, bound: bool) -> None:
@@ -166,7 +169,7 @@ class OnnxInstance:
         self._bound = (bound or has_bf16) and not has_text
 
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
-        """Compute a batch."""
+        """Run a batch."""
         feed = inputs if isinstance(inputs, dict) else dict(inputs)
         if self._text_inputs:
             feed = {name: _to_text(name, array) if name in self._text_inputs else array for name, array in feed.items()}
@@ -177,23 +180,23 @@ class OnnxInstance:
             else:
                 outputs = dict(zip(names, self._session.run(names, feed, self._run_options), strict=True))
         except Exception as error:
-            told = self._explained(error, inputs)
-            level = logging.ERROR if isinstance(told, Internal) else logging.WARNING
+            client_error = self._client_error(error, inputs)
+            level = logging.ERROR if isinstance(client_error, Internal) else logging.WARNING
             log.log(level, "model %s could not compute a batch: %s", self._name, first_line(error))
-            log.debug("model %s: how that came about", self._name, exc_info=error)
-            raise told from None
+            log.debug("model %s: traceback of the error", self._name, exc_info=error)
+            raise client_error from None
         for name in self._text_outputs.intersection(names):
             outputs[name] = _to_bytes(outputs[name])
         return outputs
 
     def close(self) -> None:
-        """Let the session go, and with it the weights and the memory it computed in."""
+        """Release the session with its weights and memory."""
         self._session = None
 
-    def _explained(self, error: Exception, inputs: Mapping[str, Array]) -> HeadraceError:
-        """What a caller may know of it. The text of ONNX Runtime tells of the model's inside, and is for the log."""
+    def _client_error(self, error: Exception, inputs: Mapping[str, Array]) -> HeadraceError:
+        """Return the error for the client. ONNX Runtime's text reveals the model's internals and goes to the log only."""
         shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in inputs.items())
-        # By the shapes and not by the error: a bound run says RuntimeError for everything.
+        # Decided by the shapes and not by the exception: a bound run raises RuntimeError for everything.
         if not all(self._inputs[name].takes(array.shape) for name, array in inputs.items() if name in self._inputs):
             return InvalidArgument(
                 f"model '{self._name}' does not accept inputs of these shapes: {shapes}. Compare them with the model's "
@@ -208,16 +211,16 @@ class OnnxInstance:
         return Internal(f"model '{self._name}' failed to compute this request; the server's log has the details")
 
     def _run_bound(self, feed: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
-        # A binding of its own for each batch: one that is kept would keep the last batch's memory alive with it.
+        # A new binding for each batch: a kept one would keep the last batch's memory alive.
         binding = self._session.io_binding()
         for name, array in feed.items():
-            # Not `ascontiguousarray`, which gives a single number a dimension.
-            laid = array if array.flags.c_contiguous else array.copy()
+            # `ascontiguousarray` would add a dimension to a scalar.
+            contiguous = array if array.flags.c_contiguous else array.copy()
             if name in self._bf16_inputs:
-                value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(laid, _BFLOAT16)
+                value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(contiguous, _BFLOAT16)
                 binding.bind_ortvalue_input(name, value)
             else:
-                binding.bind_cpu_input(name, laid)
+                binding.bind_cpu_input(name, contiguous)
         for name in names:
             binding.bind_output(name, "cpu")
         self._session.run_with_iobinding(binding, self._run_options)
@@ -228,9 +231,9 @@ class OnnxInstance:
 
 
 def _model_file(config: ModelConfig, files: ModelFiles) -> Path:
-    """The graph. `cc_model_filenames` is not looked at: ONNX Runtime does not tell a GPU's capability."""
+    """Return the graph file. `cc_model_filenames` is ignored: ONNX Runtime does not report a GPU's compute capability."""
     path = model_path(config, files, DEFAULT_FILENAME)
-    # A model with external data may come as a folder of that name, with the graph in a file of the same name.
+    # A model with external data may be a folder of that name, with the graph in a file of the same name.
     if not path.is_dir():
         return path
     inside = (path / path.name).relative_to(files.version_folder)
@@ -238,7 +241,7 @@ def _model_file(config: ModelConfig, files: ModelFiles) -> Path:
 
 
 def _to_text(name: str, array: Array) -> Array:
-    """ONNX's strings are text, ours are bytes; given bytes, ONNX Runtime would compute with their `repr`."""
+    """Decode BYTES to str; given bytes, ONNX Runtime would compute with their `repr`."""
     text = np.empty(array.size, dtype=object)
     try:
         text[:] = [item.decode() if isinstance(item, bytes) else item for item in array.ravel()]
@@ -256,7 +259,7 @@ def _to_bytes(array: Array) -> Array:
 
 
 def _bf16_bits(value: Any) -> Array:
-    """The 16 bits of each element. `OrtValue.numpy` refuses, since numpy has no such type."""
+    """Return the 16 bits of each element. `OrtValue.numpy` raises, since numpy has no BF16."""
     shape = tuple(value.shape())
     bits = np.empty(shape, np.uint16)
     if bits.size:

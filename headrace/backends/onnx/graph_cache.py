@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the graph that ONNX Runtime made of a model, so that the next load need not make it again.
+"""A cache of the graphs that ONNX Runtime has optimised, so that the next load skips the optimisation.
 
-Called by `backends.onnx.backend` for models whose configuration asks for it. A kept graph is one file in the model's own
-folder, with a hidden name, which neither a look for changes nor a listing takes for a part of the model:
+Used for models whose configuration asks for it. A cached graph is one hidden file in the model's folder, which neither
+repository polling nor a listing takes for a part of the model:
 
-    .model.onnx.<made with>.<made from>.<its seal>.optimized
+    .model.onnx.<settings>.<source>.<checksum>.optimized
 
-`made with` stands for everything but the model that decides what the graph becomes: ONNX Runtime's version, the options,
-the providers, and this machine's processor, for which layouts are chosen. `made from` is told by size, inode and times of
-the model's files, the one that cannot be set (`ctime`) among them, and the seal by size, beginning and end: reading all of
-a file takes as long as optimising most graphs does, so a repository that was copied makes its graphs anew instead. A file
-is written under another name and then given this one, so it is there whole or not at all. Whatever is wrong with it is a
-line in the log, and costs the time that it would have saved. Knows files, and no sessions.
+`settings` is a hash of everything but the model that affects the graph: ONNX Runtime's version, the options, the
+providers, and this machine's processor, which decides the memory layouts. `source` is a hash of size, inode and times
+of the model's files, `ctime` included, which cannot be set. The checksum covers size, beginning and end: reading a
+whole file takes as long as optimising most graphs, so a copied repository makes its graphs again instead. A file is
+written under a temporary name and renamed, so it is never incomplete. Any error with it is logged, and costs only the
+time that the cache would have saved.
 
-Opening a session with one thread, milliseconds, plain and kept (medians of 4; ONNX Runtime 1.31, Neoverse-N1):
+Opening a session with one thread, milliseconds, without and with the cache (medians of 4; ONNX Runtime 1.31,
+Neoverse-N1):
 
     53 convolutions, 74 MB            62    29
     12 layers of attention, 340 MB   603   501
@@ -40,86 +41,86 @@ log = logging.getLogger("headrace.backends")
 
 _CPU_LINES = re.compile(r"^(model name|flags|Features|CPU (?:implementer|variant|part))\s*:.*$", re.MULTILINE)
 _DIGITS = 16
-_SEALED_BYTES = 1 << 16
+_CHECKSUM_BYTES = 1 << 16
 
 
 class GraphCache:
-    """The kept graph of one model file, opened in one way."""
+    """The cached graph of one model file with given settings."""
 
-    def __init__(self, config: ModelConfig, file: Path, weights: Sequence[Path], made_with: Mapping[str, Any]) -> None:
+    def __init__(self, config: ModelConfig, file: Path, weights: Sequence[Path], settings: Mapping[str, Any]) -> None:
         self._model = config.name
         self._folder = file.parent
-        told = json.dumps({**made_with, "processor": _processor()}, sort_keys=True)
-        self._any = f".{file.name}.{hashlib.sha256(told.encode()).hexdigest()[:_DIGITS]}."
-        self._this = f"{self._any}{_identity(file, *weights)}."
+        identity = json.dumps({**settings, "processor": _processor()}, sort_keys=True)
+        self._prefix = f".{file.name}.{hashlib.sha256(identity.encode()).hexdigest()[:_DIGITS]}."
+        self._key_prefix = f"{self._prefix}{_identity(file, *weights)}."
 
     def find(self) -> Path | None:
-        """The kept graph, if there is one and it is as it was written."""
-        for path in sorted(self._folder.glob(f"{_literal(self._this)}*.optimized")):
+        """Return the cached graph, if there is an intact one."""
+        for path in sorted(self._folder.glob(f"{_literal(self._key_prefix)}*.optimized")):
             try:
-                if path.name == f"{self._this}{_seal(path)}.optimized":
+                if path.name == f"{self._key_prefix}{_checksum(path)}.optimized":
                     return path
             except OSError as error:
-                log.warning("model %s: the kept graph %s cannot be read: %s", self._model, path, error.strerror)
+                log.warning("model %s: cannot read the cached graph %s: %s", self._model, path, error.strerror)
                 continue
             self.discard(path, "it is damaged")
         return None
 
-    def discard(self, path: Path, why: str) -> None:
-        """Let go of a kept graph that is of no use."""
-        log.warning("model %s: the kept graph %s is not used: %s; it is made again", self._model, path, why)
+    def discard(self, path: Path, reason: str) -> None:
+        """Remove a cached graph that cannot be used."""
+        log.warning("model %s: cannot use the cached graph %s: %s; optimising again", self._model, path, reason)
         _remove(path)
 
     def write(self, make: Callable[[Path], Any]) -> Any | None:
-        """Let `make` write the graph into a file, keep the file, and give back what `make` did; None if it could not."""
+        """Let `make` write the graph to a file, cache that file and return the result of `make`; None if this fails."""
         try:
-            handle, name = tempfile.mkstemp(prefix=f"{self._any}new.", dir=self._folder)
+            handle, name = tempfile.mkstemp(prefix=f"{self._prefix}new.", dir=self._folder)
         except OSError as error:
-            log.warning("model %s: no graph is kept in %s: %s", self._model, self._folder, error.strerror)
+            log.warning("model %s: cannot cache its graph in %s: %s", self._model, self._folder, error.strerror)
             return None
         os.close(handle)
         path = Path(name)
         try:
-            made = make(path)
-            self._keep(path)
-        except Exception as error:  # a full disk, or a graph that cannot be written: see ONNX Runtime's text
-            log.warning("model %s: its graph cannot be kept: %s", self._model, first_line(error))
+            result = make(path)
+            self._store(path)
+        except Exception as error:  # The disk is full, or ONNX Runtime cannot write this graph; its message says which.
+            log.warning("model %s: cannot cache its graph: %s", self._model, first_line(error))
             return None
         finally:
             _remove(path)
-        return made
+        return result
 
-    def _keep(self, path: Path) -> None:
+    def _store(self, path: Path) -> None:
         path.chmod(0o644)
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        kept = self._folder / f"{self._this}{_seal(path)}.optimized"
+        kept = self._folder / f"{self._key_prefix}{_checksum(path)}.optimized"
         path.replace(kept)
-        log.info("model %s: its graph is kept in %s", self._model, kept)
-        for old in self._folder.glob(f"{_literal(self._any)}*.optimized"):
-            if not old.name.startswith(self._this):
-                log.info("model %s: removed %s, which was made from another model file", self._model, old)
+        log.info("model %s: cached its graph in %s", self._model, kept)
+        for old in self._folder.glob(f"{_literal(self._prefix)}*.optimized"):
+            if not old.name.startswith(self._key_prefix):
+                log.info("model %s: removed %s, the cached graph of another model file", self._model, old)
                 _remove(old)
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, for one line of a log."""
+    """Return the first line of an exception's text, for the log."""
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def _identity(*paths: Path) -> str:
     stats = [path.stat() for path in paths]
-    told = [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev) for stat in stats]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:_DIGITS]
+    identity = [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev) for stat in stats]
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:_DIGITS]
 
 
-def _seal(path: Path) -> str:
+def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        seal = hashlib.sha256(str(size).encode() + file.read(_SEALED_BYTES))
-        file.seek(max(0, size - _SEALED_BYTES))
-        seal.update(file.read(_SEALED_BYTES))
-    return seal.hexdigest()[:_DIGITS]
+        checksum = hashlib.sha256(str(size).encode() + file.read(_CHECKSUM_BYTES))
+        file.seek(max(0, size - _CHECKSUM_BYTES))
+        checksum.update(file.read(_CHECKSUM_BYTES))
+    return checksum.hexdigest()[:_DIGITS]
 
 
 @cache
@@ -139,4 +140,4 @@ def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        pass  # a folder that is read-only: what could not be removed is looked at again next time, and no harm
+        pass  # A read-only folder. The next load tries to remove the file again.

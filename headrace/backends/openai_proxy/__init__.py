@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend `openai_proxy`: models that another engine serves (vLLM, SGLang, llama.cpp), behind our names.
+"""The backend `openai_proxy`: models that another engine serves (vLLM, SGLang, llama.cpp), under our names.
 
-`backend` is what the engine calls. `settings` reads the parameters; `engine` keeps the other engine alive: `child` is its
-process, `origin` its address; `client` speaks HTTP to it, `events` reads what it streams; `requests` says ours in its words,
-`answers` its answers in ours; `instance` brings the two together.
+backend    what the server's engine calls
+settings   the parameters of a model configuration
+engine     the upstream engine: its process, health checks and restarts
+client     asyncio HTTP/1.1 and Server-Sent Events
+protocol   our requests as OpenAI requests, and OpenAI responses as ours
+instance   forwards requests and returns the responses
+stub       starts the engine's process, so that it stops with the server
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first lines of an engine's process: have it end with the server, then become the engine. Never imported.
+"""The first lines of an engine's process: make it stop with the server, then exec the engine. Never imported.
 
     python stub.py PARENT PROGRAM ARGUMENT ...
 
-Run by `child`, by its path. PARENT is the server's process id.
+`engine` runs it by its path. PARENT is the server's process id.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def _run(parent: int, command: list[str]) -> None:
     try:
-        # Whatever the server dies of, the engine is asked to end. It stays so when the program is another.
+        # The kernel sends SIGTERM when the server dies for any reason. The setting survives exec.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
     except AttributeError:
         pass  # not Linux

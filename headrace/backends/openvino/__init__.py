@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in OpenVINO's IR, or ONNX's format, computed by OpenVINO on the CPU.
+"""The OpenVINO backend: models in OpenVINO IR or ONNX format, run by OpenVINO on the CPU.
 
-`backend` is what the engine calls; `settings`, `reading` and `quiet` are its own.
+`backend` is the entry point; `model` reads models, `openvino_import` imports the library without its telemetry.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in OpenVINO's IR (`model.xml`, `model.bin`), or ONNX's (`default_model_filename: "model.onnx"`), on the CPU.
+"""The OpenVINO backend: OpenVINO IR (`model.xml`, `model.bin`) or ONNX (`default_model_filename: "model.onnx"`), on the CPU.
 
-Called by the engine through `backends.contract`. A version has one compiled model with a stream for each instance, and an
-instance has one inference request; what the model is compiled with is in `settings`, how files are read in `reading`.
+A version has one compiled model with one stream per instance; an instance has one inference request. `model` has the
+compile properties and reads the files.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
-from headrace.backends.model_files import model_path
-from headrace.backends.openvino.quiet import import_openvino
-from headrace.backends.openvino.reading import read_model, signature_of
-from headrace.backends.openvino.settings import is_yes, properties
-from headrace.backends.openvino.shapes import ShapeCheck, needs_asking
+from headrace.backends.model_config import model_path
+from headrace.backends.openvino.model import ShapeCheck, is_yes, needs_shape_check, properties, read_model, signature_of
+from headrace.backends.openvino.openvino_import import import_openvino
 from headrace.backends.signature import Port, Signature, check_signature, completion, is_declared
 from headrace.core.dtypes import BF16, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument
@@ -37,21 +35,21 @@ class OpenVINOBackend:
 
     def __init__(self) -> None:
         self._core = ov.Core()
-        # Weights are read, not mapped: a file that is changed under a mapped model ends the process with a bus error.
+        # Weights are read, not mapped: changing a mapped file would crash the process with a bus error.
         self._core.set_property({"ENABLE_MMAP": False})
 
     def usable_gpus(self, present: int) -> int:
-        """None."""
+        """Return 0: this backend runs on the CPU."""
         return 0
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """Inputs, outputs and batch size, as the model's graph has them."""
+        """Return inputs, outputs and batch size from the model's graph."""
         if is_declared(config):
             return None
         return completion(config, signature_of(read_model(config, self._core, _model_file(config, files))))
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> OpenVINOModel:
-        """Read the file, hold the configuration against it, and compile it."""
+        """Read the file, check the configuration against it, and compile it."""
         chosen = properties(config)
         file = _model_file(config, files)
         model = read_model(config, self._core, file)
@@ -68,54 +66,58 @@ class OpenVINOBackend:
                 "that the CPU has not, or a parameter has a value that OpenVINO does not know; the server's log says which"
             ) from None
         batched = config.max_batch_size > 0
-        asked = ShapeCheck(model, signature, batched=batched) if needs_asking(signature, batched=batched) else None
-        return OpenVINOModel(config, signature, compiled, asked)
+        shape_check = (
+            ShapeCheck(model, signature, batched=batched) if needs_shape_check(signature, batched=batched) else None
+        )
+        return OpenVINOModel(config, signature, compiled, shape_check)
 
 
 class OpenVINOModel:
     """One version: a compiled model."""
 
-    def __init__(self, config: ModelConfig, signature: Signature, compiled: Any, asked: ShapeCheck | None) -> None:
+    def __init__(
+        self, config: ModelConfig, signature: Signature, compiled: Any, shape_check: ShapeCheck | None
+    ) -> None:
         self._config = config
         self._signature = signature
         self._compiled = compiled
-        self._asked = asked
+        self._shape_check = shape_check
 
     def open(self, placement: Placement) -> OpenVINOInstance:
-        """An inference request of the compiled model."""
+        """Create an inference request of the compiled model."""
         if placement.kind == "gpu":
             raise FailedPrecondition(
                 f"model '{self._config.name}' asks for a GPU, and OpenVINO serves on the CPU here: say KIND_CPU in "
                 "instance_group"
             )
-        return OpenVINOInstance(self._config, self._signature, self._compiled.create_infer_request(), self._asked)
+        return OpenVINOInstance(self._config, self._signature, self._compiled.create_infer_request(), self._shape_check)
 
     def close(self) -> None:
-        """Let the compiled model go; with its last request the memory is free."""
-        self._compiled = self._asked = None
+        """Release the compiled model; its memory is freed with its last request."""
+        self._compiled = self._shape_check = None
 
 
 class OpenVINOInstance:
     """One inference request."""
 
-    def __init__(self, config: ModelConfig, signature: Signature, request: Any, asked: ShapeCheck | None) -> None:
+    def __init__(self, config: ModelConfig, signature: Signature, request: Any, shape_check: ShapeCheck | None) -> None:
         self._name = config.name
-        self._asked = asked
+        self._shape_check = shape_check
         self._inputs = list(signature.inputs.values())
         self._outputs = {name: (index, port) for index, (name, port) in enumerate(signature.outputs.items())}
         self._request = request
 
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
-        """Compute a batch. OpenVINO computes all outputs; those that are wanted are copied out of it."""
+        """Run a batch. OpenVINO computes all outputs; only the wanted ones are copied."""
         request = self._request
-        if not self._fit(inputs) or (self._asked is not None and not self._asked.takes(inputs)):
-            raise self._refused(inputs)
+        if not self._fit(inputs) or (self._shape_check is not None and not self._shape_check.takes(inputs)):
+            raise self._shape_error(inputs)
         try:
-            # The request keeps the last batch's tensors, and with them its arrays, until the next comes.
+            # The request keeps the last batch's tensors and arrays until the next batch.
             for index, port in enumerate(self._inputs):
                 request.set_input_tensor(index, _tensor(port, inputs[port.name]))
-            # Not `infer`: with one thread it swallows an error (OpenVINO 2026.4), and the outputs are then still those of
-            # the batch before, of another caller.
+            # Not `infer`: with one thread it swallows an error (OpenVINO 2026.4), and the outputs would then be those of the
+            # previous batch, of another client.
             request.start_async()
             request.wait()
             return {
@@ -130,13 +132,13 @@ class OpenVINOInstance:
             ) from None
 
     def close(self) -> None:
-        """Let the request go, and with it the memory it computed in."""
-        self._request = self._asked = None
+        """Release the request and its memory."""
+        self._request = self._shape_check = None
 
     def _fit(self, inputs: Mapping[str, Array]) -> bool:
         return all(port.name in inputs and port.takes(inputs[port.name].shape) for port in self._inputs)
 
-    def _refused(self, inputs: Mapping[str, Array]) -> InvalidArgument:
+    def _shape_error(self, inputs: Mapping[str, Array]) -> InvalidArgument:
         shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in inputs.items())
         return InvalidArgument(
             f"model '{self._name}' does not accept inputs of these shapes: {shapes}. Compare them with the model's "
@@ -163,15 +165,15 @@ def _reshape(config: ModelConfig, model: Any) -> None:
 def _tensor(port: Port, array: Array) -> Any:
     if port.dtype is BYTES:
         return ov.Tensor(_to_text(port.name, array))
-    laid = array if array.flags.c_contiguous else array.copy()
+    contiguous = array if array.flags.c_contiguous else array.copy()
     if port.dtype is BF16:
-        return ov.Tensor(laid, list(laid.shape), ov.Type.bf16)
-    # A tensor on the array's own memory, which OpenVINO takes only if it could write to it, though it does not.
-    return ov.Tensor(laid, shared_memory=laid.flags.writeable)
+        return ov.Tensor(contiguous, list(contiguous.shape), ov.Type.bf16)
+    # A tensor on the array's own memory. OpenVINO demands that it be writable, though it does not write.
+    return ov.Tensor(contiguous, shared_memory=contiguous.flags.writeable)
 
 
 def _array(tensor: Any, _index: int, port: Port) -> Array:
-    """A copy: the request uses the memory for the next batch."""
+    """Copy the tensor: the request reuses its memory for the next batch."""
     if port.dtype is BYTES:
         text = tensor.str_data
         raw = np.empty(text.size, dtype=object)

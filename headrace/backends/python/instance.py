@@ -1,31 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One instance: gives batches to its process and replies to the requests; replaces the process when it dies.
-
-Opened and closed from loader threads, otherwise called by the engine in the loop's thread. What the process asks for
-itself is for `calls`; when it is started again is for `restarts` to say.
-"""
+"""One instance of a Python model: sends batches to its process, answers requests, restarts the process."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from headrace.backends.contract import EngineServices, Placement, Work
-from headrace.backends.python.calls import Calls
-from headrace.backends.python.errors import error_of
-from headrace.backends.python.frames import Buffer, Frame, Kind
-from headrace.backends.python.launch import Launch
-from headrace.backends.python.measures import Families
-from headrace.backends.python.packing import Packed, Unpacker
-from headrace.backends.python.process import Process
-from headrace.backends.python.self_calls import SelfCalls
-from headrace.backends.python.work import Outstanding, packed_request
-from headrace.backends.restarts import Backoff
+from headrace.backends.python.model_calls import Calls, MetricFamilies, SelfCalls, error_of
+from headrace.backends.python.process import Launch, Process
+from headrace.backends.python.protocol import Arena, Buffer, Frame, Kind, Packed, Unpacker, pack
+from headrace.backends.restart_backoff import Backoff
 from headrace.core.errors import INTERNAL_TEXT, FailedPrecondition, HeadraceError, Internal, Unavailable
-from headrace.core.messages import NO_PARAMETERS
+from headrace.core.requests import NO_PARAMETERS, InferRequest
+
+_Numbered = tuple[int, Work]
+
+_START, _END = 1, 2
+# Parameters that the protocols add and that Triton does not pass to models.
+_NOT_PARAMETERS = frozenset(
+    {
+        "sequence_id",
+        "sequence_start",
+        "sequence_end",
+        "priority",
+        "timeout",
+        "binary_data_output",
+        "binary_data",
+        "triton_enable_empty_final_response",
+    }
+)
+
+
+def packed_request(number: int, request: InferRequest, arena: Arena | None, pieces: list[Buffer]) -> Packed:
+    """Encode a request with everything that a model may read from it, and place its tensors."""
+    parameters = request.parameters
+    correlation_id: object = 0
+    flags = timeout = 0
+    rest = None
+    if parameters:
+        given = parameters.get("timeout")
+        correlation_id = parameters.get("sequence_id", 0)
+        flags = _START * bool(parameters.get("sequence_start")) + _END * bool(parameters.get("sequence_end"))
+        timeout = given if isinstance(given, int) else 0
+        rest = {name: value for name, value in parameters.items() if name not in _NOT_PARAMETERS}
+    return [
+        number,
+        request.id,
+        correlation_id,
+        flags,
+        timeout,
+        rest,
+        [output.name for output in request.outputs],
+        request.model_name,
+        int(request.model_version or -1),
+        pack(request.inputs, arena, pieces),
+    ]
+
+
+class Outstanding:
+    """The unanswered requests of one process, by number."""
+
+    def __init__(self, max_batch_size: int) -> None:
+        self.works: dict[int, Work] = {}
+        self.rescheduled: list[int] = []
+        """Requests to execute again (rescheduled). A thread of the model may still send their last response meanwhile."""
+        self._max_batch_size = max_batch_size
+        self._last = 0
+        self._reported: set[int] = set()
+
+    def number_batch(self, batch: Sequence[Work]) -> list[_Numbered]:
+        """Number the requests of a batch, and add rescheduled ones as far as they fit."""
+        first = self._last + 1
+        self._last += len(batch)
+        numbered = list(enumerate(batch, first))
+        if self.rescheduled:
+            free_rows = self._max_batch_size - sum(_rows(work.request) for work in batch)
+            numbered += self._waiting(free_rows)
+        self.works.update(numbered)
+        return numbered
+
+    def rescheduled_batches(self) -> Iterator[list[_Numbered]]:
+        """Yield batches of rescheduled requests that no other batch has taken."""
+        while self.rescheduled:
+            first = self._waiting(self._max_batch_size)
+            # Without batching, or too large for it: one by one.
+            batch = first or [(number, self.works[number]) for number in self.rescheduled[:1]]
+            self.rescheduled = self.rescheduled[0 if first else 1 :]
+            if batch:
+                yield batch
+
+    def answered(self, number: int) -> Work | None:
+        """Remove a request after its last response and return it."""
+        self._reported.discard(number)
+        return self.works.pop(number, None)
+
+    def newly_cancelled(self) -> list[int]:
+        """Return the numbers of cancelled requests, each once."""
+        cancelled = [number for number, work in self.works.items() if work.cancelled and number not in self._reported]
+        self._reported.update(cancelled)
+        return cancelled
+
+    def fail_all(self, error: HeadraceError) -> None:
+        """Fail all requests: the process cannot answer them any more."""
+        works = list(self.works.values())
+        self.works.clear()
+        self._reported.clear()
+        self.rescheduled.clear()
+        for work in works:
+            work.reply(error)
+
+    def _waiting(self, free_rows: int) -> list[_Numbered]:
+        waiting = [number for number in self.rescheduled if number in self.works]
+        taken: list[_Numbered] = []
+        while waiting and free_rows >= (rows := _rows(self.works[waiting[0]].request)):
+            free_rows -= rows
+            number = waiting.pop(0)
+            taken.append((number, self.works[number]))
+        self.rescheduled = waiting
+        return taken
+
+
+def _rows(request: InferRequest) -> int:
+    for tensor in request.inputs:
+        return tensor.shape[0] if tensor.shape else 1
+    return 1
+
 
 _log = logging.getLogger(__name__)
 
@@ -34,22 +137,22 @@ _BUSY_SECONDS = 2.0
 _KILL_SECONDS = 2.0
 _LOOP_SECONDS = 30.0
 _HOLD_SECONDS = 1.0
-_LOOK_SECONDS = 0.05
-_AGAIN = 2
+_CANCEL_POLL_SECONDS = 0.05
+_RESCHEDULED = 2
 
 Finished = Callable[[], None]
 _Batch = tuple[Sequence[Work], Finished]
 
 
 class PythonInstance:
-    """See `contract.RequestInstance`."""
+    """A `contract.RequestInstance` with a child process."""
 
     def __init__(
         self,
         launch: Launch,
         placement: Placement,
         services: EngineServices,
-        families: Families,
+        families: MetricFamilies,
         self_calls: SelfCalls,
     ) -> None:
         self._launch = launch
@@ -60,24 +163,24 @@ class PythonInstance:
         self._self_calls = self_calls
         self._ready = False
         self._failure = ""
-        """Why the process that is starting could not."""
+        """Why the starting process failed."""
         self._abandoned = False
         self._opened: Future[None] | None = None
         self._closed: Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._look: asyncio.TimerHandle | None = None
+        self._cancel_poll: asyncio.TimerHandle | None = None
         self._backoff = Backoff((0.0, 0.1), longest=30.0, lived=60.0)
         self._down: Unavailable | None = None
-        """What requests are told while there is no process, nor one within reach."""
-        self._out = Outstanding(launch.max_batch_size)
+        """The error for requests while there is no process."""
+        self._outstanding = Outstanding(launch.max_batch_size)
         self._batches: dict[int, Finished] = {}
         self._last_batch = 0
         self._waiting: list[_Batch] = []
 
-    # From loader threads
+    # Called from loader threads
 
     def open(self) -> None:
-        """Start the process; returns when its model is initialised."""
+        """Start the process and wait until its model is initialised."""
         opened: Future[None] = Future()
         self._opened = opened
         self._self_calls.opened(self)
@@ -85,17 +188,17 @@ class PythonInstance:
         try:
             opened.result(self._launch.init_timeout_seconds + _LOOP_SECONDS)
         except TimeoutError:
-            # The loop itself has an end to this; it has stopped, then.
+            # The loop limits this wait itself, so it must have stopped.
             self._kill_without_loop()
             raise Unavailable("the server stopped while a model was being loaded") from None
 
     def abandon(self) -> None:
-        """Let `open` fail soon: nobody waits for it any more. From the loop's thread."""
+        """Make `open` fail soon. Call from the loop's thread."""
         self._abandoned = True
         self._kill()
 
     def close(self) -> None:
-        """Have the model finalised and end the process."""
+        """Finalise the model and stop the process."""
         closed: Future[None] = Future()
         self._self_calls.closed(self)
         if self._loop.is_running():
@@ -111,22 +214,22 @@ class PythonInstance:
         if self._process is not None:
             self._process.kill_and_wait()
 
-    # The engine's side
+    # Called by the engine
 
     def execute(self, batch: Sequence[Work], finished: Finished) -> None:
-        """See `contract.RequestInstance.execute`."""
+        """Send a batch to the process; see `contract.RequestInstance.execute`."""
         if self._ready:
-            self._give(self._out.entered(batch), finished)
+            self._send(self._outstanding.number_batch(batch), finished)
         elif self._down is not None or self._closed is not None:
             error = self._down or Unavailable(f"model '{self._launch.model_name}' is being unloaded")
             for work in batch:
                 work.reply(error)
-            # Not at once: the engine may have more, and would be deeper inside itself with each.
+            # Deferred: `finished` called at once would recurse into the engine.
             self._loop.call_soon(finished)
         else:
             self._waiting.append((batch, finished))
 
-    def _give(self, batch: Sequence[tuple[int, Work]], finished: Finished) -> None:
+    def _send(self, batch: Sequence[tuple[int, Work]], finished: Finished) -> None:
         process = self._process
         pieces: list[Buffer] = []
         entries: list[Packed] = []
@@ -135,9 +238,9 @@ class PythonInstance:
             try:
                 entries.append(packed_request(number, work.request, process.arena if process else None, pieces))
             except Exception:
-                _log.exception("a request could not be given to model instance '%s'", self._placement.name)
+                _log.exception("could not send a request to model instance '%s'", self._placement.name)
                 del pieces[before:]
-                self._out.answered(number)
+                self._outstanding.answered(number)
                 work.reply(Internal(INTERNAL_TEXT))
         if not entries or process is None:
             self._loop.call_soon(finished)
@@ -145,26 +248,26 @@ class PythonInstance:
         self._last_batch += 1
         self._batches[self._last_batch] = finished
         process.send(Kind.EXECUTE, {"batch": self._last_batch, "requests": entries}, pieces)
-        if self._look is None:
-            self._look = self._loop.call_later(_LOOK_SECONDS, self._look_for_cancelled)
+        if self._cancel_poll is None:
+            self._cancel_poll = self._loop.call_later(_CANCEL_POLL_SECONDS, self._poll_cancelled)
 
     def _run_again(self) -> None:
-        """Execute once more what no other batch has taken along."""
+        """Execute rescheduled requests that no other batch has taken."""
         if self._ready:
-            for batch in self._out.left_over():
-                self._give(batch, _nothing)
+            for batch in self._outstanding.rescheduled_batches():
+                self._send(batch, _no_op)
 
-    def _look_for_cancelled(self) -> None:
-        self._look = None
+    def _poll_cancelled(self) -> None:
+        self._cancel_poll = None
         process = self._process
-        if process is None or not self._out.works:
+        if process is None or not self._outstanding.works:
             return
-        cancelled = self._out.newly_cancelled()
+        cancelled = self._outstanding.newly_cancelled()
         if cancelled:
             process.send(Kind.CANCEL, {"requests": cancelled})
-        self._look = self._loop.call_later(_LOOK_SECONDS, self._look_for_cancelled)
+        self._cancel_poll = self._loop.call_later(_CANCEL_POLL_SECONDS, self._poll_cancelled)
 
-    # The process's side
+    # Called by the process
 
     def _on_frame(self, process: Process, frame: Frame) -> None:
         kind, meta = frame.kind, frame.meta
@@ -177,10 +280,10 @@ class PythonInstance:
             self._became_ready()
         elif kind == Kind.FAILED:
             self._failure = f"failed to {meta['stage']} model '{self._launch.model_name}': {meta['text'].strip()}"
-            # It ends by itself, unless the model has left threads behind.
+            # The process exits by itself, unless the model left threads behind.
             self._set_timer(_KILL_SECONDS, self._kill)
         elif kind == Kind.BYE:
-            # What is left is the interpreter's own end, which takes no time unless the model has left threads behind.
+            # Only the interpreter's exit remains, which is quick unless the model left threads behind.
             self._set_timer(_KILL_SECONDS, self._terminate)
         else:
             self._calls.frame(process, frame)
@@ -188,12 +291,12 @@ class PythonInstance:
     def _answered(self, process: Process, frame: Frame) -> None:
         unpacker = Unpacker(frame.payload, process.view)
         for number, last, error, parameters, packed in frame.meta["answers"]:
-            # Unpacked in any case: it gives the shared memory back.
+            # Always unpack: that frees the shared memory.
             outputs = None if packed is None else unpacker.tensors(packed)
-            if last == _AGAIN:
-                self._out.again.append(number)
+            if last == _RESCHEDULED:
+                self._outstanding.rescheduled.append(number)
                 continue
-            work = self._out.answered(number) if last or error else self._out.works.get(number)
+            work = self._outstanding.answered(number) if last or error else self._outstanding.works.get(number)
             if work is None:
                 continue
             try:
@@ -202,17 +305,17 @@ class PythonInstance:
                 else:
                     work.reply(outputs, final=bool(last), parameters=parameters or NO_PARAMETERS)
             except Exception:
-                # The other requests of the batch must not wait forever for one that cannot be answered.
-                _log.exception("an answer of model instance '%s' could not be given", self._placement.name)
+                # One response that cannot be delivered must not block the other requests of the batch.
+                _log.exception("could not deliver a response of model instance '%s'", self._placement.name)
         done = frame.meta.get("done")
         if done is not None:
             finished = self._batches.pop(done, None)
             if finished is not None:
                 finished()
-            if self._out.again:
+            if self._outstanding.rescheduled:
                 self._loop.call_soon(self._run_again)
 
-    # The life of the process
+    # Life cycle of the process
 
     def _start(self) -> None:
         self._timer = None
@@ -228,7 +331,7 @@ class PythonInstance:
             self._start_failed(f"its process cannot be started ({error.strerror})")
             return
         self._process.send(Kind.INIT, self._launch.settings(self._placement))
-        self._set_timer(self._launch.init_timeout_seconds, self._init_too_long)
+        self._set_timer(self._launch.init_timeout_seconds, self._init_timed_out)
 
     def _became_ready(self) -> None:
         self._set_timer(0, None)
@@ -239,15 +342,15 @@ class PythonInstance:
             opened, self._opened = self._opened, None
             opened.set_result(None)
         else:
-            _log.info("model instance '%s' has a new process", self._placement.name)
+            _log.info("restarted the process of model instance '%s'", self._placement.name)
         waiting, self._waiting = self._waiting, []
         for batch, finished in waiting:
             if batch:
-                self._give(self._out.entered(batch), finished)
+                self._send(self._outstanding.number_batch(batch), finished)
             else:
                 finished()
 
-    def _init_too_long(self) -> None:
+    def _init_timed_out(self) -> None:
         self._failure = (
             f"initialize of model '{self._launch.model_name}' took longer than "
             f"{self._launch.init_timeout_seconds:g} seconds; the parameter INIT_TIMEOUT_SECONDS allows more"
@@ -261,7 +364,7 @@ class PythonInstance:
         self._set_timer(0, None)
         self._calls.process_died()
         if self._closed is not None:
-            self._end()
+            self._stop_process()
         elif was_ready:
             self._died(status)
         else:
@@ -272,12 +375,12 @@ class PythonInstance:
         name = self._placement.name
         _log.error("the process of model instance '%s' died (%s); a new one starts in %.1f s", name, status, delay)
         text = f"the process of model instance '{name}' died ({status}); it is being restarted, retry"
-        self._out.fail_all(Unavailable(text, retry_after_seconds=max(delay, 0.1)))
-        # What the dead process was busy with is over when there is a new one: an empty batch waits for that.
+        self._outstanding.fail_all(Unavailable(text, retry_after_seconds=max(delay, 0.1)))
+        # An empty batch keeps the slot of the dead process's work until a new process is there.
         self._waiting += [((), finished) for finished in self._batches.values()]
         self._batches.clear()
         if delay > _HOLD_SECONDS:
-            self._go_down(f"its process keeps dying ({status})", delay)
+            self._mark_down(f"its process keeps dying ({status})", delay)
         self._set_timer(delay, self._start)
 
     def _start_failed(self, reason: str) -> None:
@@ -287,10 +390,10 @@ class PythonInstance:
             return
         delay = self._backoff.next_delay(self._loop.time())
         _log.error("model instance '%s': %s; the next try is in %.1f s", self._placement.name, reason, delay)
-        self._go_down(reason.split("\n", 1)[0], delay)
+        self._mark_down(reason.split("\n", 1)[0], delay)
         self._set_timer(delay, self._start)
 
-    def _go_down(self, reason: str, delay: float) -> None:
+    def _mark_down(self, reason: str, delay: float) -> None:
         text = f"model instance '{self._placement.name}' is not running: {reason}; retry later"
         self._down = Unavailable(text, retry_after_seconds=max(1.0, delay))
         self._drop_waiting(self._down)
@@ -302,20 +405,20 @@ class PythonInstance:
                 work.reply(error)
             finished()
 
-    # The end
+    # Shutdown
 
     def _begin_close(self, closed: Future[None]) -> None:
         self._closed = closed
         was_ready, self._ready = self._ready, False
-        busy = bool(self._out.works or self._batches)
+        busy = bool(self._outstanding.works or self._batches)
         error = Unavailable(f"model '{self._launch.model_name}' is being unloaded")
-        self._out.fail_all(error)
+        self._outstanding.fail_all(error)
         self._waiting += [((), finished) for finished in self._batches.values()]
         self._batches.clear()
         self._drop_waiting(error)
         process = self._process
         if process is None:
-            self._end()
+            self._stop_process()
             return
         if not was_ready:
             process.signal(signal.SIGKILL)
@@ -326,7 +429,7 @@ class PythonInstance:
     def _terminate(self) -> None:
         if self._process is not None:
             if self._closed is not None:
-                _log.warning("model instance '%s' does not end by itself; it is terminated", self._placement.name)
+                _log.warning("model instance '%s' did not stop in time; terminating it", self._placement.name)
             self._process.signal(signal.SIGTERM)
             self._set_timer(_KILL_SECONDS, self._kill)
 
@@ -334,11 +437,11 @@ class PythonInstance:
         if self._process is not None:
             self._process.signal(signal.SIGKILL)
 
-    def _end(self) -> None:
+    def _stop_process(self) -> None:
         self._set_timer(0, None)
         self._calls.close()
-        if self._look is not None:
-            self._look.cancel()
+        if self._cancel_poll is not None:
+            self._cancel_poll.cancel()
         if self._closed is not None and not self._closed.done():
             self._closed.set_result(None)
 
@@ -348,5 +451,5 @@ class PythonInstance:
         self._timer = None if then is None else self._loop.call_later(seconds, then)
 
 
-def _nothing() -> None:
-    """For batches the engine does not know of."""
+def _no_op() -> None:
+    """Do nothing: the `finished` callback of batches that the engine does not know."""

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file of PyTorch is, found out without running any of it.
+"""Detect the kind of a PyTorch file without running any of it.
 
-Called by `backends.pytorch` before anything else touches a file. PyTorch writes four things into zip archives, and a fifth
-that is none; two of them are pickles, which run what they like when they are read, and are refused here:
+This check runs before anything else opens a file. PyTorch writes four kinds of zip archives, and an old format that is
+none. Two of the five are pickles, which can run any code when they are read, and are rejected here:
 
     TorchScript            constants.pkl and code/...      (pickles too, but read by PyTorch's own reader in C++, which
-                                                            makes numbers, lists and tensors and imports nothing)
+                                                            creates numbers, lists and tensors and imports nothing)
     an exported program    archive_format, models/*.json
     AOTInductor's package  archive_format, data/aotinductor/*
-    torch.save             data.pkl and no code: refused
-    torch.save before 1.6  a bare pickle: refused
+    torch.save             data.pkl and no code: rejected
+    torch.save before 1.6  a bare pickle: rejected
 
-The archive is read by PyTorch's reader, which is what reads it afterwards, and its directory by Python's too: an archive
-that the two understand differently is refused, as is one that says it unpacks to far more than it is.
+PyTorch's reader, which also loads the model, reads the archive, and Python's zipfile reads its directory. An archive
+that the two read differently is rejected, as is one that unpacks to far more than its size.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ Kind = Literal["script", "program", "compiled"]
 
 MAX_RECORDS = 200_000
 MAX_UNPACKED_BYTES = 512 << 20
-"""For what is compressed: source text and its line numbers. Tensors are always stored as they are."""
+"""For compressed records: source text and its line numbers. Tensors are always stored uncompressed."""
 
 _RESAVE = "save the model again by torch.jit.save or torch.export.save"
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An archive that is one of the three kinds."""
+    """An archive of one of the three kinds."""
 
     model: str
-    """The model's name, for what is said of it."""
+    """The model's name, for messages."""
     file: Path
     kind: Kind
     sizes: Mapping[str, int]
     """The size of each record, by its name inside the archive's folder."""
     reader: Any
-    """PyTorch's reader, which has the file open: what is read through it is what was looked at."""
+    """PyTorch's reader, which keeps the file open: the data that is loaded is the data that was checked."""
 
     def read(self, name: str) -> bytes:
-        """One record."""
+        """Return one record."""
         try:
             content: bytes = self.reader.get_record(name)
         except RuntimeError:
@@ -64,7 +64,7 @@ class Archive:
 
 
 def open_archive(config: ModelConfig, file: Path) -> Archive:
-    """Look into the file. Refuses what is no model, and every pickled one."""
+    """Open the file. Reject what is no model, and every pickled one."""
     try:
         with file.open("rb") as opened:
             head = opened.read(4)
@@ -95,22 +95,22 @@ def open_archive(config: ModelConfig, file: Path) -> Archive:
 
 
 def _directory(config: ModelConfig, file: Path) -> dict[str, int]:
-    """The records and their sizes, as the archive's directory has them. Reads nothing else."""
+    """Return the records and their sizes from the archive's directory. Reads nothing else."""
     with zipfile.ZipFile(file) as opened:
         entries = opened.infolist()
     stored = sum(entry.compress_size for entry in entries)
     unpacked = sum(entry.file_size for entry in entries if entry.compress_type != zipfile.ZIP_STORED)
-    whole = all(
+    is_plausible = all(
         entry.file_size == entry.compress_size for entry in entries if entry.compress_type == zipfile.ZIP_STORED
     )
-    if len(entries) > MAX_RECORDS or stored > file.stat().st_size or unpacked > MAX_UNPACKED_BYTES or not whole:
+    if len(entries) > MAX_RECORDS or stored > file.stat().st_size or unpacked > MAX_UNPACKED_BYTES or not is_plausible:
         raise InvalidArgument(
             f"model '{config.name}': '{file.name}' says that it unpacks to far more than it holds, which no model of "
             f"PyTorch does: {_RESAVE}"
         )
     root = entries[0].filename.partition("/")[0] + "/" if entries else ""
     names = [entry.filename.removeprefix(root) for entry in entries]
-    # PyTorch's reader finds records by name without looking at case; two of one name would be one to it.
+    # PyTorch's reader finds records by name, ignoring case; it would take two such records for one.
     if len({name.casefold() for name in names}) != len(names) or any("\0" in name or "\\" in name for name in names):
         raise InvalidArgument(
             f"model '{config.name}': '{file.name}' is an archive that can be read in two ways: {_RESAVE}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of PyTorch, computed by PyTorch, on the CPU or a GPU.
+"""The PyTorch backend, on the CPU or a GPU.
 
-Called by the engine through `backends.contract`. What the file is decides how it is opened (`archive`); what comes of it is
-the same for all three kinds (`calls`). Weights are read once for each device and shared by its instances, where the model
-writes nothing to itself: TorchScript and graphs are safe to run from several threads at once.
+`archive` detects the kind of a file, which decides how it is loaded; the result is the same for all three kinds
+(`model_function`). Weights are read once per device and shared by its instances if the model does not write to itself:
+TorchScript and graphs are safe to run from several threads at once.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ import numpy as np
 import torch
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
-from headrace.backends.model_files import model_path
+from headrace.backends.model_config import model_path
+from headrace.backends.pytorch.aot_inductor import check_allowed, load_compiled
 from headrace.backends.pytorch.archive import Archive, open_archive
-from headrace.backends.pytorch.calls import Call, most_rows
-from headrace.backends.pytorch.compiled import check_allowed, load_compiled
-from headrace.backends.pytorch.cuda_instance import CudaInstance
-from headrace.backends.pytorch.instance import TorchInstance
-from headrace.backends.pytorch.naming import plan_of, signature_of
-from headrace.backends.pytorch.program import load_program, read_ports
-from headrace.backends.pytorch.script import load_script
+from headrace.backends.pytorch.exported_program import load_program, read_ports
+from headrace.backends.pytorch.instance import CudaInstance, TorchInstance
+from headrace.backends.pytorch.model_function import Call, most_rows, plan_of, signature_of
 from headrace.backends.pytorch.settings import Settings, apply_to_process, settings_of
+from headrace.backends.pytorch.torchscript import load_script
 from headrace.backends.signature import check_signature, completion, is_declared
 from headrace.core.dtypes import BYTES
 from headrace.core.errors import FailedPrecondition, InvalidArgument
@@ -41,8 +39,8 @@ class PyTorchBackend:
     """`backend: "pytorch"`."""
 
     def __init__(self) -> None:
-        # PyTorch warns, once in a process, of the first array that is read-only, as those of requests are. Models that
-        # would write to them get a copy.
+        # PyTorch warns once per process of the first read-only array, as those of requests are. Models that write to
+        # their inputs get a copy.
         array = np.zeros(1, np.uint8)
         array.flags.writeable = False
         with warnings.catch_warnings():
@@ -50,11 +48,11 @@ class PyTorchBackend:
             torch.from_numpy(array)
 
     def usable_gpus(self, present: int) -> int:
-        """Those that this build of PyTorch sees."""
+        """Return the number of GPUs that this build of PyTorch sees."""
         return min(present, torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """Inputs, outputs and batch size of an exported program; the other kinds do not tell."""
+        """Return inputs, outputs and batch size of an exported program; the other kinds do not contain them."""
         if is_declared(config):
             return None
         archive = open_archive(config, _model_file(config, files))
@@ -69,12 +67,12 @@ class PyTorchBackend:
             check_allowed(config, archive, settings_of(config))
         what = "TorchScript" if archive.kind == "script" else "a compiled package"
         raise InvalidArgument(
-            f"model '{config.name}': '{archive.file.name}' is {what}, which does not tell types and shapes: write input and "
-            "output with data_type and dims into its configuration, or save the model by torch.export.save, which does"
+            f"model '{config.name}': '{archive.file.name}' is {what}, which does not declare types and shapes: write input "
+            "and output with data_type and dims into its configuration, or save the model by torch.export.save, which does"
         )
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> TorchModel:
-        """Look into the file and check the settings. Weights are read when the first instance of a device opens."""
+        """Read the archive and check the settings. The first instance on a device reads the weights."""
         settings = settings_of(config)
         archive = open_archive(config, _model_file(config, files))
         if archive.kind == "compiled":
@@ -84,7 +82,7 @@ class PyTorchBackend:
 
 
 class TorchModel:
-    """One version: an archive, and the weights of each device."""
+    """One version: an archive, and its weights on each device."""
 
     def __init__(self, config: ModelConfig, archive: Archive, settings: Settings) -> None:
         self._config = config
@@ -94,7 +92,7 @@ class TorchModel:
         self._lock = threading.Lock()
 
     def open(self, placement: Placement) -> TorchInstance:
-        """Read the weights, or take those that are there. Refuses a configuration that does not fit what the file has."""
+        """Create an instance; load or share the weights. Reject a configuration that does not fit the file."""
         device = self._device(placement)
         with self._lock:
             call = self._calls.get(device)

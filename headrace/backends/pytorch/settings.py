@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's configuration says to PyTorch.
+"""Parse the PyTorch parameters of a model's configuration.
 
-Called by `backends.pytorch`. The names are those of Triton's backend, so that its configurations mean the same here, with
-other defaults: an instance computes with one thread, and instances share their weights. Must not know what a model looks
-like.
+The names are those of Triton's PyTorch backend, so that its configurations keep their meaning, with other defaults: an
+instance uses one thread, and instances share their weights.
 
     parameters
-      INTRA_OP_THREAD_COUNT        threads inside an operator; 1 unless told, 0 for all cores
-      INTER_OP_THREAD_COUNT        threads for what a TorchScript model forks; one number for the whole process, so the
-                                   first model to be loaded with it decides
-      INFERENCE_MODE               true: no record of operators is kept at all; false: only no gradients
+      INTRA_OP_THREAD_COUNT        threads inside an operator (default 1; 0: all cores)
+      INTER_OP_THREAD_COUNT        threads for what a TorchScript model forks; one setting for the whole process, made by
+                                   the first model that has it
+      INFERENCE_MODE               true: use torch.inference_mode; false: torch.no_grad
       DISABLE_OPTIMIZED_EXECUTION  true: run TorchScript as it is written, without the slow first calls that optimise it
-      ENABLE_WEIGHT_SHARING        true: instances of a device compute with one copy of the weights; false: one each.
-                                   Models that write into their own buffers have one each in any case
+      ENABLE_WEIGHT_SHARING        true: instances on a device share one copy of the weights; false: one copy each.
+                                   Models that write into their own buffers always have one each
       ENABLE_CACHE_CLEANING        true: give the GPU's unused memory back after each batch; slow
-      DISABLE_CUDNN, ENABLE_JIT_EXECUTOR, ENABLE_JIT_PROFILING   switches of the whole process, set when the model is loaded
-      ENABLE_NVFUSER, ENABLE_TENSOR_FUSER   not looked at: PyTorch no longer has them
+      DISABLE_CUDNN, ENABLE_JIT_EXECUTOR, ENABLE_JIT_PROFILING   process-wide switches, set when the model is loaded
+      ENABLE_NVFUSER, ENABLE_TENSOR_FUSER   ignored: PyTorch no longer has them
     parameters of Headrace
       precision                    bf16 or fp16: convert the weights and the FP32 inputs and outputs. fp32: do not
-      ALLOW_NATIVE_CODE            true: load a package of AOTInductor, which is a shared library and may do anything
+      ALLOW_NATIVE_CODE            true: load an AOTInductor package, which is a shared library and may do anything
 
-The number of threads: PyTorch (OpenMP) keeps it for each thread that computes, so `torch.set_num_threads` in the
-instance's thread changes that thread and those that PyTorch has not seen yet, and no other instance.
+PyTorch (OpenMP) keeps the thread count per calling thread, so `torch.set_num_threads` in the instance's thread affects
+that thread and threads new to PyTorch, but no other instance.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from typing import Any
 
 import torch
 
-from headrace.backends.parameters import number_of
+from headrace.backends.model_config import number_of
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 
-_GONE = ("ENABLE_NVFUSER", "ENABLE_TENSOR_FUSER")
+_REMOVED = ("ENABLE_NVFUSER", "ENABLE_TENSOR_FUSER")
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All of them, read and checked."""
+    """The parsed and checked parameters of a configuration."""
 
     threads: int = 1
     inter_op_threads: int | None = None
@@ -63,11 +62,11 @@ class Settings:
 
 
 def settings_of(config: ModelConfig) -> Settings:
-    """Read the parameters. Changes nothing in PyTorch: that is for `apply_to_process`."""
+    """Parse the parameters. This changes nothing in PyTorch; `apply_to_process` does."""
     given = config.parameters
-    for key in _GONE:
+    for key in _REMOVED:
         if key in given:
-            log.warning("model %s: parameter %s is not looked at, PyTorch no longer has it", config.name, key)
+            log.warning("model %s: ignoring parameter %s, which PyTorch no longer has", config.name, key)
     precision = given.get("precision", "fp32").lower()
     if precision not in _PRECISIONS:
         raise InvalidArgument(f"parameter precision is '{precision[:32]}': use fp32, bf16 or fp16")
@@ -88,14 +87,14 @@ def settings_of(config: ModelConfig) -> Settings:
 
 
 def apply_to_process(config: ModelConfig, settings: Settings) -> None:
-    """Set what PyTorch has only one of. Other models feel it, so each is told to the log."""
+    """Apply the process-wide settings. They affect other models, so each is logged."""
     if settings.inter_op_threads not in (None, torch.get_num_interop_threads()):
         try:
             torch.set_num_interop_threads(settings.inter_op_threads)
         except RuntimeError:
-            # PyTorch makes the threads once.
+            # PyTorch creates these threads once.
             log.warning(
-                "model %s: INTER_OP_THREAD_COUNT is not looked at, this process has %d such threads already",
+                "model %s: ignoring INTER_OP_THREAD_COUNT, this process already has %d such threads",
                 config.name,
                 torch.get_num_interop_threads(),
             )

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of rows and columns: XGBoost, LightGBM and scikit-learn, each from a file that cannot carry code.
+"""Backends for tabular models: XGBoost, LightGBM and scikit-learn, each from a file format that cannot carry code.
 
-`xgboost`, `lightgbm` and `sklearn` are what the engine calls. Under them: `columns` lays inputs side by side, `forest` is
-what the two libraries of trees share, `trees` holds a tree's indices against its size, and `xgboost_file`, `ubjson`,
-`lightgbm_text` and `skops_file` read and check the files, because the libraries trust what they read. `remembering` and
-`checked_files` see to it that a large file is checked once, and not at every load.
+`xgboost`, `lightgbm` and `sklearn` are the backends. `columns` turns inputs into a table, `forest` holds what the two
+tree libraries share, and `xgboost_file`, `ubjson` and `lightgbm_file` read and check the files, because the libraries
+trust what they read. `check_cache` makes sure that a large file is checked once, not at every load.
 """

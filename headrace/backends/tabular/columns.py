@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tensors of a request become the rows of a table. Called by the three tabular backends; knows no library.
+"""Turn the tensors of a request into a table, for the three tabular backends.
 
-A configuration declares one input, of any name, with all columns; or several, each with one column or more. Several are
-laid side by side: in the order of the model's own columns where they have its names, else in the configuration's.
+A configuration declares one input, of any name, with all columns; or several inputs, each with one or more columns.
+Several inputs are concatenated: in the order of the model's columns if they have their names, else in the
+configuration's order.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import InputSpec, ModelConfig
 
 INPUT = "input"
-"""What the input is called where no configuration says."""
+"""The default name of the input."""
 
 
 class Columns:
-    """The inputs of one model."""
+    """The inputs of one model as columns of a table."""
 
     def __init__(
         self, config: ModelConfig, width: int, names: Sequence[str], dtypes: Sequence[DType], *, text: bool = False
     ) -> None:
-        """`dtypes` are those a column may have, the usual one first; `text`: it may also be BYTES."""
+        """`dtypes`: the allowed types of a column, the default first; `text`: BYTES is allowed too."""
         self._model = config.name
         self._width = width
         self._numpy = None if text else dtypes[0].numpy
@@ -57,11 +58,11 @@ class Columns:
         }
 
     def table(self, inputs: Mapping[str, Array]) -> Array:
-        """All columns, row by row."""
+        """Return all columns as one array, row by row."""
         parts = [self._part(name, count, inputs) for name, count in self._parts.items()]
         rows = parts[0].shape[0]
         if any(part.shape[0] != rows for part in parts):
-            raise self._refused(inputs)
+            raise self._shape_error(inputs)
         if len(parts) == 1:
             table = parts[0]
         elif any(part.dtype == object for part in parts):
@@ -72,25 +73,25 @@ class Columns:
 
     def _part(self, name: str, count: int, inputs: Mapping[str, Array]) -> Array:
         part = inputs.get(name)
-        # The libraries do not look, or not always: a row that is too short would be read past its end.
+        # The libraries do not always check the width: they would read past the end of a row that is too short.
         if part is None or part.ndim != 2 or part.shape[1] != count:
-            raise self._refused(inputs)
+            raise self._shape_error(inputs)
         return _to_text(name, part) if part.dtype == object else part
 
-    def _refused(self, inputs: Mapping[str, Array]) -> InvalidArgument:
+    def _shape_error(self, inputs: Mapping[str, Array]) -> InvalidArgument:
         shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in inputs.items())
         wanted = ", ".join(f"'{name}' [rows, {count}]" for name, count in self._parts.items())
         return InvalidArgument(f"model '{self._model}' does not accept inputs of these shapes: {shapes}. Send {wanted}")
 
 
-def widened(port: Port, config: ModelConfig, allowed: Collection[DType]) -> Port:
-    """The port with the type that the configuration gives the output of its name, if that is one of the allowed."""
+def with_declared_dtype(port: Port, config: ModelConfig, allowed: Collection[DType]) -> Port:
+    """Return the port with the data type that the configuration declares for this output, if it is an allowed one."""
     declared = next((spec.dtype for spec in config.outputs if spec.name == port.name), None)
     return Port(port.name, port.kind, declared if declared in allowed else port.dtype, port.shape)
 
 
 def switch_of(parameters: Mapping[str, str], key: str) -> bool:
-    """A parameter that is true or false; false when it is not there."""
+    """Return a boolean parameter; false by default."""
     text = parameters.get(key, "false").lower()
     if text not in ("true", "false"):
         raise InvalidArgument(f"parameter {key} is '{text[:32]}': use true or false")

@@ -1,41 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What XGBoost and LightGBM share: which outputs a model has, and how its numbers become them.
-
-Called by the two backends. The outputs have the names of scikit-learn's methods and mean the same:
-
-    predict         the class of a classifier, by its number (INT64 [1]); the value of other models (FP [targets])
-    predict_proba   of a classifier, the probability of each class (FP [classes]; two for a binary one)
-    raw_score       what the trees add up to, before the objective turns it into a value; given only where a
-                    configuration asks for it
-    output__0       the one output of Triton's FIL backend (FP32): what its parameters say
-
-FP is FP32 for XGBoost and FP64 for LightGBM, as each computes.
-
-    parameters
-      intra_op_thread_count   threads for a batch; 1 unless told, 0 for all cores
-      threshold               of a binary classifier: the probability over which the class is 1; 0.5 unless told
-      output_class, is_classifier   FIL's: true lets output__0 be the class
-      predict_proba           FIL's: true lets output__0 be the probabilities
-"""
+"""Code that XGBoost and LightGBM share: outputs of a tree ensemble, and checks of tree indices."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from headrace.backends.contract import Array
 from headrace.backends.signature import Port, Signature
-from headrace.backends.tabular.columns import Columns, switch_of, widened
+from headrace.backends.tabular.columns import Columns, switch_of, with_declared_dtype
 from headrace.core.dtypes import FP32, FP64, INT32, INT64, DType
 from headrace.core.errors import Internal, InvalidArgument
 from headrace.models.config.types import ModelConfig
 
+
+def check_tree(left: Array, right: Array, features: Array, nodes: int, columns: int) -> None:
+    """Raise `ValueError` unless the nodes form a tree with root 0. The arrays hold the nodes that split."""
+    children = np.concatenate([left, right]).astype(np.int64)
+    if children.size and (children.min() < 1 or children.max() >= nodes):
+        raise ValueError("a node's child is not in the tree")
+    # Every node has one parent and the root has none, so there is no cycle.
+    if children.size and np.bincount(children).max() > 1:
+        raise ValueError("two nodes have the same child")
+    if features.size and (features.min() < 0 or features.max() >= columns):
+        raise ValueError("a node splits by a column that the model does not have")
+
+
+def int64_array(values: Any, count: int | None, low: int, high: int) -> Array:
+    """Return a list or array of integers as int64; it must have this length and lie in this range."""
+    array = values if isinstance(values, np.ndarray) else np.array(values, dtype=None if values else np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (count is not None and array.size != count):
+        raise ValueError("a list of integers has a wrong type or length")
+    if array.size and (array.min() < low or array.max() > high):
+        raise ValueError(f"a number is not between {low} and {high}")
+    return array.astype(np.int64)
+
+
 FIL_OUTPUT = "output__0"
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 
 Kind = Literal["value", "binary", "multiclass"]
 Score = Callable[[Array], Array]
@@ -48,13 +54,13 @@ log = logging.getLogger("headrace.backends")
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """What the outputs of a model depend on."""
+    """The properties of a model that decide its outputs."""
 
     kind: Kind
     groups: int
-    """Numbers that the library gives for each row."""
+    """Scores per row."""
     dtype: DType
-    """Of these numbers."""
+    """Data type of the scores."""
 
 
 class Outputs:
@@ -67,29 +73,32 @@ class Outputs:
         probabilities = 2 if forest.kind == "binary" and groups == 1 else groups
         value = forest.dtype
         if forest.kind == "value":
-            usual = [widened(Port("predict", "value", value, (-1, groups)), config, _FLOATS)]
+            usual = [with_declared_dtype(Port("predict", "value", value, (-1, groups)), config, _FLOATS)]
         else:
             targets = groups if forest.kind == "binary" else 1
             usual = [
-                widened(Port("predict", "class", INT64, (-1, targets)), config, _CLASSES),
-                widened(Port("predict_proba", "value", value, (-1, probabilities)), config, _FLOATS),
+                with_declared_dtype(Port("predict", "class", INT64, (-1, targets)), config, _CLASSES),
+                with_declared_dtype(Port("predict_proba", "value", value, (-1, probabilities)), config, _FLOATS),
             ]
-        rest = [widened(Port("raw_score", "value", value, (-1, groups)), config, _FLOATS), self._fil(config)]
+        rest = [
+            with_declared_dtype(Port("raw_score", "value", value, (-1, groups)), config, _FLOATS),
+            self._fil(config),
+        ]
         every = {port.name: port for port in (*usual, *rest)}
         declared = [spec.name for spec in config.outputs if spec.name in every]
-        # A name that is not there is for `check_signature` to complain of, with all that are.
+        # `check_signature` reports an unknown name, with the list of known ones.
         self.ports = every
         self.usual = {name: every[name] for name in (declared or [port.name for port in usual])}
 
     def signature(self, columns: Columns, *, usual: bool = False) -> Signature:
-        """For a configuration that says less, or, of all that can be asked for, to hold it against."""
+        """Return the ports of the default outputs, or, for a check of the configuration, of all possible ones."""
         return Signature(columns.ports, self.usual if usual else self.ports, {})
 
     def compute(self, table: Array, wanted: Collection[str], value: Score, raw: Score) -> dict[str, Array]:
-        """The wanted outputs of these rows."""
+        """Compute the wanted outputs for these rows."""
         rows = table.shape[0]
         if not rows:
-            # LightGBM refuses an empty table, and XGBoost answers it in another shape.
+            # LightGBM rejects an empty table, and XGBoost returns another shape for it.
             return {name: np.empty(self._sized(name, 0), self._numpy(name)) for name in wanted}
         shape = (rows, self._forest.groups)
         values: Array | None = None
@@ -104,10 +113,10 @@ class Outputs:
         return answers
 
     def _answer(self, name: str, values: Array) -> Array:
-        asked = self._fil_means if name == FIL_OUTPUT else name
-        if self._forest.kind == "value" or asked == "value":
+        requested = self._fil_source if name == FIL_OUTPUT else name
+        if self._forest.kind == "value" or requested == "value":
             return values
-        if asked == "predict":
+        if requested == "predict":
             if self._forest.kind == "binary":
                 chosen: Array = values > self._threshold
                 return chosen
@@ -118,19 +127,19 @@ class Outputs:
         return np.concatenate([1 - values, values], axis=1)
 
     def _fil(self, config: ModelConfig) -> Port:
-        """FIL's one output. Its configurations declare one probability or two for a binary classifier."""
+        """FIL's single output. Its configurations declare one or two probabilities for a binary classifier."""
         kind, width = self._forest.kind, self._forest.groups
         classes = switch_of(config.parameters, "output_class") or switch_of(config.parameters, "is_classifier")
-        self._fil_means = "value"
+        self._fil_source = "value"
         if kind != "value":
             if switch_of(config.parameters, "predict_proba"):
-                self._fil_means = "predict_proba"
+                self._fil_source = "predict_proba"
             elif classes or kind == "multiclass":
-                self._fil_means = "predict"
+                self._fil_source = "predict"
         declared = next((spec.dims for spec in config.outputs if spec.name == FIL_OUTPUT), None)
-        if self._fil_means == "predict" and kind == "multiclass":
+        if self._fil_source == "predict" and kind == "multiclass":
             width = 1
-        elif self._fil_means == "predict_proba" and kind == "binary" and width == 1 and declared and declared[-1] == 2:
+        elif self._fil_source == "predict_proba" and kind == "binary" and width == 1 and declared and declared[-1] == 2:
             width = 2
         return Port(FIL_OUTPUT, "value", FP32, (-1, width))
 
@@ -143,7 +152,7 @@ class Outputs:
 
 
 class ForestInstance:
-    """Computes with a booster that instances may share."""
+    """Runs a booster that instances may share."""
 
     def __init__(self, config: ModelConfig, columns: Columns, outputs: Outputs, value: Score, raw: Score) -> None:
         self._name = config.name
@@ -152,21 +161,21 @@ class ForestInstance:
         self._scores: tuple[Score, Score] | None = (value, raw)
 
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
-        """Compute a batch."""
+        """Run a batch."""
         table = self._columns.table(inputs)
         if self._scores is None:
             raise Internal(f"model '{self._name}' is closed")
         try:
             return self._outputs.compute(table, wanted, *self._scores)
         except Exception:
-            # Each library has one class for all of its errors, and the shape was checked: the rest is ours.
+            # Each library has one class for all of its errors. The shape was checked, so this is an internal error.
             log.exception("model %s could not compute a batch", self._name)
             raise Internal(
                 f"model '{self._name}' failed to compute this request; the server's log has the details"
             ) from None
 
     def close(self) -> None:
-        """Let the booster go; the last of its instances and the model free it."""
+        """Release the booster; it is freed with the last reference."""
         self._scores = None
 
 
@@ -179,7 +188,7 @@ def _threshold(config: ModelConfig) -> float:
 
 
 def unreadable(config: ModelConfig, filename: str, library: str, remedy: str) -> InvalidArgument:
-    """The error for a file that is not what its name says."""
+    """Return the error for a file that the library cannot read."""
     return InvalidArgument(
         f"model '{config.name}': {library} cannot read '{filename}'. It is damaged or not a model that {library} saved; "
         f"the server's log says where. {remedy}"

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that LightGBM saved as `model.txt`, on the CPU.
+"""The LightGBM backend: models saved as `model.txt`, on the CPU.
 
-Called by the engine through `backends.contract`. Inputs are described in `columns`, outputs and most parameters in `forest`.
-The input is FP64, as LightGBM computes, or FP32 where a configuration says so. A missing value is NaN; the value of a
-categorical column is the number of its category. Instances share one booster: predicting only reads it.
+Inputs are described in `columns`, outputs and most parameters in `forest`. The input is FP64, as LightGBM computes, or
+FP32 if the configuration says so. A missing value is NaN; the value of a categorical column is the category's number.
+Instances share one booster: predicting only reads it.
 
     parameters
-      start_iteration_predict, num_iteration_predict   LightGBM's: the first round to use, and how many; all unless told
-      checked_file_cache   see `remembering`
+      start_iteration_predict, num_iteration_predict   as in LightGBM: the first round to use, and how many (default: all)
+      checked_file_cache   see `check_cache`
 
-LightGBM has one number of threads for the whole process: the last batch to begin sets it. Models with different
-`intra_op_thread_count` therefore get in each other's way; none gets a wrong answer.
+LightGBM has one thread count for the whole process: the last batch to start sets it. Models with different
+`intra_op_thread_count` therefore affect each other's speed, but not their results.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 import lightgbm as lgb
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
-from headrace.backends.model_files import model_path
-from headrace.backends.parameters import number_of
+from headrace.backends.model_config import model_path, number_of
 from headrace.backends.signature import check_signature, completion, is_declared
+from headrace.backends.tabular.check_cache import Format, read_checked
 from headrace.backends.tabular.columns import Columns
-from headrace.backends.tabular.forest import MOST_THREADS, Forest, ForestInstance, Outputs, unreadable
-from headrace.backends.tabular.lightgbm_text import (
+from headrace.backends.tabular.forest import MAX_THREADS, Forest, ForestInstance, Outputs, unreadable
+from headrace.backends.tabular.lightgbm_file import (
     CHECKS,
     READ_ERRORS,
     BoosterText,
@@ -35,7 +35,6 @@ from headrace.backends.tabular.lightgbm_text import (
     read_booster,
     recall_booster,
 )
-from headrace.backends.tabular.remembering import Format, read_checked
 from headrace.core.dtypes import FP32, FP64
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import ModelConfig
@@ -53,18 +52,18 @@ class LightGBMBackend:
     """`backend: "lightgbm"`."""
 
     def usable_gpus(self, present: int) -> int:
-        """None: LightGBM uses GPUs to train only."""
+        """Return 0: LightGBM uses GPUs for training only."""
         return 0
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """Inputs, outputs and batch size, as the file has them."""
+        """Return inputs, outputs and batch size from the file."""
         if is_declared(config):
             return None
         columns, outputs = _described(config, _read(config, _model_file(config, files)))
         return completion(config, outputs.signature(columns, usual=True))
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> LightGBMModel:
-        """Read the file, and hold the configuration against it."""
+        """Read the file and check the configuration against it."""
         file = _model_file(config, files)
         read = _read(config, file)
         columns, outputs = _described(config, read)
@@ -83,12 +82,12 @@ class LightGBMModel:
         self._booster = booster
 
     def open(self, placement: Placement) -> ForestInstance:
-        """An instance of the shared booster."""
+        """Create an instance of the shared booster."""
         scores = _Scores(self._booster, self._settings)
         return ForestInstance(self._config, self._columns, self._outputs, scores.value, scores.raw)
 
     def close(self) -> None:
-        """Let the booster go."""
+        """Release the booster."""
         self._booster = None
 
 
@@ -109,7 +108,7 @@ class _Scores:
 def _settings(config: ModelConfig) -> dict[str, int]:
     parameters = config.parameters
     return {
-        "num_threads": number_of(parameters, "intra_op_thread_count", 1, MOST_THREADS),
+        "num_threads": number_of(parameters, "intra_op_thread_count", 1, MAX_THREADS),
         "start_iteration": number_of(parameters, "start_iteration_predict", 0, _LARGEST),
         "num_iteration": number_of(parameters, "num_iteration_predict", 0, _LARGEST) or -1,
     }

@@ -1,42 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of scikit-learn that skops saved as `model.skops`, on the CPU.
-
-Called by the engine through `backends.contract`. Inputs are described in `columns`; a column may be text as well, and a
-column of numbers has any type, FP64 unless told. What a file may hold is in `skops_file`. Outputs have the names of the
-model's methods:
-
-    predict             the class as it was trained with (INT64, BYTES, ...), the value, or the cluster: [1] or [targets]
-    predict_proba, predict_log_proba, decision_function, transform, score_samples   as the method gives it
-
-    parameters
-      methods          the outputs, of a model without any in its configuration; "predict" and, where the model has it,
-                       "predict_proba" unless told, or "transform" for a model that does not predict
-      trusted_types    further types that the file may hold
-      intra_op_thread_count   threads for a batch, where scikit-learn has n_jobs; 1 unless told, 0 for all cores. The threads
-                       of numpy, and of the few models that use OpenMP, are set by OMP_NUM_THREADS for the process
-
-What a method gives is found by a row of zeros, so for a model with columns of text a configuration must say it. Instances
-share the model, since predicting leaves it as it is; what of it is Python runs one batch at a time.
-Pickles and joblib's files are not read: they run code when they are opened. A model that was exported to ONNX is served by
-`backend: "onnxruntime"`, with the same answers and less work.
-"""
+"""The scikit-learn backend: models that skops saved as `model.skops`, on the CPU."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import skops.io
 from sklearn.base import BaseEstimator
+from sklearn.ensemble._hist_gradient_boosting.predictor import TreePredictor
+from sklearn.tree._tree import Tree
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
-from headrace.backends.model_files import model_path
-from headrace.backends.parameters import number_of
+from headrace.backends.model_config import model_path, number_of
 from headrace.backends.signature import Port, Signature, check_signature, completion, is_declared
-from headrace.backends.tabular.columns import Columns, widened
-from headrace.backends.tabular.skops_file import open_skops, parts_of
+from headrace.backends.tabular.columns import Columns, with_declared_dtype
+from headrace.backends.tabular.forest import check_tree
 from headrace.core.dtypes import (
     BOOL,
     BYTES,
@@ -55,14 +39,137 @@ from headrace.core.dtypes import (
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument
 from headrace.models.config.types import ModelConfig
 
+CHECKED_TYPES = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in (Tree, TreePredictor))
+TRUSTABLE = ("sklearn.", "scipy.interpolate.")
+
+_SMALL = 1 << 30
+_RATIO = 200
+
+
+def open_skops(config: ModelConfig, file: Path) -> Any:
+    """Load the model. Raise `InvalidArgument` for types that are not trusted, and other errors for an invalid file."""
+    _check_sizes(file)
+    allowed = _trusted_types(config)
+    unknown = sorted(set(skops.io.get_untrusted_types(file=file)) - {*CHECKED_TYPES, *allowed})
+    if unknown:
+        names = ", ".join(f"'{name[:128]}'" for name in unknown[:8])
+        can = [name for name in unknown if name.startswith(TRUSTABLE)]
+        raise InvalidArgument(
+            f"model '{config.name}': '{file.name}' needs types that are not trusted: {names}. "
+            + (
+                f"If you made the file yourself, write parameters: trusted_types = '{','.join([*allowed, *can])}'"
+                if len(can) == len(unknown)
+                else "They are neither of scikit-learn nor of scipy.interpolate, and could run any code: save the model "
+                "without them, or serve it with the python backend"
+            )
+        )
+    model = skops.io.load(file, trusted=[*CHECKED_TYPES, *allowed])
+    _check_parts(config, model)
+    return model
+
+
+def parts_of(model: Any) -> Iterator[Any]:
+    """Yield every object inside a model once."""
+    seen: set[int] = set()
+    pending = [model]
+    while pending:
+        part = pending.pop()
+        if id(part) in seen or isinstance(part, (str, bytes, int, float, type(None))):
+            continue
+        seen.add(id(part))
+        yield part
+        if isinstance(part, Mapping):
+            pending.extend(part.values())
+        elif isinstance(part, (list, tuple, set, frozenset)):
+            pending.extend(part)
+        elif isinstance(part, np.ndarray):
+            if part.dtype == object:
+                pending.extend(part.ravel())
+        else:
+            pending.extend(getattr(part, "__dict__", {}).values())
+
+
+def _check_sizes(file: Path) -> None:
+    with zipfile.ZipFile(file) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+    if unpacked > max(_SMALL, _RATIO * file.stat().st_size):
+        raise ValueError(f"it unpacks to {unpacked} bytes")
+
+
+def _trusted_types(config: ModelConfig) -> list[str]:
+    names = [name.strip() for name in config.parameters.get("trusted_types", "").split(",") if name.strip()]
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        kind = None
+        if name.startswith(TRUSTABLE):
+            try:
+                kind = getattr(import_module(module), attribute, None)
+            except ImportError:
+                kind = None
+        if not isinstance(kind, type):
+            raise InvalidArgument(
+                f"parameter trusted_types of model '{config.name}' names '{name[:128]}', which is no class of "
+                "scikit-learn or scipy.interpolate: only these can be trusted"
+            )
+    return names
+
+
+def _check_parts(config: ModelConfig, model: Any) -> None:
+    parts = list(parts_of(model))
+    checked: set[int] = set()
+    for part in parts:
+        if isinstance(part, BaseEstimator):
+            for tree, columns in _trees_of(part):
+                checked.add(id(tree))
+                _check_tree(tree, columns)
+        if getattr(part, "input", None) in ("file", "filename"):
+            raise InvalidArgument(
+                f"model '{config.name}' has a {type(part).__name__} that opens the files its input names: callers could "
+                "read the server's disk. Save it with input='content'"
+            )
+    if any(isinstance(part, (Tree, TreePredictor)) and id(part) not in checked for part in parts):
+        raise ValueError("a tree is in an unexpected place")
+
+
+def _trees_of(estimator: Any) -> Iterator[tuple[Any, int]]:
+    """Yield each tree that a model evaluates, with the number of columns it uses; a shared tree comes once per user."""
+    columns = getattr(estimator, "n_features_in_", 0)
+    attributes = estimator.__dict__
+    yield from ((part, columns) for part in parts_of(attributes.get("_predictors")) if isinstance(part, TreePredictor))
+    if isinstance(attributes.get("tree_"), Tree):
+        yield attributes["tree_"], columns
+    members = list(np.asarray(attributes.get("estimators_", ()), dtype=object).ravel())
+    # Some forests train each tree on a subset of the columns.
+    chosen = attributes.get("estimators_features_") or [range(columns)] * len(members)
+    for member, own in zip(members, chosen, strict=False):
+        tree = getattr(member, "__dict__", {}).get("tree_")
+        if isinstance(tree, Tree):
+            yield tree, len(own)
+
+
+def _check_tree(tree: Any, columns: int) -> None:
+    if isinstance(tree, Tree):
+        left, right = tree.children_left, tree.children_right
+        splits = left != -1
+        check_tree(left[splits], right[splits], tree.feature[splits], tree.node_count, columns)
+        return
+    nodes = tree.nodes
+    splits = nodes[nodes["is_leaf"] == 0]
+    check_tree(splits["left"], splits["right"], splits["feature_idx"], nodes.size, columns)
+    categorical = splits[splits["is_categorical"] == 1]
+    sets = min(len(tree.binned_left_cat_bitsets), len(tree.raw_left_cat_bitsets))
+    if categorical.size and categorical["bitset_idx"].max() >= sets:
+        raise ValueError("a node splits by missing categories")
+
+
 DEFAULT_FILENAME = "model.skops"
 METHODS = ("predict", "predict_proba", "predict_log_proba", "decision_function", "transform", "score_samples")
 
 _COLUMN_TYPES = (FP64, FP32, INT64, INT32, INT16, INT8, UINT64, UINT32, UINT16, UINT8, BOOL)
 _PICKLES = (".pkl", ".pickle", ".joblib")
-_USUAL_PICKLES = ("model.pkl", "model.pickle", "model.joblib")
+_PICKLE_NAMES = ("model.pkl", "model.pickle", "model.joblib")
 _SAVE_AGAIN = "Load it where it was made, and save it with skops.io.dump(model, 'model.skops')"
-_MOST_THREADS = 1024
+_MAX_THREADS = 1024
 
 log = logging.getLogger("headrace.backends")
 
@@ -71,54 +178,54 @@ class SklearnBackend:
     """`backend: "sklearn"`."""
 
     def usable_gpus(self, present: int) -> int:
-        """None."""
+        """Return 0: scikit-learn runs on the CPU."""
         return 0
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """Inputs, outputs and batch size, as the model's attributes and a row of zeros tell them."""
+        """Return inputs, outputs and batch size, from the model's attributes and its results for a row of zeros."""
         if is_declared(config):
             return None
-        opened = _Opened(config, _model_file(config, files))
-        return completion(config, Signature(opened.columns.ports, opened.usual_ports(config), {}))
+        opened = _LoadedModel(config, _model_file(config, files))
+        return completion(config, Signature(opened.columns.ports, opened.default_ports(config), {}))
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> SklearnModel:
-        """Read the file, and hold the configuration against it."""
-        opened = _Opened(config, _model_file(config, files))
+        """Read the file and check the configuration against it."""
+        opened = _LoadedModel(config, _model_file(config, files))
         ports = opened.declared_ports(config)
         check_signature(config, Signature(opened.columns.ports, ports, {}))
         return SklearnModel(config, opened, ports)
 
 
 class SklearnModel:
-    """One version."""
+    """One version: a scikit-learn model."""
 
-    def __init__(self, config: ModelConfig, opened: _Opened, ports: Mapping[str, Port]) -> None:
+    def __init__(self, config: ModelConfig, opened: _LoadedModel, ports: Mapping[str, Port]) -> None:
         self._config = config
-        self._opened: _Opened | None = opened
+        self._opened: _LoadedModel | None = opened
         self._ports = ports
 
     def open(self, placement: Placement) -> SklearnInstance:
-        """An instance of the shared model."""
+        """Create an instance of the shared model."""
         if self._opened is None:
             raise Internal(f"model '{self._config.name}' is closed")
         return SklearnInstance(self._config, self._opened, self._ports)
 
     def close(self) -> None:
-        """Let the model go."""
+        """Release the model."""
         self._opened = None
 
 
 class SklearnInstance:
-    """Computes with a model that instances share."""
+    """Runs a model that instances share."""
 
-    def __init__(self, config: ModelConfig, opened: _Opened, ports: Mapping[str, Port]) -> None:
+    def __init__(self, config: ModelConfig, opened: _LoadedModel, ports: Mapping[str, Port]) -> None:
         self._name = config.name
         self._columns = opened.columns
         self._model = opened.model
         self._ports = ports
 
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
-        """Compute a batch."""
+        """Run a batch."""
         table = self._columns.table(inputs)
         answers = {}
         for name in wanted:
@@ -128,19 +235,19 @@ class SklearnInstance:
                 answers[name] = np.empty((0, max(width, 1)), port.dtype.numpy if port.dtype else None)
                 continue
             try:
-                answer = _called(self._model, name, table)
+                answer = _call_method(self._model, name, table)
             except Exception as error:
                 log.exception("model %s could not compute a batch", self._name)
-                raise self._explained(error, inputs) from None
+                raise self._client_error(error, inputs) from None
             answers[name] = _shaped(answer, port)
         return answers
 
     def close(self) -> None:
-        """Let the model go; the last of its instances and the version free it."""
+        """Release the model; it is freed with the last reference."""
         self._model = None
 
-    def _explained(self, error: Exception, inputs: Mapping[str, Array]) -> HeadraceError:
-        """scikit-learn says ValueError for what it does not like of its input: NaN, a category, text for a number."""
+    def _client_error(self, error: Exception, inputs: Mapping[str, Array]) -> HeadraceError:
+        """Return the error for the client. scikit-learn raises ValueError for bad input: NaN, categories, text."""
         if not isinstance(error, ValueError):
             return Internal(f"model '{self._name}' failed to compute this request; the server's log has the details")
         shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in inputs.items())
@@ -150,24 +257,24 @@ class SklearnInstance:
         )
 
 
-class _Opened:
-    """A model, and what is known of its columns and outputs."""
+class _LoadedModel:
+    """A loaded model with its columns and outputs."""
 
     def __init__(self, config: ModelConfig, file: Path) -> None:
         self.model = _open(config, file)
         width = getattr(self.model, "n_features_in_", None)
         if width is None:
-            # Models of text have no number of columns: each row is one text.
+            # Text models have no number of columns: each row is one string.
             width = sum(max((spec.dims or (1,))[-1], 1) for spec in config.inputs) or 1
         names = tuple(str(name) for name in getattr(self.model, "feature_names_in_", ()))
         self.columns = Columns(config, int(width), names, _COLUMN_TYPES, text=True)
         self._width = int(width)
-        _forget_names(self.model)
+        _drop_column_names(self.model)
         self._is_text = any(port.dtype is BYTES for port in self.columns.ports.values())
-        _set_threads(self.model, number_of(config.parameters, "intra_op_thread_count", 1, _MOST_THREADS))
+        _set_threads(self.model, number_of(config.parameters, "intra_op_thread_count", 1, _MAX_THREADS))
 
-    def usual_ports(self, config: ModelConfig) -> dict[str, Port]:
-        """For a configuration that leaves something out."""
+    def default_ports(self, config: ModelConfig) -> dict[str, Port]:
+        """Return the default ports, for a configuration that omits them."""
         if config.outputs:
             return self.declared_ports(config)
         text = config.parameters.get("methods")
@@ -179,7 +286,7 @@ class _Opened:
             chosen = [name.strip() for name in text.split(",")]
         ports = {}
         for name in chosen:
-            port = self._tried(config, name)
+            port = self._probe(config, name)
             if port.shape is None:
                 raise FailedPrecondition(
                     f"the outputs of model '{config.name}' are not known before it has computed something: write `input` "
@@ -189,13 +296,13 @@ class _Opened:
         return ports
 
     def declared_ports(self, config: ModelConfig) -> dict[str, Port]:
-        """Of every method that a configuration names, and the names of the others for its errors."""
+        """Return the ports of the methods that the configuration names, and the names of the others for errors."""
         named = {spec.name for spec in config.outputs}
         known = [name for name in METHODS if hasattr(self.model, name)]
-        return {name: self._tried(config, name) if name in named else Port(name, name, None, None) for name in known}
+        return {name: self._probe(config, name) if name in named else Port(name, name, None, None) for name in known}
 
-    def _tried(self, config: ModelConfig, name: str) -> Port:
-        """What a method gives for a row of zeros. It has no shape where the row is refused."""
+    def _probe(self, config: ModelConfig, name: str) -> Port:
+        """Return the port of a method by its result for a row of zeros; no shape if the model rejects that row."""
         if name not in METHODS or not hasattr(self.model, name):
             known = ", ".join(method for method in METHODS if hasattr(self.model, method))
             raise InvalidArgument(
@@ -205,19 +312,19 @@ class _Opened:
         try:
             if self._is_text:
                 return Port(name, name, declared, None)
-            answer = _called(self.model, name, np.zeros((1, self._width)))
+            answer = _call_method(self.model, name, np.zeros((1, self._width)))
             port = Port(name, name, dtype_of(answer), (-1, answer.size))
         except Exception:
             log.info("model %s: %s does not take a row of zeros", config.name, name, exc_info=True)
             return Port(name, name, declared, None)
         numbers = _COLUMN_TYPES if answer.dtype.kind in "iub" else (FP32, FP64)
-        return port if port.dtype is BYTES else widened(port, config, numbers)
+        return port if port.dtype is BYTES else with_declared_dtype(port, config, numbers)
 
 
 def _model_file(config: ModelConfig, files: ModelFiles) -> Path:
-    """The file. A pickle in its place is named, with what to do."""
+    """Return the model file. Reject a pickle with the steps to convert it."""
     if not config.default_model_filename and not (files.version_folder / DEFAULT_FILENAME).exists():
-        pickles = [name for name in _USUAL_PICKLES if (files.version_folder / name).exists()]
+        pickles = [name for name in _PICKLE_NAMES if (files.version_folder / name).exists()]
         if pickles:
             raise _refused_pickle(config, pickles[0])
     file = model_path(config, files, DEFAULT_FILENAME)
@@ -228,8 +335,8 @@ def _model_file(config: ModelConfig, files: ModelFiles) -> Path:
 
 def _refused_pickle(config: ModelConfig, name: str) -> InvalidArgument:
     return InvalidArgument(
-        f"model '{config.name}': '{name[:128]}' is a pickle, which can run any code when it is opened, so it is not. "
-        f"{_SAVE_AGAIN}"
+        f"model '{config.name}': '{name[:128]}' is a pickle, which can run any code when it is opened, so Headrace does "
+        f"not open it. {_SAVE_AGAIN}"
     )
 
 
@@ -239,7 +346,7 @@ def _open(config: ModelConfig, file: Path) -> Any:
     except HeadraceError:
         raise
     except Exception:
-        # A file that is no archive, has a part missing, or has something else where skops expects its schema.
+        # A file that is no archive, lacks a part, or does not have the schema that skops expects.
         log.exception("model %s: %s could not be opened", config.name, file)
         raise InvalidArgument(
             f"model '{config.name}': skops cannot read '{file.name}'. It is damaged, not a file that skops saved, or of "
@@ -253,21 +360,21 @@ def _open(config: ModelConfig, file: Path) -> Any:
 
 
 def _set_threads(model: Any, threads: int) -> None:
-    # As it was trained it may want all cores, or processes of its own, in each of its parts.
+    # A trained estimator may ask for all cores, or for worker processes, in each of its parts.
     for part in parts_of(model):
         if isinstance(part, BaseEstimator) and "n_jobs" in getattr(part, "__dict__", {}):
-            # joblib's word for all cores is -1, ours is 0.
+            # joblib writes -1 for all cores, Headrace 0.
             part.n_jobs = threads or -1
 
 
-def _forget_names(model: Any) -> None:
-    # A table has no names of columns, of which scikit-learn would warn at every batch.
+def _drop_column_names(model: Any) -> None:
+    # Tables have no column names here; scikit-learn would warn of it for every batch.
     for part in parts_of(model):
         if isinstance(part, BaseEstimator):
             getattr(part, "__dict__", {}).pop("feature_names_in_", None)
 
 
-def _called(model: Any, name: str, table: Array) -> Array:
+def _call_method(model: Any, name: str, table: Array) -> Array:
     answer = getattr(model, name)(table if _is_table(model) else table.ravel())
     if hasattr(answer, "toarray"):
         answer = answer.toarray()
@@ -276,7 +383,7 @@ def _called(model: Any, name: str, table: Array) -> Array:
 
 
 def _is_table(model: Any) -> bool:
-    """Models of text take a list of texts."""
+    """Return whether the model takes a table; text models take a list of strings."""
     return hasattr(model, "n_features_in_")
 
 

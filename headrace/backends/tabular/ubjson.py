@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes UBJSON, the part of it that XGBoost writes. Called by `xgboost_file`; knows no model.
+"""A reader and writer of the subset of UBJSON that XGBoost writes.
 
-XGBoost's own reader goes past the end of a file that was cut short and takes the process with it; this one raises
-`ValueError`. Arrays of one type are numpy arrays, other arrays are lists.
+XGBoost's own reader goes past the end of a truncated file and crashes the process; this one raises `ValueError`. Arrays
+of one type are numpy arrays, other arrays are lists.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _CONSTANTS: dict[int, bool | None] = {ord("T"): True, ord("F"): False, ord("Z"):
 _MARKERS = {dtype.newbyteorder("="): bytes([marker]) for marker, (_, dtype) in _NUMBERS.items()}
 _LENGTH = struct.Struct(">cq")
 _BELOW = (127, 2**15 - 1, 2**31 - 1)
-"""What XGBoost writes with one, two and four bytes."""
+"""The largest integers that XGBoost writes with one, two and four bytes."""
 
 Packer = Callable[[bytearray, int, int], tuple[Any, int] | None]
-"""Reads a list another way: from the data, where its items begin and how many they are to a value, and where it ends."""
+"""Reads a list in another way: from the data, the start of its items and their count to a value and the end position."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A list whose items stay where they are in the data that was read."""
+class KeptList:
+    """A list whose items stay in the data that was read."""
 
     begin: int
     end: int
@@ -52,7 +52,7 @@ class Kept:
 
 
 def decode(data: bytearray, packers: Mapping[str, Packer] | None = None) -> Any:
-    """The value that fills `data` exactly. Members with a packer's name are read by it, unless it returns None."""
+    """Decode the value that fills `data` exactly. A packer reads the members of its name, unless it returns None."""
     reader = _Reader(data, packers or {})
     value = reader.value(0)
     if reader.position != len(data):
@@ -61,17 +61,17 @@ def decode(data: bytearray, packers: Mapping[str, Packer] | None = None) -> Any:
 
 
 def encode(value: Any) -> bytearray:
-    """Objects, lists, text, numbers and numpy arrays as XGBoost reads them."""
+    """Encode objects, lists, strings, numbers and numpy arrays as XGBoost reads them."""
     pieces: list[bytes] = []
     _write(value, pieces)
     return bytearray().join(pieces)
 
 
-def encode_around(data: bytearray, kept: Kept, value: Any) -> bytearray:
-    """The same for a value with that list in it, in the `data` itself: a copy would take longer than all the rest."""
+def encode_around(data: bytearray, kept: KeptList, value: Any) -> bytearray:
+    """Encode a value that contains the kept list, in place in `data`: a copy would take longer than all the rest."""
     pieces: list[bytes] = []
     _write(value, pieces)
-    # By what it is, not by what is in it: a text may say the same.
+    # Compared by identity: a string may have the same content.
     place = next(index for index, piece in enumerate(pieces) if piece is _HERE)
     data[kept.end :] = b"".join(pieces[place + 1 :])
     data[: kept.begin] = b"".join(pieces[:place])
@@ -140,7 +140,7 @@ class _Reader:
 
     def _counted(self, count: int, depth: int) -> list[Any]:
         items: list[Any] = []
-        # Each value takes a byte at least, so a count that lies ends with the data.
+        # Each value takes at least one byte, so a wrong count ends with the data.
         while len(items) < count:
             if count - len(items) < _MANY or not (alike := self._alike(count - len(items))):
                 alike = [self.value(depth + 1)]
@@ -148,7 +148,7 @@ class _Reader:
         return items
 
     def _alike(self, most: int) -> list[Any]:
-        """Numbers of one type that follow each other, read together: there are lists with one for each tree."""
+        """Read consecutive numbers of one type together: some lists have one number per tree."""
         marker = self._data[self.position : self.position + 1]
         if not marker or marker[0] not in _NUMBERS:
             return []
@@ -166,7 +166,7 @@ class _Reader:
         return self._take(self._length()).decode()
 
     def _length(self) -> int:
-        # XGBoost writes each length as 64 bits, and reads no other.
+        # XGBoost writes each length as 64 bits and reads nothing else.
         marker, length = _LENGTH.unpack(self._take(9))
         if marker != b"L":
             raise ValueError(f"byte {self.position - 9} begins no length")
@@ -198,7 +198,7 @@ def _write(value: Any, pieces: list[bytes]) -> None:
         pieces.append(b"}")
     elif isinstance(value, list):
         _write_list(value, pieces)
-    elif isinstance(value, Kept):
+    elif isinstance(value, KeptList):
         pieces.extend((b"[#", _LENGTH.pack(b"L", value.count), _HERE))
     elif isinstance(value, np.ndarray):
         pieces.extend((b"[$", _MARKERS[value.dtype], b"#", _LENGTH.pack(b"L", value.size)))
@@ -226,7 +226,7 @@ def _write_list(items: list[Any], pieces: list[bytes]) -> None:
 
 
 def _write_numbers(numbers: Array, pieces: list[bytes]) -> None:
-    """One for each tree: many. In as few bytes as XGBoost takes, so that what was read never has to move to make room."""
+    """A list with one number per tree. It takes as few bytes as XGBoost writes, so that the data read never has to grow."""
     sizes = np.searchsorted(_BELOW, numbers, side="right")
     begins = np.flatnonzero(np.diff(sizes, prepend=-1))
     if numbers.min() < 0 or begins.size > _MANY:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that XGBoost saved as `model.ubj` or `model.json`, on the CPU.
+"""The XGBoost backend: models saved as `model.ubj` or `model.json`, on the CPU.
 
-Called by the engine through `backends.contract`. Inputs are described in `columns`, outputs and most parameters in `forest`.
-A missing value is NaN; the value of a categorical column is the number of its category. Instances share one booster:
-XGBoost's in-place prediction changes nothing in it.
+Inputs are described in `columns`, outputs and most parameters in `forest`. A missing value is NaN; the value of a
+categorical column is the category's number. Instances share one booster: XGBoost's in-place prediction only reads it.
 
     parameters
-      iteration_range   "begin,end": the rounds to use; all unless told, or up to the best one where training stopped early
-      checked_file_cache   see `remembering`
+      iteration_range   "begin,end": the rounds to use (default: all, or up to the best one after early stopping)
+      checked_file_cache   see `check_cache`
 
-Not read: XGBoost's old binary format, which XGBoost itself reads no more, and pickles.
+Not supported: XGBoost's old binary format, which XGBoost itself no longer reads, and pickles.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ import numpy as np
 import xgboost as xgb
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
-from headrace.backends.model_files import model_path
-from headrace.backends.parameters import number_of
+from headrace.backends.model_config import model_path, number_of
 from headrace.backends.signature import check_signature, completion, is_declared
+from headrace.backends.tabular.check_cache import Format, read_checked
 from headrace.backends.tabular.columns import Columns
-from headrace.backends.tabular.forest import MOST_THREADS, Forest, ForestInstance, Outputs, unreadable
-from headrace.backends.tabular.remembering import Format, read_checked
+from headrace.backends.tabular.forest import MAX_THREADS, Forest, ForestInstance, Outputs, unreadable
 from headrace.backends.tabular.xgboost_file import (
     CHECKS,
     READ_ERRORS,
@@ -41,7 +39,7 @@ from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import ModelConfig
 
 FILENAMES = ("model.ubj", "model.json", "xgboost.ubj", "xgboost.json")
-"""Ours, and those of Triton's FIL backend."""
+"""Headrace's names, and those of Triton's FIL backend."""
 
 _SAVE_AGAIN = "Load it where it was made, and save it with booster.save_model('model.ubj')"
 
@@ -52,18 +50,18 @@ class XGBoostBackend:
     """`backend: "xgboost"`."""
 
     def usable_gpus(self, present: int) -> int:
-        """None: a batch of rows is answered sooner than it is copied to a GPU."""
+        """Return 0: a batch runs faster on the CPU than its copy to a GPU takes."""
         return 0
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """Inputs, outputs and batch size, as the file has them."""
+        """Return inputs, outputs and batch size from the file."""
         if is_declared(config):
             return None
         columns, outputs = _described(config, _read(config, _model_file(config, files)))
         return completion(config, outputs.signature(columns, usual=True))
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> XGBoostModel:
-        """Read the file, and hold the configuration against it."""
+        """Read the file and check the configuration against it."""
         file = _model_file(config, files)
         read = _read(config, file)
         columns, outputs = _described(config, read)
@@ -85,14 +83,14 @@ class XGBoostModel:
         self._booster = booster
 
     def open(self, placement: Placement) -> ForestInstance:
-        """An instance of the shared booster."""
-        # A linear model has no in-place prediction, and the other one is not for several threads; its copy is small.
+        """Create an instance of the shared booster."""
+        # A linear model has no in-place prediction, and the other kind is not thread-safe; its copy is small.
         booster = self._booster.copy() if self._linear else self._booster
         scores = _Scores(booster, self._rounds, linear=self._linear)
         return ForestInstance(self._config, self._columns, self._outputs, scores.value, scores.raw)
 
     def close(self) -> None:
-        """Let the booster go."""
+        """Release the booster."""
         self._booster = None
 
 
@@ -113,7 +111,7 @@ class _Scores:
         if self._linear:
             answer = self._booster.predict(xgb.DMatrix(table, nthread=1), output_margin=kind == "margin")
         else:
-            # The number of columns was checked, and names are not kept.
+            # The number of columns was checked; column names are not kept.
             answer = self._booster.inplace_predict(
                 table, iteration_range=self._rounds, predict_type=kind, missing=np.nan, validate_features=False
             )
@@ -143,11 +141,11 @@ def _format() -> Format[BoosterFile]:
 
 
 def _open(config: ModelConfig, file: Path, read: BoosterFile) -> Any:
-    threads = number_of(config.parameters, "intra_op_thread_count", 1, MOST_THREADS)
+    threads = number_of(config.parameters, "intra_op_thread_count", 1, MAX_THREADS)
     booster = xgb.Booster({"nthread": threads})
     try:
         booster.load_model(read.content)
-        # The first prediction sets the booster up; from then on it is only read. One round does it as well as all.
+        # The first prediction initialises the booster; later ones only read it. One round is enough for that.
         row = np.zeros((1, read.columns), np.float32)
         if read.booster != "gblinear":
             booster.inplace_predict(row, iteration_range=(0, min(read.rounds, 1)))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in TensorFlow's formats, frozen GraphDef and SavedModel, computed by TensorFlow, on the CPU or a GPU.
+"""The TensorFlow backend: frozen GraphDefs and SavedModels, run by TensorFlow on the CPU or a GPU.
 
-Called by the engine through `backends.contract`. Each instance has a session of its own, so that instances compute side by
-side, unless the configuration lets some share one; what a session is made with is in `settings`.
+Each instance has a session of its own, so that instances run in parallel, unless the configuration lets some share one.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
-from headrace.backends.model_files import model_path
+from headrace.backends.model_config import model_path
 from headrace.backends.signature import Signature, check_signature, completion, is_declared
-from headrace.backends.tensorflow import graphdef, savedmodel, settings
-from headrace.backends.tensorflow.function import Function, declared_inputs, declared_outputs, dismantle
+from headrace.backends.tensorflow import graphdef, savedmodel, session
+from headrace.backends.tensorflow.function import Function, declared_inputs, declared_outputs, free_graph
 from headrace.backends.tensorflow.session import Session
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import ModelConfig
@@ -31,14 +30,14 @@ class TensorFlowBackend:
     """`backend: "tensorflow"`."""
 
     def usable_gpus(self, present: int) -> int:
-        """Those that this build of TensorFlow sees."""
-        return min(present, settings.gpus())
+        """Return the number of GPUs that this build of TensorFlow sees."""
+        return min(present, session.gpus())
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """Inputs, outputs and batch size: as a signature has them, or by the ends of a frozen graph."""
+        """Return inputs, outputs and batch size, from a signature or from the ends of a frozen graph."""
         if is_declared(config):
             return None
-        platform, path = _found(config, files)
+        platform, path = _find_model(config, files)
         signature: Signature
         if platform == GRAPHDEF:
             signature = graphdef.describe_graphdef(config, files, path)
@@ -47,40 +46,40 @@ class TensorFlowBackend:
         return completion(config, signature)
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> TensorFlowModel:
-        """Find the file and check the settings. The file is read by the instances, each into its own session."""
-        settings.check(config)
-        platform, path = _found(config, files)
+        """Find the file and check the settings. Each instance reads the file into its own session."""
+        session.check(config)
+        platform, path = _find_model(config, files)
         return TensorFlowModel(config, files, platform, path)
 
 
 class TensorFlowModel:
-    """One version: a file, and the sessions that instances compute with."""
+    """One version: a file, and the sessions of its instances."""
 
     def __init__(self, config: ModelConfig, files: ModelFiles, platform: str, path: Path) -> None:
         self._config = config
         self._files = files
         self._platform = platform
         self._path = path
-        self._share_count = settings.share_count(config)
+        self._share_count = session.share_count(config)
         self._lock = threading.Lock()
-        self._shared: dict[tuple[str, int], _Shared] = {}
+        self._shared: dict[tuple[str, int], _SharedSession] = {}
 
     def open(self, placement: Placement) -> TensorFlowInstance:
-        """Read the file into a session, or share one. Refuses a configuration that does not fit what the file has."""
+        """Read the file into a session, or share one. Reject a configuration that does not fit the file."""
         with self._lock:
             key = (placement.kind, placement.device)
             shared = self._shared.get(key)
             if shared is None or not shared.join(self._share_count):
-                shared = self._shared[key] = _Shared(self._session(placement))
+                shared = self._shared[key] = _SharedSession(self._session(placement))
             return TensorFlowInstance(shared)
 
     def close(self) -> None:
-        """The instances have closed their sessions."""
+        """Do nothing: the instances have closed their sessions."""
         self._shared.clear()
 
     def _session(self, placement: Placement) -> Session:
         config = self._config
-        device = settings.device_name(config, placement)
+        device = session.device_name(config, placement)
         function: Function
         if self._platform == GRAPHDEF:
             function = graphdef.read_graphdef(config, self._files, self._path, device)
@@ -89,49 +88,49 @@ class TensorFlowModel:
         try:
             check_signature(config, function.signature)
         except InvalidArgument:
-            dismantle(function.graph)
+            free_graph(function.graph)
             raise
         inputs = list(dict.fromkeys(declared_inputs(config)))
         outputs = list(dict.fromkeys(declared_outputs(config)))
-        return Session(config.name, function, inputs, outputs, settings.session_config(config, placement))
+        return Session(config.name, function, inputs, outputs, session.session_config(config, placement))
 
 
 class TensorFlowInstance:
-    """One of those that compute with a session."""
+    """An instance that uses a session, possibly a shared one."""
 
-    def __init__(self, shared: _Shared) -> None:
-        self._shared: _Shared | None = shared
+    def __init__(self, shared: _SharedSession) -> None:
+        self._shared: _SharedSession | None = shared
         self._compute = shared.session.compute
 
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
-        """Compute a batch."""
+        """Run a batch."""
         return self._compute(inputs, wanted)
 
     def close(self) -> None:
-        """Let the session go; the last one closes it."""
+        """Release the session; the last instance closes it."""
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.leave()
 
 
-class _Shared:
-    """A session, and how many compute with it."""
+class _SharedSession:
+    """A session with a reference count."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._users = 1
         self._lock = threading.Lock()
 
-    def join(self, most: int) -> bool:
-        """One more, if there may be so many and the session is still open."""
+    def join(self, limit: int) -> bool:
+        """Add a user; return False if there are `most` already or the session is closed."""
         with self._lock:
-            if not 0 < self._users < most:
+            if not 0 < self._users < limit:
                 return False
             self._users += 1
             return True
 
     def leave(self) -> None:
-        """One less; with the last, the session is closed."""
+        """Remove a user; the last one closes the session."""
         with self._lock:
             self._users -= 1
             last = self._users == 0
@@ -139,8 +138,8 @@ class _Shared:
             self.session.close()
 
 
-def _found(config: ModelConfig, files: ModelFiles) -> tuple[str, Path]:
-    """Which of the two formats it is, and where: by the platform, or else by what is there."""
+def _find_model(config: ModelConfig, files: ModelFiles) -> tuple[str, Path]:
+    """Return the format and the path of the model: by `platform`, or else by what exists."""
     if config.platform in _USUAL:
         return config.platform, model_path(config, files, *_USUAL[config.platform])
     path = model_path(config, files, savedmodel.FOLDER, graphdef.FILENAME)

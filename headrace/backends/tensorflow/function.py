@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph with names for what goes in and comes out: what the readers of both formats make, and what a session computes.
-
-Called by `graphdef` and `savedmodel`. Knows TensorFlow's graphs, and no files, sessions or requests.
-"""
+"""A TensorFlow graph with named inputs and outputs: both readers produce one, and a session runs it."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something to run once, before the first batch."""
+    """An operation to run once, before the first batch."""
 
     operation: str
     feed: Mapping[str, Any] = field(default_factory=dict)
@@ -63,28 +60,28 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One of them."""
+    """A graph with named inputs and outputs."""
 
     filename: str
-    """Of the model, for people."""
+    """The model's file name, for messages."""
     graph: Any
     """A `tf.Graph`."""
     signature: Signature
     feeds: Mapping[str, str]
-    """The tensor for each input."""
+    """The tensor of each input."""
     fetches: Mapping[str, str]
-    """The tensor for each output."""
+    """The tensor of each output."""
     setup: tuple[Step, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What inputs are that a request leaves out, as TensorProto."""
+    """Defaults of inputs that a request omits, as TensorProto."""
 
 
-def imported(
+def import_graph(
     config: ModelConfig, filename: str, graph_def: Any, device: str | None, *, known_operators: Any = None
 ) -> Any:
-    """A `tf.Graph` of a GraphDef, with its operators on the `device`."""
+    """Import a GraphDef into a `tf.Graph`, with its operators on the `device`."""
     if device is not None:
-        # Devices that the file names are those of the machine it was trained on.
+        # A file names the devices of the machine that trained it.
         for node in graph_def.node:
             node.device = ""
         for function in graph_def.library.function:
@@ -95,7 +92,7 @@ def imported(
         with graph.as_default(), tf.device(device):
             tf.graph_util.import_graph_def(graph_def, name="", producer_op_list=known_operators)
     except Exception:
-        # ValueError, NotFoundError, TypeError and others, by what is wrong with the graph.
+        # ValueError, NotFoundError, TypeError and others, depending on the graph.
         log.exception("model %s: its graph could not be imported", config.name)
         raise InvalidArgument(
             f"model '{config.name}': TensorFlow {tf.__version__} cannot use the graph of '{filename}'. It is "
@@ -105,27 +102,27 @@ def imported(
     return graph
 
 
-def dismantle(graph: Any) -> None:
-    """Let a graph go at once. It refers to itself, and what the server froze for the collector is never collected."""
+def free_graph(graph: Any) -> None:
+    """Free a graph at once. It is a reference cycle, and the garbage collector skips objects that the server froze."""
     try:
         from tensorflow.python.framework.ops import dismantle_graph
 
         dismantle_graph(graph)
     except (ImportError, AttributeError):
-        # It is not of the public interface.
+        # Not part of the public API.
         gc.collect()
 
 
 def port_of(name: str, dtype: Any, shape: Any) -> Port:
-    """From TensorFlow's words for type and shape."""
+    """Return a port from TensorFlow's type and shape."""
     kind = str(dtype.base_dtype.name)
-    # A single number has no sizes to compare either.
+    # A scalar has no dimensions to compare either.
     sizes = None if shape.rank is None else tuple(-1 if size is None else size for size in shape.as_list())
     return Port(name, kind, _DTYPES.get(kind), sizes or None)
 
 
 def declared_inputs(config: ModelConfig) -> Iterator[str]:
-    """Every input that the configuration knows, those that requests do not carry among them."""
+    """Yield every input in the configuration, including those that requests do not carry."""
     yield from (spec.name for spec in config.inputs)
     if isinstance(config.scheduling, SequenceBatching):
         yield from (control.name for control in config.scheduling.controls)
@@ -135,18 +132,18 @@ def declared_inputs(config: ModelConfig) -> Iterator[str]:
 
 
 def declared_outputs(config: ModelConfig) -> Iterator[str]:
-    """Every output that the configuration knows."""
+    """Yield every output in the configuration."""
     yield from (spec.name for spec in config.outputs)
     if isinstance(config.scheduling, SequenceBatching):
         yield from (state.output_name for state in config.scheduling.states)
 
 
-def check_told(config: ModelConfig, shapes: Mapping[str, Any]) -> None:
-    """Refuse to complete a configuration for tensors of any rank: only a person knows what they mean."""
+def check_shapes_known(config: ModelConfig, shapes: Mapping[str, Any]) -> None:
+    """Reject auto-completion for tensors of unknown rank: their dims must be in the configuration."""
     specs: tuple[InputSpec | OutputSpec, ...] = (*config.inputs, *config.outputs)
     written = {spec.name for spec in specs if spec.dims}
     for name, shape in shapes.items():
         if shape.rank is None and name not in written:
             raise InvalidArgument(
-                f"model '{config.name}' does not tell the shape of '{name}': write it with its dims in the configuration"
+                f"model '{config.name}' does not declare the shape of '{name}': write it with its dims in the configuration"
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads frozen graphs: a file with one serialised GraphDef.
+"""A reader of frozen graphs: files with one serialised GraphDef.
 
-Called by `backends.tensorflow.backend`. Inputs are the names of Placeholder nodes and outputs those of any others, without
-the ":0" of a node's first tensor; a node's other tensors are `node:1` and so on.
+Inputs are the names of Placeholder nodes, outputs those of any other nodes, without the ":0" of a node's first tensor;
+a node's other tensors are `node:1` and so on.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from headrace.backends.signature import Port, Signature
 from headrace.backends.tensorflow.function import (
     Function,
     Step,
-    check_told,
+    check_shapes_known,
     declared_outputs,
-    dismantle,
-    imported,
+    free_graph,
+    import_graph,
     port_of,
 )
 from headrace.backends.tensorflow.operators import check_operators, check_reached, node_name, reached_nodes
 from headrace.backends.tensorflow.runtime import tf
-from headrace.backends.tensorflow.settings import allows_files
+from headrace.backends.tensorflow.session import allows_files
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.models.config.types import ModelConfig
 
@@ -41,7 +41,7 @@ _NO_RESULT = frozenset({"Const", _INPUT, _OPTIONAL_INPUT})
 
 
 def read_graphdef(config: ModelConfig, files: ModelFiles, path: Path, device: str | None) -> Function:
-    """The function that the configuration means."""
+    """Read the graph with the inputs and outputs of the configuration."""
     graph_def = _parsed(config, path)
     setup = tuple(Step(name) for name in _init_operations(config, files))
     nodes = {node.name: node for node in graph_def.node}
@@ -50,11 +50,11 @@ def read_graphdef(config: ModelConfig, files: ModelFiles, path: Path, device: st
             raise InvalidArgument(f"model '{config.name}' has no operation '{step.operation[:128]}' to begin with")
     ends = _ends(graph_def)
     wanted = list(dict.fromkeys(declared_outputs(config))) or ends
-    asked = [*wanted, *(step.operation for step in setup)]
+    targets = [*wanted, *(step.operation for step in setup)]
     files_allowed = allows_files(config)
     check_operators(config, graph_def, files_allowed=files_allowed)
-    check_reached(config, graph_def, asked, restoring=False, files_allowed=files_allowed)
-    needed = {node.name for node in reached_nodes(graph_def, asked)}
+    check_reached(config, graph_def, targets, restoring=False, files_allowed=files_allowed)
+    needed = {node.name for node in reached_nodes(graph_def, targets)}
     inputs = [node.name for node in graph_def.node if node.op == _INPUT]
     optional = [node.name for node in graph_def.node if node.op == _OPTIONAL_INPUT]
     if not inputs and not optional:
@@ -62,7 +62,7 @@ def read_graphdef(config: ModelConfig, files: ModelFiles, path: Path, device: st
             f"model '{config.name}': '{path.name}' has no Placeholder node, so nothing can be given to it: freeze the "
             "graph with its inputs as placeholders"
         )
-    graph = imported(config, path.name, graph_def, device)
+    graph = import_graph(config, path.name, graph_def, device)
     taken = _ports(graph, [*inputs, *optional])
     given = _ports(graph, [name for name in dict.fromkeys((*wanted, *ends)) if node_name(name) not in taken])
     signature = Signature(
@@ -75,14 +75,14 @@ def read_graphdef(config: ModelConfig, files: ModelFiles, path: Path, device: st
 
 
 def describe_graphdef(config: ModelConfig, files: ModelFiles, path: Path) -> Signature:
-    """What it takes and gives: the placeholders that are needed, and the nodes that no other node takes up."""
+    """Return the signature: the placeholders that are needed, and the nodes whose output no other node reads."""
     function = read_graphdef(config, files, path, "/device:CPU:0")
     tensors = {**function.feeds, **function.fetches}
     signature = function.signature
     ports = (*signature.inputs, *signature.outputs)
     shapes = {name: function.graph.get_tensor_by_name(tensors[name]).shape for name in ports}
-    dismantle(function.graph)
-    check_told(config, shapes)
+    free_graph(function.graph)
+    check_shapes_known(config, shapes)
     return signature
 
 
@@ -114,7 +114,7 @@ def _unreadable(config: ModelConfig, path: Path) -> InvalidArgument:
 
 
 def _init_operations(config: ModelConfig, files: ModelFiles) -> list[str]:
-    """What TF_INIT_OPS_FILE lists. The file is in the version's folder, or else in the model's."""
+    """Return the operations listed in TF_INIT_OPS_FILE, a file in the version's folder or else in the model's."""
     name = config.parameters.get("TF_INIT_OPS_FILE")
     if not name:
         return []
@@ -127,7 +127,7 @@ def _init_operations(config: ModelConfig, files: ModelFiles) -> list[str]:
         raise FailedPrecondition(f"model '{config.name}' has no file '{name[:128]}', which TF_INIT_OPS_FILE names")
     try:
         listed = json.loads((folder / name).read_bytes())["init_ops"]
-        if isinstance(listed, list) and all(isinstance(each, str) for each in listed):
+        if isinstance(listed, list) and all(isinstance(operation, str) for operation in listed):
             return listed
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
@@ -137,19 +137,19 @@ def _init_operations(config: ModelConfig, files: ModelFiles) -> list[str]:
 
 
 def _ends(graph_def: Any) -> list[str]:
-    """The nodes whose first tensor no other node takes."""
+    """Return the nodes whose first tensor no other node reads."""
     used = {node_name(source) for node in graph_def.node for source in node.input}
     return [node.name for node in graph_def.node if node.name not in used and node.op not in _NO_RESULT]
 
 
 def _ports(graph: Any, names: list[str]) -> dict[str, Port]:
-    """Of those that are there; the check of the configuration names the others."""
+    """Return the known tensors of these names; the check of the configuration reports the others."""
     ports = {}
     for name in names:
         try:
             tensor = graph.get_tensor_by_name(_tensor(name))
         except (KeyError, ValueError):
-            # Some nodes, such as NoOp, give no tensor.
+            # Some nodes, such as NoOp, have no output tensor.
             continue
         ports[name] = port_of(name, tensor.dtype, tensor.shape)
     return ports

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operators a model's file may have: TensorFlow's graphs are programs, and some operators run Python or use files.
+"""The operators that a TensorFlow model may contain: graphs are programs, and some operators run Python or use files.
 
-Called by the readers of the two formats, before TensorFlow sees the graph. Knows graphs, and no files and no sessions.
-Operators are looked for everywhere, also in functions that nobody calls. Only those of a `Saver` may be there: every
-SavedModel has some, to restore its variables, and what is not reached by the outputs does not run.
+The readers of both formats check a graph before TensorFlow sees it. The check covers all functions, even those never
+called. Only the operators of a `Saver` may be present: every SavedModel has some, to restore its variables, and
+operators that the outputs do not depend on do not run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RESTORING = frozenset({"Restore", "RestoreSlice", "RestoreV2", "DTensorRestoreV
 
 
 def check_operators(config: ModelConfig, graph: Any, *, files_allowed: bool) -> None:
-    """Refuse a graph with an operator that runs Python, reads or writes files, or calls other machines."""
+    """Reject a graph with an operator that runs Python, reads or writes files, or calls other machines."""
     for node in _all_nodes(graph):
         if node.op in _PYTHON:
             raise InvalidArgument(
@@ -46,26 +46,26 @@ def check_operators(config: ModelConfig, graph: Any, *, files_allowed: bool) -> 
                 "it without tf.py_function and tf.numpy_function, or serve it with the python backend"
             )
         if not files_allowed and (node.op in _FILES or node.op in _NETWORK or _names_a_file(node)):
-            raise _refused(config, node)
+            raise _rejection(config, node)
 
 
 def check_reached(
     config: ModelConfig, graph: Any, names: Iterable[str], *, restoring: bool, files_allowed: bool
 ) -> None:
-    """Refuse nodes that would save, or restore without being asked to, when the `names` are computed."""
+    """Reject nodes that would save or restore when the `names` are computed."""
     if files_allowed:
         return
     refused = _SAVING if restoring else _SAVING | _RESTORING
     for node in reached_nodes(graph, names):
         if node.op in refused:
-            raise _refused(config, node)
+            raise _rejection(config, node)
 
 
 def reached_nodes(graph: Any, names: Iterable[str]) -> Iterator[Any]:
-    """The nodes that are computed for these (of nodes or tensors), with all nodes of the functions they call."""
+    """Yield the nodes that these nodes or tensors depend on, with all nodes of the functions they call."""
     functions = {function.signature.name: function for function in graph.library.function}
     called: set[str] = set()
-    for node in reached_at_the_top(graph, names):
+    for node in reached_in_main_graph(graph, names):
         yield node
         called.update(called_functions(node, functions))
     calls = list(called)
@@ -77,8 +77,8 @@ def reached_nodes(graph: Any, names: Iterable[str]) -> Iterator[Any]:
             calls.extend(more)
 
 
-def reached_at_the_top(graph: Any, names: Iterable[str]) -> Iterator[Any]:
-    """The same without what is in functions."""
+def reached_in_main_graph(graph: Any, names: Iterable[str]) -> Iterator[Any]:
+    """Yield the nodes that these depend on, without the nodes in functions."""
     nodes = {node.name: node for node in graph.node}
     waiting = [node_name(name) for name in names]
     seen = set(waiting)
@@ -94,7 +94,7 @@ def reached_at_the_top(graph: Any, names: Iterable[str]) -> Iterator[Any]:
 
 
 def called_functions(node: Any, known: Any) -> set[str]:
-    """The functions that a node calls: its operator may be one, its attributes may name some."""
+    """Return the functions that a node calls: its operator may be one, its attributes may name some."""
     names = {node.op}
     for value in node.attr.values():
         kind = value.WhichOneof("value")
@@ -106,7 +106,7 @@ def called_functions(node: Any, known: Any) -> set[str]:
 
 
 def node_name(tensor: str) -> str:
-    """Of the node that gives a tensor: `node`, `node:0`, `node:out:0` in functions, `^node` where it only comes first."""
+    """Return the node of a tensor: `node`, `node:0`, `node:out:0` in functions, `^node` for a control dependency."""
     return tensor.removeprefix("^").partition(":")[0]
 
 
@@ -117,7 +117,7 @@ def _all_nodes(graph: Any) -> Iterator[Any]:
 
 
 def _names_a_file(node: Any) -> bool:
-    """Whether an operator that needs no file is told of one."""
+    """Return whether an operator with an optional file has one."""
     if node.op == "PrintV2":
         return bool(node.attr["output_stream"].s.startswith(b"file:"))
     if node.op.startswith("Debug"):
@@ -130,7 +130,7 @@ def _names_a_file(node: Any) -> bool:
     return False
 
 
-def _refused(config: ModelConfig, node: Any) -> InvalidArgument:
+def _rejection(config: ModelConfig, node: Any) -> InvalidArgument:
     does = "calls other machines" if node.op in _NETWORK else "reads or writes files of the server"
     return InvalidArgument(
         f"model '{config.name}' has a node '{node.name[:128]}' of type {node.op}, which {does}: export it without, or, if "

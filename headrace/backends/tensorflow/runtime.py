@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorFlow, imported with the two settings that it reads from the environment only. What a user has set there stands."""
+"""Import TensorFlow with two settings that it reads from the environment only; the user's own values take precedence."""
 
 from __future__ import annotations
 
 import os
 
-# Informative lines about CPU features and missing GPUs are for those who build models. Errors still come.
+# Informational lines about CPU features and missing GPUs do not help here. Errors are still printed.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# Without it the threads inside an operator are one pool for the whole process, as large as its first session asked.
+# Otherwise all sessions share one intra-op thread pool of the size that the first session asked for.
 os.environ.setdefault("TF_OVERRIDE_GLOBAL_THREADPOOL", "1")
 
 import tensorflow as tf

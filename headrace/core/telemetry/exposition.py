@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics as text for a scrape: Prometheus 0.0.4 or OpenMetrics 1.0.
+"""Metrics as text (Prometheus 0.0.4 or OpenMetrics 1.0), and the metrics of several processes added up.
 
-The metrics route calls `negotiate` and `pieces`. A series has the same name and labels in both formats, so that a
-dashboard does not care which one a scraper asked for: a counter whose name lacks `_total` (Triton's do) is therefore
-"unknown" in OpenMetrics, which would otherwise rename it. Must not know sockets or routes.
+A series has the same name and labels in both formats. A counter whose name lacks `_total` (Triton's do) is therefore
+"unknown" in OpenMetrics, which would otherwise rename it.
 https://prometheus.io/docs/instrumenting/exposition_formats/ and https://prometheus.io/docs/specs/om/open_metrics_spec/
 """
 
@@ -11,15 +10,30 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
-from headrace.core.telemetry.families import Kind
-from headrace.core.telemetry.registry import Registry, openmetrics_name
-from headrace.core.telemetry.samples import Samples, escape, escape_quotes, samples_of
-from headrace.core.telemetry.summaries import quantile_values
+import orjson
+
+from headrace.core.telemetry.metrics import (
+    HistogramValue,
+    Kind,
+    Registry,
+    Samples,
+    SummaryValue,
+    Together,
+    Value,
+    escape,
+    escape_quotes,
+    openmetrics_name,
+    quantile_values,
+    samples_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +48,7 @@ class Format(Enum):
 
 
 def negotiate(accept: bytes | None) -> Format:
-    """Pick the format for a request's `accept` field: OpenMetrics only for who names it, and not as second choice."""
+    """Pick the format for an `accept` header: OpenMetrics only for a client that names it, and not as second choice."""
     wanted = {Format.TEXT: 0.0, Format.OPENMETRICS: 0.0}
     for choice in (accept or b"").lower().split(b","):
         media, *settings = (piece.strip() for piece in choice.split(b";"))
@@ -55,25 +69,25 @@ def render(registry: Registry, format: Format = Format.TEXT) -> bytes:
 
 
 def read(registry: Registry) -> Iterator[Samples]:
-    """Every metric of a registry as it is now, without those that cannot be read."""
+    """Read every metric of a registry now; leave out those that cannot be read."""
     for family in list(registry.families):
         try:
             samples = samples_of(family)
         except Exception:
-            _log.exception("metric %s could not be read and is left out", family.name)
+            _log.exception("metric %s cannot be read and is left out", family.name)
         else:
             yield samples
 
 
 def pieces(metrics: Iterable[Samples], format: Format = Format.TEXT) -> Iterator[bytes]:
-    """Write metrics piece by piece, each of some kilobytes, so that who has other things to do can do them between."""
+    """Write metrics in pieces of some kilobytes, so that the event loop can do other work in between."""
     for samples in metrics:
         write = _WRITERS.get(samples.kind, _write_numbers)
         series = list(samples.series.items())
         yield "\n".join((*_head(samples, format), "")).encode("utf-8", "replace")
         for start in range(0, len(series), _SERIES_PER_PIECE):
             text = write(samples.name, series[start : start + _SERIES_PER_PIECE])
-            # Label values can hold anything that was once a name; half a surrogate pair must not stop the scrape.
+            # Label values may have half a surrogate pair, which must not stop the scrape.
             yield text.encode("utf-8", "replace")
     if format is Format.OPENMETRICS:
         yield b"# EOF\n"
@@ -88,12 +102,12 @@ def _quality(text: bytes) -> float:
 
 
 def _head(samples: Samples, format: Format) -> tuple[str, str]:
-    words = escape(samples.help)
+    help_text = escape(samples.help)
     if format is Format.TEXT:
-        return f"# HELP {samples.name} {words}", f"# TYPE {samples.name} {samples.kind}"
+        return f"# HELP {samples.name} {help_text}", f"# TYPE {samples.name} {samples.kind}"
     name = openmetrics_name(samples)
     kind = "unknown" if samples.kind == "counter" and name == samples.name else samples.kind
-    return f"# TYPE {name} {kind}", f"# HELP {name} {escape_quotes(words)}"
+    return f"# TYPE {name} {kind}", f"# HELP {name} {escape_quotes(help_text)}"
 
 
 def _write_numbers(name: str, series: Sequence[tuple[str, Any]]) -> str:
@@ -101,7 +115,7 @@ def _write_numbers(name: str, series: Sequence[tuple[str, Any]]) -> str:
 
 
 def _write_histograms(name: str, series: Sequence[tuple[str, Any]]) -> str:
-    """All lines of a histogram by one pattern: there are many, and most of each is the same for all series."""
+    """Write all lines of a histogram by one pattern: there are many, and they differ little between series."""
     patterns: dict[tuple[float, ...], list[str]] = {}
     ends = (f"{name}_count", f" %d\n{name}_sum", " %s\n")
     text: list[str] = []
@@ -142,3 +156,125 @@ def _number(value: float) -> str:
     if math.isfinite(number):
         return repr(number)
     return "NaN" if math.isnan(number) else "+Inf" if number > 0 else "-Inf"
+
+
+def pack(metrics: Iterable[Samples]) -> bytes:
+    """Encode metrics as JSON, for another process of the same server."""
+    return orjson.dumps(
+        [
+            [
+                one.kind,
+                one.name,
+                one.help,
+                one.together,
+                [[labels, _plain(value)] for labels, value in one.series.items()],
+            ]
+            for one in metrics
+        ]
+    )
+
+
+def unpack(packed: bytes) -> list[Samples]:
+    """Decode what `pack` encoded."""
+    return [
+        Samples(kind, name, help_text, together, {labels: _value(kind, value) for labels, value in series})
+        for kind, name, help_text, together, series in orjson.loads(packed)
+    ]
+
+
+def merge(processes: Iterable[Iterable[Samples]], ended: Iterable[Iterable[Samples]] = ()) -> list[Samples]:
+    """Add up the metrics of several processes.
+
+    What remains of processes that have `ended` (see `lasting`) is added to series that still exist: a model that only they
+    had is gone.
+    """
+    merged: dict[str, Samples] = {}
+    for metrics in processes:
+        for samples in metrics:
+            known = merged.get(samples.name)
+            if known is None:
+                merged[samples.name] = Samples(
+                    samples.kind, samples.name, samples.help, samples.together, dict(samples.series)
+                )
+            elif known.kind == samples.kind:  # else two processes disagree, and the first is right
+                _add_series(known, samples)
+    for metrics in ended:
+        for samples in metrics:
+            known = merged.get(samples.name)
+            if known is not None and known.kind == samples.kind:
+                left = {labels: value for labels, value in samples.series.items() if labels in known.series}
+                _add_series(known, replace(samples, series=left))
+    return list(merged.values())
+
+
+def lasting(metrics: Iterable[Samples]) -> list[Samples]:
+    """Return what to keep of a process that has ended: everything but gauges.
+
+    Without it the sum of all processes would fall, which Prometheus reads as a restart.
+    """
+    return [
+        replace(samples, series={labels: _without_window(value) for labels, value in samples.series.items()})
+        for samples in metrics
+        if samples.kind != "gauge"
+    ]
+
+
+def added(together: Together, one: Value, other: Value) -> Value:
+    """Add two readings of the same series."""
+    if isinstance(one, HistogramValue):
+        return _histograms(one, cast("HistogramValue", other))
+    if isinstance(one, SummaryValue):
+        more = cast("SummaryValue", other)
+        tally = Tally(one.tally)
+        tally.update(more.tally)
+        return SummaryValue(one.quantiles, tally, one.observed + more.observed, one.sum + more.sum)
+    number = cast("float", other)
+    return one + number if together == "sum" else max(one, number) if together == "max" else min(one, number)
+
+
+def _without_window(value: Value) -> Value:
+    return value._replace(tally={}) if isinstance(value, SummaryValue) else value
+
+
+def _add_series(known: Samples, samples: Samples) -> None:
+    series = known.series
+    for labels, value in samples.series.items():
+        before = series.get(labels)
+        series[labels] = value if before is None else added(known.together, before, value)
+
+
+def _histograms(one: HistogramValue, other: HistogramValue) -> HistogramValue:
+    counts = list(one.counts)
+    if one.bounds == other.bounds:
+        counts = [mine + theirs for mine, theirs in zip(counts, other.counts, strict=True)]
+    else:
+        # Another configuration in one process: count a bucket where the next larger bound is.
+        for bound, count in zip((*other.bounds, math.inf), other.counts, strict=True):
+            counts[bisect_left(one.bounds, bound)] += count
+    return HistogramValue(one.bounds, counts, one.sum + other.sum)
+
+
+def _plain(value: Value) -> Any:
+    if isinstance(value, HistogramValue):
+        return [value.bounds, value.counts, _plain(value.sum)]
+    if isinstance(value, SummaryValue):
+        return [value.quantiles, list(value.tally.items()), value.observed, _plain(value.sum)]
+    if type(value) is int:
+        return value
+    number = float(value)
+    # JSON cannot write infinity and NaN.
+    return number if math.isfinite(number) else repr(number)
+
+
+def _value(kind: str, plain: Any) -> Value:
+    if kind == "histogram":
+        bounds, counts, total = plain
+        return HistogramValue(tuple(bounds), counts, _read(total))
+    if kind == "summary":
+        quantiles, tally, observed, total = plain
+        return SummaryValue(tuple(quantiles), dict(tally), observed, _read(total))
+    return _read(plain)
+
+
+def _read(plain: float | str) -> float:
+    return float(plain) if isinstance(plain, str) else plain

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs: the standard library's, as JSON lines for machines or as text for people.
+"""Logs as JSON lines or as text, the fields that every line carries, and the access log.
 
-`configure_logging` is called once by a composition root; every room just uses `logging.getLogger(__name__)`. Each line
-carries the fields of `context` and those given with `extra=`. One record is one line, whatever a client put into it.
+A program calls `configure_logging` once; everything else uses `logging.getLogger`. A record is one line, whatever a client
+put into it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Mapping
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, TextIO
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, Protocol, TextIO, TypedDict, Unpack, cast
 
 import orjson
-
-from headrace.core.telemetry import context
 
 LogFormat = Literal["auto", "json", "text"]
 
 _OURS = "headrace"
 _CHATTY = ("httpx", "httpx2")
-"""Loggers of others that tell every request at the level info: heard from warnings on."""
+"""Libraries that log every request at level info: only their warnings are written."""
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _JSON_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-# JSON may carry these as they are, but some readers of lines take them for the end of one.
+# Allowed in JSON, but some programs take them for the end of a line.
 _UNICODE_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 _PLAIN_VALUE = re.compile(r"[\w.:/+@-]+")
 
@@ -65,24 +66,24 @@ def configure_logging(level: str | int = "info", format: LogFormat = "auto", str
 
 @dataclass(frozen=True, slots=True)
 class LogLevels:
-    """Which lines are written, as Triton's clients choose it: each kind by itself."""
+    """Which levels are written, each switched by itself as in Triton's logging extension."""
 
     info: bool = True
     warning: bool = True
     error: bool = True
     verbose: int = 0
-    """Over 0: our own debug lines, too."""
+    """Over 0: also Headrace's own debug lines."""
 
     @classmethod
     def from_level(cls, number: int) -> LogLevels:
-        """Everything from a level on."""
+        """Write a level and all above it."""
         return cls(
             number <= logging.INFO, number <= logging.WARNING, number <= logging.ERROR, int(number <= logging.DEBUG)
         )
 
     @property
     def lowest(self) -> int:
-        """The first level of which something is written."""
+        """The lowest level that is written."""
         chosen = (
             (self.verbose > 0, logging.DEBUG),
             (self.info, logging.INFO),
@@ -92,7 +93,7 @@ class LogLevels:
         return next((level for wanted, level in chosen if wanted), logging.CRITICAL)
 
     def wants(self, level: int) -> bool:
-        """Whether a line of this level is written. What is critical always is."""
+        """Return whether a line of this level is written; critical ones always are."""
         if level < logging.INFO:
             return self.verbose > 0
         if level < logging.WARNING:
@@ -103,7 +104,7 @@ class LogLevels:
 
 
 def log_levels() -> LogLevels:
-    """What is written now."""
+    """Return the levels that are written now."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Handler):
             return handler.levels
@@ -111,7 +112,7 @@ def log_levels() -> LogLevels:
 
 
 def change_log_levels(levels: LogLevels) -> None:
-    """Write other lines from now on. For a running server; without `configure_logging` before, only the level changes."""
+    """Change the levels of a running server. Without `configure_logging` before, only the lowest level changes."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Handler):
             handler.levels = levels
@@ -120,12 +121,12 @@ def change_log_levels(levels: LogLevels) -> None:
 
 def _set_level(number: int) -> None:
     logging.getLogger(_OURS).setLevel(number)
-    # Debug is for our own rooms: at that level libraries write what they decode, credentials included.
+    # Debug only for Headrace: at that level libraries log what they decode, credentials included.
     logging.getLogger().setLevel(max(number, logging.INFO))
 
 
 def one_line(text: str) -> str:
-    """Escape what a terminal or a line reader would act on: line breaks, escape sequences, direction marks."""
+    """Escape line breaks, terminal escape sequences and direction marks."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
@@ -135,7 +136,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.format`."""
+        """Return the record as a line of JSON."""
         entry: dict[str, Any] = {
             "time": _utc_time(record),
             "level": record.levelname.lower(),
@@ -151,14 +152,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger, message, then fields as `name=value`. Tracebacks follow, each line indented by a bar."""
+    """Time, level, logger, message, then fields as `name=value`; each line of a traceback starts with a bar."""
 
     def __init__(self, *, colour: bool = False) -> None:
         super().__init__()
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.format`."""
+        """Return the record as a line, with indented lines for a traceback."""
         level = f"{record.levelname:<8}"
         fields = "".join(f" {one_line(name)}={_text_value(value)}" for name, value in _fields_of(record).items())
         if self._colour:
@@ -174,12 +175,12 @@ class TextFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Ours, so that a second `configure_logging` knows which to replace."""
+    """The handler that a second `configure_logging` replaces."""
 
     levels = LogLevels()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`."""
+        """Write a record if its level is switched on."""
         if self.levels.wants(record.levelno):
             super().emit(record)
 
@@ -201,9 +202,9 @@ def _utc_time(record: logging.LogRecord) -> str:
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Context first, then what the call gave with `extra=`, which knows better where both name a field."""
+    """Return the fields of the context and those given with `extra=`, which win."""
     given = {name: value for name, value in vars(record).items() if name not in _STANDARD_ATTRIBUTES}
-    return {**context.fields(), **given}
+    return {**fields(), **given}
 
 
 def _to_json(entry: dict[str, Any]) -> str:
@@ -216,7 +217,7 @@ def _to_json(entry: dict[str, Any]) -> str:
 
 
 def _tame(value: Any) -> Any:
-    """Half a surrogate pair, a number over 64 bits, a loop: JSON cannot have it, but its text is worth a line."""
+    """Replace a value that JSON cannot hold (half a surrogate pair, a number over 64 bits, a loop) by its text."""
     try:
         orjson.dumps(value, default=str, option=_JSON_OPTIONS)
     except TypeError:
@@ -233,5 +234,93 @@ def _text_value(value: object) -> str:
 
 
 def _barred(text: str) -> list[str]:
-    # The bar keeps a line break inside an exception's text from looking like a new record.
+    # With the bar, a line break inside an exception's text does not look like a new record.
     return [f"    | {one_line(line)}" for line in text.rstrip("\n").split("\n")]
+
+
+class Fields(TypedDict, total=False):
+    """Fields that can be bound to the current task."""
+
+    request_id: str
+    model: str
+    version: str
+    job: str
+
+
+# One variable for all fields: binding three costs as much as binding one.
+_fields: ContextVar[Mapping[str, str]] = ContextVar("headrace_fields", default=MappingProxyType({}))
+
+
+def fields() -> Mapping[str, str]:
+    """Return the fields that are bound here, by name."""
+    return _fields.get()
+
+
+def bind(**values: Unpack[Fields]) -> None:
+    """Set fields for the rest of this task or callback."""
+    _fields.set(_with(values))
+
+
+class bound:  # noqa: N801 - lower case like `contextlib.suppress`: it is used as a verb
+    """`with bound(model="m"):` sets fields inside the block and restores them after it."""
+
+    __slots__ = ("_token", "_values")
+
+    def __init__(self, **values: Unpack[Fields]) -> None:
+        self._values = values
+
+    def __enter__(self) -> None:
+        """Set the fields."""
+        self._token: Token[Mapping[str, str]] = _fields.set(_with(self._values))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore the fields."""
+        _fields.reset(self._token)
+
+
+def _with(values: Fields) -> Mapping[str, str]:
+    return {**_fields.get(), **cast("Mapping[str, str]", values)}
+
+
+_access_log = logging.getLogger("headrace.access")
+
+
+class Head(Protocol):
+    """What the access log reads of a request's head."""
+
+    @property
+    def method(self) -> bytes:
+        """The method, as sent."""
+
+    @property
+    def path(self) -> bytes:
+        """The path, as sent, without the query."""
+
+    @property
+    def version(self) -> str:
+        """The HTTP version: "1.1" or "2"."""
+
+
+def log_access(peer: str, head: Head, status: int, key_name: str = "") -> None:
+    """Write one line for an answered request. The query is left out: people put keys and tokens there.
+
+    `key_name` is the name of the API key, never the key.
+    """
+    if not _access_log.isEnabledFor(logging.INFO):
+        return
+    details = {
+        "peer": peer,
+        "method": _text(head.method),
+        "path": _text(head.path),
+        "protocol": f"HTTP/{head.version}",
+        "status": status,
+    }
+    if key_name:
+        details["key_name"] = key_name
+    _access_log.info("answered", extra=details)
+
+
+def _text(sent: bytes) -> str:
+    return sent.decode("utf-8", "backslashreplace")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a long task has come: a download, a model that loads, a rollout.
+"""Progress events of long tasks: a download, a model that loads, a rollout.
 
-A room that works for long takes a `Progress` and reports through a `Reporter`; `cli` turns the events into bars or JSON
-lines, `api` into status and event streams. Must not know who looks, nor how fast they can.
+Code that works for long takes a `Progress` and reports through a `Reporter`; `cli` turns the events into bars or JSON lines,
+`api` into status and event streams.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from headrace.core.errors import HeadraceError
 
 @dataclass(frozen=True, slots=True)
 class ProgressEvent:
-    """Where one task stands."""
+    """The progress of one task."""
 
     task: str
-    """What is being done, the same in all events of the task: "download resnet50"."""
+    """The task's name, the same in all its events: "download resnet50"."""
     done: float = 0
     total: float | None = None
-    """None while it is not known."""
+    """None while unknown."""
     unit: str = ""
     """What is counted: "bytes", "files", "layers"."""
     message: str = ""
-    """The phase, or the last words, for people."""
+    """The current phase, or the result, for people."""
     state: Literal["running", "finished", "failed"] = "running"
 
 
 Progress = Callable[[ProgressEvent], None]
-"""Where events go. Called on the worker's thread; must return quickly and never raise."""
+"""A function that receives events, in the thread of the task. It must return quickly and never raise."""
 
 
 def silent(event: ProgressEvent) -> None:
-    """Let progress go unseen: the `Progress` for callers that have none."""
+    """Ignore progress."""
 
 
 class Running:
-    """A `Progress` that remembers the last event of each task that runs, and passes all of them on. From any thread."""
+    """A `Progress` that keeps the last event of each running task and passes all events on. Thread-safe."""
 
     def __init__(self, onward: Progress = silent) -> None:
         self._onward = onward
@@ -50,7 +50,7 @@ class Running:
         self._tasks: dict[str, ProgressEvent] = {}
 
     def __call__(self, event: ProgressEvent) -> None:
-        """Take an event."""
+        """Receive an event."""
         with self._lock:
             if event.state == "running":
                 self._tasks[event.task] = event
@@ -59,15 +59,15 @@ class Running:
         self._onward(event)
 
     def tasks(self) -> list[ProgressEvent]:
-        """Where each task stands that runs now, the oldest first."""
+        """Return the last event of each running task, the oldest task first."""
         with self._lock:
             return list(self._tasks.values())
 
 
 class Reporter:
-    """Reports one task, at most one event in `every_seconds`; the first and the last one always.
+    """Report one task: at most one event in `every_seconds`, and always the first and the last.
 
-    As a context manager it ends the task: finished, or failed when an exception passes.
+    As a context manager it ends the task: finished, or failed after an exception.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class Reporter:
         self.message = ""
 
     def advance(self, amount: float = 1) -> None:
-        """Say that `amount` more is done."""
+        """Add to what is done."""
         self.done += amount
         self._report_when_due()
 
     def update(self, *, done: float | None = None, total: float | None = None, message: str | None = None) -> None:
-        """Say how things stand. A new message is a new phase, and is reported at once."""
+        """Set values. A new message is a new phase and is reported at once."""
         new_phase = message is not None and message != self.message
         self.done = self.done if done is None else done
         self.total = self.total if total is None else total
@@ -105,11 +105,11 @@ class Reporter:
         self._report_when_due(now=new_phase)
 
     def finish(self, message: str = "") -> None:
-        """Say that the task is done. Nothing is reported after this."""
+        """End the task as finished."""
         self._end("finished", message)
 
     def fail(self, message: str) -> None:
-        """Say that the task will not be done, and why. Nothing is reported after this."""
+        """End the task as failed; `message` says why."""
         self._end("failed", message)
 
     def __enter__(self) -> Reporter:
@@ -120,11 +120,11 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Report the end, unless the task said it itself."""
+        """Report the end, unless it was reported."""
         if error is None:
             self.finish()
         else:
-            # The text of an exception that is not ours may say more than an onlooker should read.
+            # The text of another exception may have secrets.
             self.fail(error.message if isinstance(error, HeadraceError) else type(error).__name__)
 
     def _report_when_due(self, *, now: bool = False) -> None:

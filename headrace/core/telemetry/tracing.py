@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans for who asks for them: the words rooms use, and the silence that stands in when tracing is off.
+"""Trace spans: the interface that code uses, and a tracer that does nothing.
 
-Rooms take a `Tracer` and start spans on it; a composition root passes `NO_TRACING`, or what `open_tracing` gives.
-Parents are passed by hand, because the infer path runs in callbacks that share one context. Must not know
-OpenTelemetry: `spans` does, and is imported only when tracing is opened.
+A program passes `NO_TRACING` or the result of `open_tracing`. Parents are passed explicitly, because the infer path runs in
+callbacks that share one context. OpenTelemetry is imported (`opentelemetry_spans`) only when tracing is switched on.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ AttributeValue = str | bool | int | float
 
 
 class Span(Protocol):
-    """A stretch of work. End it once; as a context manager it ends itself, marked failed if an exception passes."""
+    """A span. End it once; as a context manager it ends itself, marked as failed after an exception."""
 
     traceparent: bytes
     """The W3C header that makes work elsewhere a child of this span; empty when tracing is off."""
 
     def set(self, name: str, value: AttributeValue) -> None:
-        """Attach a fact."""
+        """Set an attribute."""
 
     def end(self, failure: str = "", at: float | None = None) -> None:
-        """Stop the watch; `failure` says what went wrong, and marks the span as failed. `at`: see `Tracer.start`."""
+        """End the span; `failure` says what went wrong and marks it as failed. `at`: see `Tracer.start`."""
 
     def __enter__(self) -> Span:
         """Begin a block that ends the span."""
@@ -43,16 +42,16 @@ class Tracer(Protocol):
     """Starts spans."""
 
     enabled: bool
-    """False when nobody listens: a hot path may then skip the work of naming things."""
+    """False when tracing is off, so that a hot path can skip its spans."""
 
     def start(self, name: str, parent: Span | bytes | None = None, at: float | None = None) -> Span:
-        """Start a span under another one, under a client's `traceparent` header, or under nothing.
+        """Start a span below another one, below a client's `traceparent` header, or at the root.
 
-        `at`: seconds since the epoch, for what has begun before it is told.
+        `at`: start time in seconds since the epoch, for work that has begun earlier.
         """
 
     def close(self) -> None:
-        """Send what is left, and stop."""
+        """Export the remaining spans and stop."""
 
 
 class _NoSpan:
@@ -87,15 +86,15 @@ NO_TRACING: Tracer = _NoTracer()
 
 
 def open_tracing(endpoint: str, service_name: str, *, sample_ratio: float = 1.0) -> Tracer:
-    """Send spans to an OTLP/HTTP collector such as `http://localhost:4318`.
+    """Return a tracer that exports to an OTLP/HTTP collector such as `http://localhost:4318`.
 
-    A request that comes with a `traceparent` is traced if its caller traces it; of the others, `sample_ratio` are.
+    A request with a `traceparent` is traced if its caller traces it; of the others, the share `sample_ratio`.
     """
     address = checked_endpoint(endpoint)
     if not 0 <= sample_ratio <= 1:
         raise ValueError(f"tracing sample ratio {sample_ratio} is not allowed: use a number from 0 to 1")
     try:
-        spans = importlib.import_module("headrace.core.telemetry.spans")
+        spans = importlib.import_module("headrace.core.telemetry.opentelemetry_spans")
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("opentelemetry"):
             raise
@@ -104,7 +103,7 @@ def open_tracing(endpoint: str, service_name: str, *, sample_ratio: float = 1.0)
 
 
 def checked_endpoint(endpoint: str) -> SplitResult:
-    """Where spans go, with a collector's path unless another is told. Raises ValueError that says what to write."""
+    """Return the collector's URL, with the default path `/v1/traces`. Raises ValueError."""
     address = urlsplit(endpoint)
     if address.scheme not in ("http", "https") or not address.hostname:
         raise ValueError(f"tracing endpoint {endpoint!r} is not allowed: use a URL such as http://localhost:4318")

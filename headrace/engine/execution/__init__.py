@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch becomes one computation, and its result becomes answers.
+"""Execution: concatenate the tensors of a batch, compute it on an instance, split the result into responses.
 
-Lives here: joining and cutting tensors, and the runners that hold an instance and choose its thread. May not live here:
-queues, or the choice of what is computed when.
+Runners hold an instance and choose its thread. Queues, and the choice of what is computed when, are in `scheduling`.
 """

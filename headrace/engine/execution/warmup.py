@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm-up: the requests that a configuration wants computed before the model is ready. Called while a version is opened."""
+"""Warm-up: compute the configured requests before a version is ready. The model loader calls it."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ import numpy as np
 
 from headrace.core.dtypes import BF16, BOOL, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
-from headrace.core.messages import InferRequest, InferResponse
+from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.tensors import Tensor, tensor_from_buffer
-from headrace.engine.scheduling.pending import Pending, StreamPending
+from headrace.engine.scheduling.pending_request import PendingRequest, PendingStream
+from headrace.engine.scheduling.request_timeline import TimelineRecorder
 from headrace.engine.scheduling.scheduler import Runner
-from headrace.engine.scheduling.watching import Watch
 from headrace.models.config.types import ModelConfig, Warmup, WarmupInput, fits
 
 
-class _Nobody:
-    """The owner of a warm-up request: it is not counted."""
+class _WarmupOwner:
+    """The owner of warm-up requests: does not count them."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.version_text = ""
-        self.follows = True
-        self.watch: Watch | None = None
+        self.tracks_requests = True
+        self.recorder: TimelineRecorder | None = None
 
-    def settle(self, pending: Pending, outputs: Sequence[Tensor] | BaseException | None) -> None:
-        """Nothing to count."""
+    def settle(self, pending: PendingRequest, outputs: Sequence[Tensor] | BaseException | None) -> None:
+        """Do nothing: warm-up requests are not counted."""
 
 
 async def warm_up(runner: Runner, config: ModelConfig, warmup: Warmup, model_folder: Path) -> None:
-    """Compute one warm-up request on one instance as often as it says; raises when the model fails on it."""
+    """Compute a warm-up request on an instance, `count` times; raise if the model fails."""
     inputs = await asyncio.to_thread(_inputs, config, warmup, model_folder)
     for _ in range(max(1, warmup.count)):
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def answered(
-            answer: InferResponse | BaseException | None, final: bool, told: asyncio.Future[None] = done
+            answer: InferResponse | BaseException | None, final: bool, done: asyncio.Future[None] = done
         ) -> None:
             if isinstance(answer, BaseException):
-                told.set_exception(answer)
+                done.set_exception(answer)
             elif final:
-                told.set_result(None)
+                done.set_result(None)
 
         rows = max(1, warmup.batch_size)
         request = InferRequest(config.name, inputs)
-        pending = StreamPending(_Nobody(config.name), request, rows, None, answered, monotonic_ns())
+        pending = PendingStream(_WarmupOwner(config.name), request, rows, None, answered, monotonic_ns())
         freed = asyncio.Event()
         runner.run([pending], lambda _, freed=freed: freed.set())  # type: ignore[misc]
         try:
@@ -81,21 +81,21 @@ def _input(name: str, source: WarmupInput, rows: int, model_folder: Path) -> Ten
     if source.source == "file":
         path = model_folder / "warmup" / source.data_file
         try:
-            one = tensor_from_buffer(name, dtype, source.dims, path.read_bytes())
+            row = tensor_from_buffer(name, dtype, source.dims, path.read_bytes())
         except OSError as error:
             raise FailedPrecondition(f"{path}: the warm-up data cannot be read ({error.strerror})") from None
         except InvalidArgument as error:
-            raise FailedPrecondition(f"{path}: the warm-up data is not right: {error.message}") from None
-        return Tensor(name, dtype, np.stack([one.array] * rows) if rows else one.array)
+            raise FailedPrecondition(f"{path}: the warm-up data is invalid: {error.message}") from None
+        return Tensor(name, dtype, np.stack([row.array] * rows) if rows else row.array)
     if dtype is BYTES:
         array = np.full(shape, b"", dtype=object)
     elif source.source == "zero":
         array = np.zeros(shape, dtype.numpy)
     else:
-        # Numbers between 0 and 1, or small whole ones: in the range of every type, and of most models.
+        # Numbers between 0 and 1, or small integers: in the range of every type and of most models.
         generator = np.random.default_rng(0)
-        whole = dtype is not BF16 and dtype.numpy.kind in "iu"
-        array = (generator.integers(0, 100, shape) if whole else generator.random(shape)).astype(dtype.numpy)
+        is_integer = dtype is not BF16 and dtype.numpy.kind in "iu"
+        array = (generator.integers(0, 100, shape) if is_integer else generator.random(shape)).astype(dtype.numpy)
         if dtype is BOOL:
             array = generator.random(shape) < 0.5
         elif dtype is BF16:

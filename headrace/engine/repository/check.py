@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is wrong with a repository, at once, without serving it.
+"""Check a repository without serving it, and report all problems at once.
 
-Called by `headrace models check` and by tests of people's own repositories. Turns folders into problems that name file,
-line and remedy; asks backends what the model files say where they can run, and loads nothing.
+`headrace models check` calls it, and so can a user's tests. Each problem names file, line and remedy. Backends that can run
+here read the model files; no model is loaded.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from pathlib import Path
 from headrace.backends.contract import Backend, ModelFiles
 from headrace.backends.table import backend_named
 from headrace.core.errors import HeadraceError, InvalidArgument
-from headrace.engine.repository.ensembles import ENSEMBLE_CACHE, ensemble_problems
-from headrace.engine.repository.plans import ENSEMBLE, gpus_for
-from headrace.engine.repository.scan import FoundModel, Stray, open_repositories, scan
-from headrace.models.config.checking import check_model_filenames
+from headrace.engine.repository.ensemble_dependencies import ENSEMBLE_CACHE, ensemble_problems
+from headrace.engine.repository.load_plan import ENSEMBLE, gpus_for
+from headrace.engine.repository.scan import IgnoredPath, ScannedModel, open_repositories, scan
+from headrace.models.config.completion import complete
 from headrace.models.config.drafts import Draft, read_draft
-from headrace.models.config.finishing import finish
 from headrace.models.config.formats import FORMATS
 from headrace.models.config.problems import ConfigError, Problem
 from headrace.models.config.types import EnsembleScheduling, EnsembleStep, ModelConfig
+from headrace.models.config.validation import check_model_filenames
 
 log = logging.getLogger("headrace.engine.repository")
 
 
 @dataclass(frozen=True, slots=True)
 class RepositoryReport:
-    """What a check found."""
+    """The result of a check."""
 
     models: tuple[str, ...]
     problems: tuple[Problem, ...]
-    """What keeps a model from being served."""
+    """Problems that prevent a model from being served."""
     warnings: tuple[Problem, ...]
-    """What is passed over, or could not be checked here."""
+    """What is ignored, or could not be checked here."""
 
 
 @dataclass(slots=True)
@@ -52,52 +52,53 @@ class _Checked:
     draft: Draft
     wanted: frozenset[int]
     configs: dict[int, ModelConfig]
-    """By version, where it could be finished."""
+    """By version, if it could be completed."""
 
 
 def check_repository(*paths: str | Path, gpus: int = 0) -> RepositoryReport:
-    """Look at every model of one or several repositories. Raises only if a repository itself is not there."""
+    """Check every model of one or several repositories. Raise only if a repository does not exist."""
     repositories = open_repositories(paths)
     snapshot = scan(repositories)
     notes = _Notes()
-    notes.warnings += [_stray(stray, repositories) for stray in snapshot.strays]
+    notes.warnings += [_ignored_path(path, repositories) for path in snapshot.ignored]
     notes.problems += [Problem(str(path), None, "", "cannot be read") for path in snapshot.unreadable]
     checked: dict[str, _Checked] = {}
-    for found in snapshot.models.values():
+    for scanned in snapshot.models.values():
         try:
-            model = _check_model(found, gpus, notes)
+            model = _check_model(scanned, gpus, notes)
         except OSError as error:
             text = f"cannot be read: {error.strerror}; check the permissions of everything in the folder"
-            notes.problems.append(Problem(found.name, None, "", text))
+            notes.problems.append(Problem(scanned.name, None, "", text))
             continue
         if model is not None:
-            checked[found.name] = model
+            checked[scanned.name] = model
     for name in sorted(checked):
         _check_steps(name, checked, snapshot.models.keys(), notes)
-    # A mistake of the configuration shows in every version; once is enough.
+    # A mistake in the configuration appears for every version; report it once.
     return RepositoryReport(
         tuple(sorted(snapshot.models)), tuple(dict.fromkeys(notes.problems)), tuple(dict.fromkeys(notes.warnings))
     )
 
 
-def _stray(stray: Stray, repositories: Sequence[Path]) -> Problem:
-    shown = next((stray.path.relative_to(each) for each in repositories if stray.path.is_relative_to(each)), stray.path)
-    return Problem(str(shown), None, "", stray.text)
+def _ignored_path(ignored: IgnoredPath, repositories: Sequence[Path]) -> Problem:
+    path = ignored.path
+    shown = next((path.relative_to(folder) for folder in repositories if path.is_relative_to(folder)), path)
+    return Problem(str(shown), None, "", ignored.text)
 
 
-def _check_model(found: FoundModel, gpus: int, notes: _Notes) -> _Checked | None:
-    if found.problem:
-        notes.problems.append(Problem(found.name, None, "", found.problem))
+def _check_model(scanned: ScannedModel, gpus: int, notes: _Notes) -> _Checked | None:
+    if scanned.problem:
+        notes.problems.append(Problem(scanned.name, None, "", scanned.problem))
         return None
     try:
-        draft = read_draft(found.folder)
+        draft = read_draft(scanned.folder)
     except ConfigError as error:
         notes.problems += error.problems
         return None
-    present = set(found.versions) or ({1} if draft.backend == ENSEMBLE else set())
+    present = set(scanned.versions) or ({1} if draft.backend == ENSEMBLE else set())
     if not present:
-        text = f"model '{found.name}' has no version: make a folder {found.name}/1 with the model file"
-        notes.problems.append(Problem(found.name, None, "", text))
+        text = f"model '{scanned.name}' has no version: make a folder {scanned.name}/1 with the model file"
+        notes.problems.append(Problem(scanned.name, None, "", text))
     policy = draft.typed().version_policy
     wanted = policy.choose(present)
     if present and not wanted:
@@ -105,10 +106,10 @@ def _check_model(found: FoundModel, gpus: int, notes: _Notes) -> _Checked | None
         notes.problems.append(draft.problem("version_policy", f"chooses none of the versions that are there: {listed}"))
     backend = _backend(draft, notes)
     configs: dict[int, ModelConfig] = {}
-    # Without a version there is still a configuration to look at.
+    # Check the configuration even if there is no version.
     versions: list[int | None] = [*sorted(wanted)] or [None]
     for version in versions:
-        config = _finish(draft, version, backend, gpus, notes)
+        config = _complete(draft, version, backend, gpus, notes)
         if config is not None and version is not None:
             configs[version] = config
     if draft.backend == ENSEMBLE and draft.message.response_cache.enable:
@@ -123,39 +124,43 @@ def _backend(draft: Draft, notes: _Notes) -> Backend | None:
         return backend_named(draft.backend)
     except InvalidArgument as error:
         notes.problems.append(draft.problem("backend" if draft.message.backend else "platform", error.message))
-    except Exception as error:  # a package that is missing or broken here may be whole where the models will run
+    except Exception as error:  # a package that is missing or broken here may work where the models will run
         log.debug("backend %s cannot be used", draft.backend, exc_info=error)
         text = error.message if isinstance(error, HeadraceError) else f"its backend cannot be used here: {error!r:.200}"
-        notes.warnings.append(draft.problem("", f"{text}; the model's files were not looked at"))
+        notes.warnings.append(draft.problem("", f"{text}; the model's files were not checked"))
     return None
 
 
-def _finish(draft: Draft, version: int | None, backend: Backend | None, gpus: int, notes: _Notes) -> ModelConfig | None:
-    """The whole configuration of one version; None, and problems noted, if there is none."""
-    told, asked = None, draft.backend in {"", ENSEMBLE}
+def _complete(
+    draft: Draft, version: int | None, backend: Backend | None, gpus: int, notes: _Notes
+) -> ModelConfig | None:
+    """Return the complete configuration of one version; None, and problems in the notes, if it cannot be completed."""
+    completion, file_was_read = None, draft.backend in {"", ENSEMBLE}
     if version is not None and _stays_inside(draft) and _has_file(draft, version, notes) and backend is not None:
         files = ModelFiles(draft.model_folder, version, draft.model_folder / str(version))
-        place = f"{draft.model_folder.name}/{version}"
+        where = f"{draft.model_folder.name}/{version}"
         try:
-            told, asked = backend.complete(draft.typed(), files), True
+            completion, file_was_read = backend.complete(draft.typed(), files), True
         except ConfigError as error:
             notes.problems += error.problems
         except HeadraceError as error:
-            notes.problems.append(Problem(place, None, "", error.message))
+            notes.problems.append(Problem(where, None, "", error.message))
         except Exception as error:  # a model's file may be anything
-            log.debug("%s cannot be read", place, exc_info=error)
-            notes.problems.append(Problem(place, None, "", f"the model cannot be read: {error!r:.300}"))
+            log.debug("%s cannot be read", where, exc_info=error)
+            notes.problems.append(Problem(where, None, "", f"the model cannot be read: {error!r:.300}"))
     try:
-        return finish(draft, told, gpus if backend is None else gpus_for(draft, backend, gpus))
+        return complete(draft, completion, gpus if backend is None else gpus_for(draft, backend, gpus))
     except ConfigError as error:
-        # What the model's file would have told is not missing if the file could not be asked.
-        known = asked or (draft.message.input and draft.message.output)
-        notes.problems += [each for each in error.problems if known or not each.field.startswith(("input", "output"))]
+        # Missing inputs and outputs are not a problem if the model's file, which may define them, could not be read.
+        known = file_was_read or (draft.message.input and draft.message.output)
+        notes.problems += [
+            problem for problem in error.problems if known or not problem.field.startswith(("input", "output"))
+        ]
     return None
 
 
 def _stays_inside(draft: Draft) -> bool:
-    """Whether the model's file may be looked at; `finish` tells why not."""
+    """Return whether the model's file may be read; `complete` reports why not."""
     try:
         check_model_filenames(draft)
     except ConfigError:
@@ -164,10 +169,10 @@ def _stays_inside(draft: Draft) -> bool:
 
 
 def _has_file(draft: Draft, version: int, notes: _Notes) -> bool:
-    """Whether the file that the configuration means is in the version's folder."""
-    formats = [each for each in FORMATS if each.backend == draft.backend]
-    named = [each for each in formats if each.platform and each.platform == draft.message.platform]
-    names = [each.filename for each in named or formats]
+    """Return whether the configured model file is in the version's folder."""
+    formats = [file_format for file_format in FORMATS if file_format.backend == draft.backend]
+    of_platform = [file_format for file_format in formats if file_format.platform == draft.message.platform != ""]
+    names = [file_format.filename for file_format in of_platform or formats]
     if draft.message.default_model_filename:
         names = [draft.message.default_model_filename]
     folder = draft.model_folder / str(version)
@@ -192,7 +197,7 @@ def _check_steps(name: str, checked: dict[str, _Checked], present: Collection[st
             if text:
                 notes.problems.append(model.draft.problem(f"ensemble_scheduling.step[{index}].model_name", text))
         texts = ensemble_problems(config, lambda step: _config_of(step, checked))
-        texts += _circle(name, checked)
+        texts += _cycle(name, checked)
         notes.problems += [model.draft.problem("ensemble_scheduling", text) for text in texts]
 
 
@@ -214,19 +219,19 @@ def _config_of(step: EnsembleStep, checked: dict[str, _Checked]) -> ModelConfig 
     return model.configs.get(step.model_version if step.model_version >= 0 else max(model.configs))
 
 
-def _circle(name: str, checked: dict[str, _Checked]) -> list[str]:
-    """The way from an ensemble through its steps back to itself, if there is one."""
-    ways = [[name]]
+def _cycle(name: str, checked: dict[str, _Checked]) -> list[str]:
+    """Report the path from an ensemble through its steps back to itself, if there is one."""
+    paths = [[name]]
     seen: set[str] = set()
-    while ways:
-        way = ways.pop()
-        model = checked.get(way[-1])
+    while paths:
+        path = paths.pop()
+        model = checked.get(path[-1])
         for config in model.configs.values() if model is not None else ():
             scheduling = config.scheduling
             for step in scheduling.steps if isinstance(scheduling, EnsembleScheduling) else ():
                 if step.model_name == name:
-                    return [f"ensembles use each other in a circle: {' -> '.join([*way, name])}"]
+                    return [f"ensembles use each other in a circle: {' -> '.join([*path, name])}"]
                 if step.model_name not in seen:
                     seen.add(step.model_name)
-                    ways.append([*way, step.model_name])
+                    paths.append([*path, step.model_name])
     return []

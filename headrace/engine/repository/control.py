@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All models of the repositories: loaded at the start, followed while they change, loaded and unloaded on request.
+"""Repository control: load all models at the start, poll the repositories for changes, load and unload on request.
 
-Made by a composition root; called by the protocols for load, unload, index, readiness and status, and by the data plane
-for `directory`. Turns folders into wishes, one `ModelLife` per model fulfils them. Everything here runs in the loop's
-thread; files are looked at in another.
+The engine creates it. The protocols call it for load, unload, index, readiness and status; the data plane reads `directory`.
+It turns scanned folders into desired states, and one `ModelLifecycle` per model applies them. Everything runs in the event
+loop's thread, except file access.
 """
 
 from __future__ import annotations
@@ -16,21 +16,26 @@ from functools import partial
 from pathlib import Path
 
 from headrace.core.clock import Clock
-from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable, retold
+from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable, with_message
 from headrace.core.names import check_name
 from headrace.core.telemetry.progress import Progress, ProgressEvent, silent
-from headrace.engine.repository.contract import OpenVersion, ReadPlan
-from headrace.engine.repository.directory import Directory
-from headrace.engine.repository.lifecycle import ModelLife
-from headrace.engine.repository.neighbours import Steps
-from headrace.engine.repository.overrides import Override
-from headrace.engine.repository.plans import read_plan as read_plan_from_files
-from headrace.engine.repository.scan import Fingerprint, FoundModel, model_names, open_repositories, scan, scan_model
+from headrace.engine.repository.directory import Directory, LoadVersion
+from headrace.engine.repository.ensemble_dependencies import DependencyTracker
+from headrace.engine.repository.lifecycle import DesiredState, ModelLifecycle
+from headrace.engine.repository.load_context import LoadContext, Override, reportable_error
+from headrace.engine.repository.load_plan import ReadLoadPlan
+from headrace.engine.repository.load_plan import read_load_plan as read_plan_from_files
+from headrace.engine.repository.scan import (
+    ChangeDetector,
+    Fingerprint,
+    ScannedModel,
+    model_names,
+    open_repositories,
+    scan,
+    scan_model,
+)
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.repository.states import State, States, VersionState
-from headrace.engine.repository.watching import Watch
-from headrace.engine.repository.wishes import Wish
-from headrace.engine.repository.workshop import Workshop, told
 from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.engine.repository")
@@ -40,109 +45,108 @@ EVERY_MODEL = "*"
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One line of the repository's index."""
+    """One entry of the repository index."""
 
     name: str
     version: str = ""
-    """ "" for a model none of whose versions is known."""
+    """ "" for a model without a known version."""
     state: State | None = None
     """None for a model that was never loaded."""
     reason: str = ""
     progress: ProgressEvent | None = None
-    """How far its load is, while it is being loaded."""
+    """Progress of its load, while it is being loaded."""
 
 
 class RepositoryControl:
-    """One or several repositories under one control. `start` it, and `close` it in the end."""
+    """Controls the models of one or several repositories. Call `start` first and `close` last."""
 
     def __init__(
         self,
         repositories: Sequence[str | Path],
-        open_version: OpenVersion,
+        load_version: LoadVersion,
         settings: RepositorySettings,
         clock: Clock,
         progress: Progress = silent,
         *,
-        read_plan: ReadPlan | None = None,
+        read_plan: ReadLoadPlan | None = None,
     ) -> None:
         read_plan = read_plan or partial(read_plan_from_files, strict=settings.strict_model_config)
         self._repositories = open_repositories(repositories)
         self._settings = settings
-        self._shop = Workshop(open_version, read_plan, settings, clock, progress)
-        self._lives: dict[str, ModelLife] = {}
-        fetch = self._fetch if settings.mode == "explicit" else None
-        self._steps = Steps(self._lives, self._shop.directory, fetch)
-        self._watch = Watch(settings.settle_seconds)
+        self._context = LoadContext(load_version, read_plan, settings, clock, progress)
+        self._lifecycles: dict[str, ModelLifecycle] = {}
+        start_load = self._start_load if settings.mode == "explicit" else None
+        self._dependencies = DependencyTracker(self._lifecycles, self._context.directory, start_load)
+        self._changes = ChangeDetector(settings.settle_seconds)
         self._polling: asyncio.Task[None] | None = None
         self._started = False
 
     @property
     def directory(self) -> Directory:
-        """What requests look up."""
-        return self._shop.directory
+        """The directory of loaded versions."""
+        return self._context.directory
 
     @property
     def started(self) -> bool:
-        """Whether everything that is loaded at the start was tried."""
+        """Whether the initial load of every model has been tried."""
         return self._started
 
     @property
     def states(self) -> States:
-        """Where every version stands."""
-        return self._shop.states
+        """The states of all versions."""
+        return self._context.states
 
-    # The way of all models
-
+    # All models.
     async def start(self) -> None:
-        """Load what the mode says; returns when all were tried.
+        """Load the models that the mode asks for; return when all were tried.
 
-        Raises `FailedPrecondition` if `exit_on_error` and one failed; it names each on a line of its own.
+        With `exit_on_error`, raise `FailedPrecondition` if any failed; its message has one line per model.
         """
         if self._settings.mode == "explicit":
             problems = await self._start_named()
         else:
-            snapshot = await self._shop.with_files(scan, self._repositories)
-            self._watch.take(snapshot.models)
+            snapshot = await self._context.run_with_files(scan, self._repositories)
+            self._changes.accept_all(snapshot.models)
             problems = await self._serve_all(snapshot.models.values())
         self._started = True
-        if problems and self._settings.exit_on_error and not self._shop.closing:
+        if problems and self._settings.exit_on_error and not self._context.closing:
             lines = "\n".join(f"  {name}: {problem.message}" for name, problem in sorted(problems.items()))
-            raise FailedPrecondition(f"{len(problems)} of {len(self._lives)} models failed to load:\n{lines}")
-        if self._settings.mode == "poll" and not self._shop.closing:
+            raise FailedPrecondition(f"{len(problems)} of {len(self._lifecycles)} models failed to load:\n{lines}")
+        if self._settings.mode == "poll" and not self._context.closing:
             self._polling = asyncio.get_running_loop().create_task(self._poll())
 
     async def close(self, grace_seconds: float) -> None:
-        """Stop looking and loading, and retire everything, also what is retiring already, in this time."""
-        self._shop.closing = True
+        """Stop polling and loading, and retire all versions, also those that are retiring already, within this time."""
+        self._context.closing = True
         if self._settings.stop_refresh is not None:
             self._settings.stop_refresh()
-        end = self._shop.clock.monotonic() + grace_seconds
+        end = self._context.clock.monotonic() + grace_seconds
         if self._polling is not None:
             self._polling.cancel()
             await asyncio.gather(self._polling, return_exceptions=True)
             self._polling = None
-        await asyncio.gather(*(life.close(grace_seconds) for life in self._lives.values()))
-        await self._shop.close(max(0.0, end - self._shop.clock.monotonic()))
+        await asyncio.gather(*(lifecycle.close(grace_seconds) for lifecycle in self._lifecycles.values()))
+        await self._context.close(max(0.0, end - self._context.clock.monotonic()))
 
     async def settled(self, *, retired: bool = False) -> None:
-        """Return when no model is being loaded or unloaded; with `retired`, when old copies are gone too."""
-        while busy := [life for life in self._lives.values() if life.busy]:
-            await asyncio.gather(*(life.settled() for life in busy))
+        """Return when no model is being loaded or unloaded; with `retired`, when old copies are also freed."""
+        while busy := [lifecycle for lifecycle in self._lifecycles.values() if lifecycle.busy]:
+            await asyncio.gather(*(lifecycle.settled() for lifecycle in busy))
         if retired:
-            await self._shop.quiet()
+            await self._context.wait_idle()
 
     async def poll_once(self) -> bool:
-        """Look at the folders and begin what has changed; whether something is not yet settled there."""
-        await self._shop.refresh()
-        snapshot = await self._shop.with_files(scan, self._repositories)
-        changes = self._watch.compare(snapshot, self._shop.clock.wall())
-        if self._shop.closing:
+        """Scan the repositories and apply changes; return whether a folder has changes that have not settled yet."""
+        await self._context.refresh()
+        snapshot = await self._context.run_with_files(scan, self._repositories)
+        changes = self._changes.diff(snapshot, self._context.clock.wall())
+        if self._context.closing:
             return False
-        # All wishes first: an ensemble must see that its steps are on their way.
-        for found in changes.serve:
-            self._life(found.name).want(Wish(found))
-        for name in changes.gone:
-            self._life(name).want(Wish(None))
+        # Request all states before any load runs: an ensemble must see that its models are being loaded.
+        for scanned in changes.to_load:
+            self._lifecycle(scanned.name).request(DesiredState(scanned))
+        for name in changes.removed:
+            self._lifecycle(name).request(DesiredState(None))
         return changes.unsettled
 
     async def _poll(self) -> None:
@@ -153,72 +157,71 @@ class RepositoryControl:
             try:
                 if await self.poll_once():
                     wait = min(wait, self._settings.settle_seconds)
-            except Exception:  # whatever is wrong with the folders, they are looked at again
-                log.exception("cannot look at the repository; trying again in %g s", wait)
+            except Exception:  # keep polling, whatever is wrong with the folders
+                log.exception("Could not scan the repository; trying again in %g s", wait)
 
     async def _start_named(self) -> dict[str, HeadraceError]:
         names = set(self._settings.load_models)
         if EVERY_MODEL in names:
-            found = (await self._shop.with_files(scan, self._repositories)).models
-            wanted = list(found.values())
+            models = (await self._context.run_with_files(scan, self._repositories)).models
         else:
-            looked = [
-                (name, await self._shop.with_files(scan_model, self._repositories, name)) for name in sorted(names)
+            scans = [
+                (name, await self._context.run_with_files(scan_model, self._repositories, name))
+                for name in sorted(names)
             ]
-            found = {name: model for name, model in looked if model is not None}
-            wanted = list(found.values())
-        problems = await self._serve_all(wanted)
-        for name in names - found.keys() - {EVERY_MODEL}:
+            models = {name: model for name, model in scans if model is not None}
+        problems = await self._serve_all(models.values())
+        for name in names - models.keys() - {EVERY_MODEL}:
             problems[name] = NotFound("no such model in the repository; --load-model names a folder of it")
-            log.warning("model %r: %s", name, problems[name].message)
+            log.warning("Model %r: %s", name, problems[name].message)
         return problems
 
-    async def _serve_all(self, models: Iterable[FoundModel]) -> dict[str, HeadraceError]:
-        futures = {found.name: self._life(found.name).want(Wish(found)) for found in models}
+    async def _serve_all(self, models: Iterable[ScannedModel]) -> dict[str, HeadraceError]:
+        futures = {model.name: self._lifecycle(model.name).request(DesiredState(model)) for model in models}
         outcomes = {name: await future for name, future in futures.items()}
         return {name: problem for name, problem in outcomes.items() if problem is not None}
 
-    # One model on request
-
+    # One model, on request.
     async def load(self, name: str, config_json: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
-        """Load or reload a model; returns when it serves.
+        """Load or reload a model; return when it serves.
 
-        `config_json` stands in for the configuration file. `files`, by `file:<version>/<name>`, stand in for the whole
-        folder, which is then not looked at.
+        `config_json` replaces the configuration file. `files`, by `file:<version>/<name>`, replace the whole folder.
         """
         self._check_mode()
         check_name(name)
         try:
-            wish = await self._wish(name, config_json or None, files or {})
+            desired = await self._desired_state(name, config_json or None, files or {})
         except HeadraceError as error:
             raise _failed("load", name, error) from None
         except OSError as error:  # no space left, most likely
-            raise _failed("load", name, told(error, f"writing the files that came with model '{name}'")) from None
-        problem = await self._life(name).want(wish)
+            raise _failed(
+                "load", name, reportable_error(error, f"writing the files that came with model '{name}'")
+            ) from None
+        problem = await self._lifecycle(name).request(desired)
         if problem is not None:
             raise _failed("load", name, problem)
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
-        """Unload a model, and with `unload_dependents` the models an ensemble uses that no other ensemble does.
+        """Unload a model; with `unload_dependents` also the models of an ensemble that no other ensemble uses.
 
-        Returns when its memory is free, or after `unload_wait_seconds` while requests in flight still finish. A model
-        that is not loaded is as it should be: no error.
+        Return when the memory is free, or after `unload_wait_seconds` while requests in flight still finish. Unloading a
+        model that is not loaded is not an error.
         """
         self._check_mode()
         names = [name, *self._used_only_by(name)] if unload_dependents else [name]
-        lives = [self._lives[each] for each in names if each in self._lives]
-        for future in [life.want(Wish(None)) for life in lives]:
+        lifecycles = [self._lifecycles[model] for model in names if model in self._lifecycles]
+        for future in [lifecycle.request(DesiredState(None)) for lifecycle in lifecycles]:
             problem = await future
             if problem is not None:
                 raise _failed("unload", name, problem)
         try:
             async with asyncio.timeout(self._settings.unload_wait_seconds):
-                await asyncio.gather(*(life.retired() for life in lives))
+                await asyncio.gather(*(lifecycle.retired() for lifecycle in lifecycles))
         except TimeoutError:
-            log.info("model '%s' is unloaded as soon as its requests in flight are done", name)
+            log.info("Model '%s' will be unloaded when its requests in flight are done", name)
 
     def _check_mode(self) -> None:
-        if self._shop.closing:
+        if self._context.closing:
             raise Unavailable("the server is closing")
         if self._settings.mode == "poll":
             raise FailedPrecondition("explicit model load / unload is not allowed if polling is enabled")
@@ -227,60 +230,63 @@ class RepositoryControl:
                 "explicit model load / unload is not allowed: start the server with --model-control-mode=explicit"
             )
 
-    async def _wish(self, name: str, config_json: str | None, files: Mapping[str, bytes]) -> Wish:
+    async def _desired_state(self, name: str, config_json: str | None, files: Mapping[str, bytes]) -> DesiredState:
         if files and config_json is None:
             raise InvalidArgument(
                 "files can only be given together with a config, since the model's folder is not used"
             )
         if files:
-            override = await self._shop.with_files(self._shop.write_override, name, files)
-            found = await self._shop.with_files(scan_model, (override.folder.parent,), name)
-            return Wish(found or _empty(name, override), config_json, override)
-        await self._shop.refresh()
-        found = await self._shop.with_files(scan_model, self._repositories, name)
-        if found is None:
+            override = await self._context.run_with_files(self._context.write_override, name, files)
+            scanned = await self._context.run_with_files(scan_model, (override.folder.parent,), name)
+            return DesiredState(scanned or _without_versions(name, override), config_json, override)
+        await self._context.refresh()
+        scanned = await self._context.run_with_files(scan_model, self._repositories, name)
+        if scanned is None:
             raise NotFound("failed to poll from model repository")
-        return Wish(found, config_json)
+        return DesiredState(scanned, config_json)
 
-    async def _fetch(self, name: str) -> None:
-        """See `neighbours.Fetch`: in explicit mode, an ensemble brings in the models it uses."""
-        found = await self._shop.with_files(scan_model, self._repositories, name)
-        life = self._lives.get(name)
-        if found is not None and not (life is not None and life.busy):
-            self._life(name).want(Wish(found))
+    async def _start_load(self, name: str) -> None:
+        """In explicit mode, load a model that an ensemble uses (`ensemble_dependencies.StartLoad`)."""
+        scanned = await self._context.run_with_files(scan_model, self._repositories, name)
+        lifecycle = self._lifecycles.get(name)
+        if scanned is not None and not (lifecycle is not None and lifecycle.busy):
+            self._lifecycle(name).request(DesiredState(scanned))
 
     def _used_only_by(self, name: str) -> list[str]:
-        """The models that an ensemble uses, directly or through others, and that nothing else uses."""
-        chosen = [name]
-        for ensemble in chosen:
-            life = self._lives.get(ensemble)
-            for step in life.steps if life is not None else ():
-                if step.model_name not in chosen:
-                    chosen.append(step.model_name)
-        users = {life.name: {step.model_name for step in life.steps} for life in self._lives.values() if life.serving}
-        shared = set().union(*(used for user, used in users.items() if user not in chosen))
-        return [each for each in chosen[1:] if each not in shared]
+        """Return the models that an ensemble uses, directly or through others, and that no other ensemble uses."""
+        models = [name]
+        for ensemble in models:
+            lifecycle = self._lifecycles.get(ensemble)
+            for step in lifecycle.steps if lifecycle is not None else ():
+                if step.model_name not in models:
+                    models.append(step.model_name)
+        users = {
+            lifecycle.name: {step.model_name for step in lifecycle.steps}
+            for lifecycle in self._lifecycles.values()
+            if lifecycle.serving
+        }
+        shared = set().union(*(used for user, used in users.items() if user not in models))
+        return [model for model in models[1:] if model not in shared]
 
-    def _life(self, name: str) -> ModelLife:
-        life = self._lives.get(name)
-        if life is None:
-            life = self._lives[name] = ModelLife(name, self._shop, self._steps)
-        return life
+    def _lifecycle(self, name: str) -> ModelLifecycle:
+        lifecycle = self._lifecycles.get(name)
+        if lifecycle is None:
+            lifecycle = self._lifecycles[name] = ModelLifecycle(name, self._context, self._dependencies)
+        return lifecycle
 
-    # What people ask
-
+    # Status.
     def ready(self, strict: bool = True) -> bool:
-        """Whether requests can be served: when strict, by all models that are to be served.
+        """Return whether the server is ready: if strict, when all models that should serve do.
 
-        Models that were unloaded do not count, nor does one that is being loaded again or anew: what served goes on
-        serving. Not strict: as soon as the server answers at all.
+        Models that were unloaded do not count, nor do models that are being reloaded: the old copy keeps serving. If not
+        strict: as soon as the server answers.
         """
-        if self._shop.closing:
+        if self._context.closing:
             return False
-        return not strict or (self._started and all(life.healthy for life in self._lives.values()))
+        return not strict or (self._started and all(lifecycle.healthy for lifecycle in self._lifecycles.values()))
 
     async def index(self, ready_only: bool = False) -> list[IndexEntry]:
-        """Every version of every model; a model that was never loaded is listed by its name alone."""
+        """Return every version of every model; a model that was never loaded has only a name."""
         entries = [
             IndexEntry(entry.name, entry.version_text, entry.state, entry.reason)
             for entry in self.states.all()
@@ -288,28 +294,28 @@ class RepositoryControl:
         ]
         if not ready_only:
             known = {entry.name for entry in entries}
-            names = await self._shop.with_files(model_names, self._repositories)
+            names = await self._context.run_with_files(model_names, self._repositories)
             entries += [IndexEntry(name) for name in names if name not in known]
         return sorted(entries, key=lambda entry: (entry.name, int(entry.version or -1)))
 
     def state_of(self, name: str, version: int | None) -> VersionState | None:
-        """Where a version stands; the model as a whole for None; None if it was never heard of."""
+        """Return the state of a version (None: of the model as a whole); None if it is not known."""
         return self.states.get(name, version)
 
     def versions_of(self, name: str) -> list[VersionState]:
-        """All versions of a model that were ever heard of."""
+        """Return the states of all known versions of a model."""
         return self.states.of(name)
 
     def config_of(self, name: str, version: str = "") -> ModelConfig | None:
-        """The configuration of a version that serves, the newest for ""."""
+        """Return the configuration of a version that serves, the newest for ""."""
         loaded = self.directory.find(name, version)
         return None if loaded is None else loaded.config
 
 
-def _failed(doing: str, name: str, problem: HeadraceError) -> HeadraceError:
-    return retold(problem, f"failed to {doing} '{name}', {problem.message}")
+def _failed(action: str, name: str, problem: HeadraceError) -> HeadraceError:
+    return with_message(problem, f"failed to {action} '{name}', {problem.message}")
 
 
-def _empty(name: str, override: Override) -> FoundModel:
-    """A folder of overridden files that has no version in it: its configuration came beside it."""
-    return FoundModel(name, override.folder, {}, Fingerprint(b""))
+def _without_versions(name: str, override: Override) -> ScannedModel:
+    """Return a folder of files from a load request without a version in it; its configuration came separately."""
+    return ScannedModel(name, override.folder, {}, Fingerprint(b""))

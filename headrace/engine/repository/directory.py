@@ -1,75 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who serves: what every request looks up.
+"""The directory of loaded versions, which every request looks up; and the interface for loading a version.
 
-Read on the hot path with plain dictionary look-ups; written by `lifecycle` in one step of the loop, so that a request
-sees a version either whole or not at all. Who holds a version it found may go on using it: a version retires after it
-has left the directory, and then finishes what it had begun.
+Requests read it with plain dictionary lookups. `lifecycle` writes it in one step of the event loop, so a request sees a
+version either completely or not at all. A version is retired after it has left the directory, so a request that has found it
+can still use it.
 
-Where versions of a model share its traffic, something stands between its name and its versions (`Directory.lead`); it is
-asked anew whenever versions come or go.
+With a traffic split, requests without a version go to the split instead of the newest version (`Directory.set_default`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
-from headrace.engine.repository.contract import LoadedVersion
+from headrace.backends.contract import ModelFiles
+from headrace.core.telemetry.progress import Reporter
+from headrace.models.config.types import ModelConfig
+
+
+class LoadedVersion(Protocol):
+    """A loaded version of a model."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration it was loaded with."""
+
+    @property
+    def version(self) -> int:
+        """The version number."""
+
+    async def retire(self, grace_seconds: float) -> None:
+        """Wait for requests in flight, cancel them when the grace period is over, and free everything.
+
+        Called once, after the version has left the directory; its memory is free when this returns.
+        """
+
+
+LoadVersion = Callable[[ModelConfig, ModelFiles, Reporter], Awaitable[LoadedVersion]]
+"""Load a version and warm it up; it can serve when this returns.
+
+Raises a `HeadraceError` with a message for the operator; any other exception is only logged. Uses threads of its own. Frees
+what it has loaded so far if it is cancelled.
+"""
 
 
 class ServedModel:
-    """One model's versions that serve."""
+    """The versions of one model that serve."""
 
-    __slots__ = ("entry", "name", "newest", "versions")
+    __slots__ = ("default", "name", "newest", "versions")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.newest: LoadedVersion | None = None
-        """The largest number that serves; None when none does."""
-        self.entry: object | None = None
-        """Where requests go that name no version: to the newest, or to what chooses one (`Directory.lead`). Has a
-        version's `infer`, `infer_stream` and `express`."""
+        """The version with the largest number; None if no version serves."""
+        self.default: object | None = None
+        """Receives requests without a version: the newest version, or a traffic split (`Directory.set_default`). Has
+        `infer`, `infer_stream` and `express`."""
         self.versions: dict[str, LoadedVersion] = {}
-        """By number as text. Replaced, never changed: who iterates it is safe."""
+        """By number as text. The dictionary is replaced and never changed, so it is safe to iterate."""
 
 
-MakeEntry = Callable[[ServedModel], object]
-"""Says where a model's requests go that name no version. Called with the versions there are, also when there are none."""
+MakeDefault = Callable[[ServedModel], object]
+"""Returns the receiver of a model's requests without a version. Called whenever versions change, also if there are none."""
 
 
 class Directory:
-    """All models that serve at least one version."""
+    """All models with at least one version that serves."""
 
-    __slots__ = ("_leads", "models")
+    __slots__ = ("_default_makers", "models")
 
     def __init__(self) -> None:
         self.models: dict[str, ServedModel] = {}
-        self._leads: dict[str, MakeEntry] = {}
+        self._default_makers: dict[str, MakeDefault] = {}
 
     def find(self, name: str, version: str = "") -> LoadedVersion | None:
-        """The version of a model, the newest for ""; None if it does not serve."""
+        """Return a version of a model, the newest for ""; None if it does not serve."""
         model = self.models.get(name)
         if model is None:
             return None
         return model.versions.get(version) if version else model.newest
 
     def put(self, model: ServedModel, versions: dict[int, LoadedVersion]) -> None:
-        """Let these versions serve, and no others. From the loop's thread."""
+        """Replace the versions of a model. Call it in the event loop's thread."""
         model.versions = {str(number): versions[number] for number in sorted(versions)}
         model.newest = versions[max(versions)] if versions else None
-        self._enter(model)
+        self._update_default(model)
         if versions:
             self.models[model.name] = model
         else:
             self.models.pop(model.name, None)
 
-    def lead(self, name: str, make: MakeEntry | None) -> None:
-        """From now on let `make` say where requests for a model go that name no version; None for the newest."""
+    def set_default(self, name: str, make: MakeDefault | None) -> None:
+        """Send a model's requests without a version to what `make` returns; None for the newest version."""
         if make is None:
-            self._leads.pop(name, None)
+            self._default_makers.pop(name, None)
         else:
-            self._leads[name] = make
-        self._enter(self.models.get(name) or ServedModel(name))
+            self._default_makers[name] = make
+        self._update_default(self.models.get(name) or ServedModel(name))
 
-    def _enter(self, model: ServedModel) -> None:
-        make = self._leads.get(model.name)
-        model.entry = model.newest if make is None else make(model)
+    def _update_default(self, model: ServedModel) -> None:
+        make = self._default_makers.get(model.name)
+        model.default = model.newest if make is None else make(model)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of one model: wishes come in one after the other, versions are opened, swapped in, and retired.
+"""The lifecycle of one model: load requests come in one after the other; versions are loaded, swapped in and retired.
 
-Made by `control`, one for each model. Turns a wish (serve what this folder has, or be gone) into the versions that
-serve: a copy is opened first, then swapped in, and only then does the one it replaces retire; when opening fails, what
-served goes on serving. Knows no other model, except that an ensemble asks `Neighbours` for the models it uses.
+`control` creates one for each model. A new copy of a version is loaded first, then swapped in, and only then is the copy
+that it replaces retired; if loading fails, the old copy keeps serving. Knows no other model, except that an ensemble uses
+`EnsembleDependencies`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from headrace.backends.contract import ModelFiles
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
-from headrace.engine.repository.contract import LoadedVersion, Plan
-from headrace.engine.repository.directory import ServedModel
-from headrace.engine.repository.overrides import Override
-from headrace.engine.repository.scan import Fingerprint, FoundModel
+from headrace.engine.repository.directory import LoadedVersion, ServedModel
+from headrace.engine.repository.load_context import LoadContext, Override, reportable_error
+from headrace.engine.repository.load_plan import LoadPlan
+from headrace.engine.repository.scan import Fingerprint, ScannedModel
 from headrace.engine.repository.states import UNLOADED, State
-from headrace.engine.repository.wishes import MissingStep, Neighbours, Wish
-from headrace.engine.repository.workshop import Workshop, told
 from headrace.models.config.types import EnsembleStep, ModelConfig
 
 log = logging.getLogger("headrace.engine.repository")
@@ -29,18 +28,55 @@ log = logging.getLogger("headrace.engine.repository")
 _NO_FILES = Fingerprint(b"")
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class DesiredState:
+    """The desired state of a model: serve what a folder has, or be unloaded."""
+
+    scanned: ScannedModel | None
+    """None: unloaded."""
+    config_json: str | None = None
+    override: Override | None = None
+
+    @property
+    def should_serve(self) -> bool:
+        """Whether the model should serve."""
+        return self.scanned is not None
+
+
+class EnsembleDependencies(Protocol):
+    """The models that ensembles use."""
+
+    async def wait_for(self, name: str, steps: tuple[EnsembleStep, ...]) -> None:
+        """Return when no model of the steps is being loaded; raise if ensembles wait for each other."""
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise `MissingDependency` if a step's model does not serve, `InvalidArgument` if its tensors do not match."""
+
+    def changed(self, name: str) -> None:
+        """Update the ensembles that use a model which started or stopped serving."""
+
+
+class MissingDependency(FailedPrecondition):
+    """Raise when an ensemble cannot serve because a model that it uses does not serve at the moment."""
+
+    def __init__(self, message: str, model: str, version: str) -> None:
+        super().__init__(message)
+        self.model = model
+        self.version = version
+
+
 @dataclass(eq=False, slots=True)
-class _Copy:
-    """A loaded version, and what it was made from."""
+class _LoadedCopy:
+    """A loaded version, and what it was loaded from."""
 
     loaded: LoadedVersion
-    made_from: tuple[object, ...]
+    source: tuple[object, ...]
     override: Override | None
 
 
 @dataclass(eq=False, slots=True)
-class _Queued:
-    wish: Wish
+class _LoadRequest:
+    desired: DesiredState
     waiters: list[asyncio.Future[HeadraceError | None]] = field(default_factory=list)
 
     def answer(self, problem: HeadraceError | None) -> None:
@@ -49,32 +85,32 @@ class _Queued:
                 waiter.set_result(problem)
 
 
-class ModelLife:
-    """One model, from its first wish on."""
+class ModelLifecycle:
+    """Loads, reloads and unloads one model."""
 
-    def __init__(self, name: str, workshop: Workshop, neighbours: Neighbours) -> None:
+    def __init__(self, name: str, context: LoadContext, dependencies: EnsembleDependencies) -> None:
         self.name = name
-        self.wish = Wish(None)
-        """The last one, fulfilled or not."""
+        self.desired = DesiredState(None)
+        """The last requested state, reached or not."""
         self.problem: HeadraceError | None = None
-        """Why the last wish could not be fulfilled."""
+        """Why the last request failed."""
         self.steps: tuple[EnsembleStep, ...] = ()
-        """Of an ensemble: the models it uses."""
-        self._shop = workshop
-        self._neighbours = neighbours
+        """The steps of an ensemble."""
+        self._context = context
+        self._dependencies = dependencies
         self._served = ServedModel(name)
-        self._copies: dict[int, _Copy] = {}
-        self._next: _Queued | None = None
+        self._copies: dict[int, _LoadedCopy] = {}
+        self._next: _LoadRequest | None = None
         self._task: asyncio.Task[None] | None = None
-        self._plan: Plan | None = None
-        """By which versions are being opened, or were the last time."""
-        self._tried = False
-        self._well = False
+        self._plan: LoadPlan | None = None
+        """The plan of the current or last load."""
+        self._attempted = False
+        self._last_load_ok = False
         self._retiring: set[asyncio.Task[None]] = set()
 
     @property
     def busy(self) -> bool:
-        """Whether a wish is being fulfilled or waits."""
+        """Whether a load or unload is running or waiting."""
         return self._task is not None
 
     @property
@@ -84,56 +120,59 @@ class ModelLife:
 
     @property
     def healthy(self) -> bool:
-        """Whether the model is what it was wished to be.
+        """Whether the model is in its desired state.
 
-        A model that serves stays healthy while it is loaded again, and also if that fails: requests are answered. One
-        that loads for the first time is not counted until that has been tried.
+        A model that serves stays healthy while it is reloaded, and if the reload fails: requests are answered. A model is
+        healthy until its first load has been tried.
         """
-        return not self.wish.serves or not self._tried or (self._well and self.serving)
+        return not self.desired.should_serve or not self._attempted or (self._last_load_ok and self.serving)
 
-    def want(self, wish: Wish) -> asyncio.Future[HeadraceError | None]:
-        """Make it so, after what is being done now; what waited is overtaken. The future has None or the problem."""
+    def request(self, desired: DesiredState) -> asyncio.Future[HeadraceError | None]:
+        """Request a state, to be applied after the current work; it replaces a waiting request.
+
+        The future gets None or the error.
+        """
         future: asyncio.Future[HeadraceError | None] = asyncio.get_running_loop().create_future()
         waiters = [future]
-        if self._shop.closing:
+        if self._context.closing:
             future.set_result(Unavailable("the server is closing"))
             return future
         if self._next is not None:
-            if self._next.wish.serves == wish.serves:
+            if self._next.desired.should_serve == desired.should_serve:
                 waiters = [*self._next.waiters, future]
             else:
-                self._next.answer(Cancelled(f"overtaken by a newer request for model '{self.name}'"))
-        if wish.override is not None:
-            wish.override.acquire()
-        before, self.wish = self.wish, wish
-        self._shop.let_go(before.override)
-        self._next = _Queued(wish, waiters)
+                self._next.answer(Cancelled(f"replaced by a newer request for model '{self.name}'"))
+        if desired.override is not None:
+            desired.override.acquire()
+        before, self.desired = self.desired, desired
+        self._context.release_override(before.override)
+        self._next = _LoadRequest(desired, waiters)
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._work())
+            self._task = asyncio.get_running_loop().create_task(self._run())
         return future
 
-    def again(self) -> None:
-        """Try the last wish once more, if nothing newer is under way."""
+    def retry(self) -> None:
+        """Request the last state again, unless a request is running."""
         if self._task is None:
-            self.want(self.wish)
+            self.request(self.desired)
 
-    def starve(self, problem: MissingStep) -> None:
-        """Cease to serve because a model that this one uses has."""
+    def stop_serving(self, problem: MissingDependency) -> None:
+        """Stop serving an ensemble because one of its models stopped."""
         self.problem = problem
-        self._leave(list(self._copies), problem.message)
+        self._remove_versions(list(self._copies), problem.message)
 
     async def settled(self) -> None:
-        """Return when no wish is being fulfilled."""
+        """Return when no load or unload is running."""
         while self._task is not None:
             await asyncio.wait({self._task})
 
     async def retired(self) -> None:
-        """Return when every version that was taken out has freed its memory."""
+        """Return when every removed version has freed its memory."""
         while self._retiring:
             await asyncio.wait(self._retiring)
 
     async def close(self, grace_seconds: float) -> None:
-        """Stop what is being done and retire everything."""
+        """Stop the current work and retire all versions."""
         task = self._task
         if task is not None:
             task.cancel()
@@ -142,32 +181,32 @@ class ModelLife:
             await asyncio.gather(task, return_exceptions=True)
         copies = list(self._copies.items())
         self._copies.clear()
-        self._shop.directory.put(self._served, {})
+        self._context.directory.put(self._served, {})
         for number, _ in copies:
-            self._shop.states.put(self.name, number, State.UNLOADING)
+            self._context.states.put(self.name, number, State.UNLOADING)
         done = await asyncio.gather(*(copy.loaded.retire(grace_seconds) for _, copy in copies), return_exceptions=True)
         for (number, copy), error in zip(copies, done, strict=True):
             if isinstance(error, Exception):
-                told(error, f"retiring model '{self.name}' version {number}")
-            self._shop.states.put(self.name, number, State.UNAVAILABLE, UNLOADED)
-            self._shop.let_go(copy.override)
-        override = self.wish.override
-        self.wish = Wish(None)
-        self._shop.let_go(override)
+                reportable_error(error, f"retiring model '{self.name}' version {number}")
+            self._context.states.put(self.name, number, State.UNAVAILABLE, UNLOADED)
+            self._context.release_override(copy.override)
+        override = self.desired.override
+        self.desired = DesiredState(None)
+        self._context.release_override(override)
 
-    async def _work(self) -> None:
+    async def _run(self) -> None:
         queued = None
         try:
             while self._next is not None:
                 queued, self._next = self._next, None
-                override = queued.wish.override
+                override = queued.desired.override
                 if override is not None:
                     override.acquire()
                 try:
-                    self.problem = await self._fulfil(queued.wish)
+                    self.problem = await self._apply(queued.desired)
                 finally:
-                    self._shop.let_go(override)
-                self._drop_override(queued.wish)
+                    self._context.release_override(override)
+                self._drop_override(queued.desired)
                 queued.answer(self.problem)
         finally:
             self._task = None
@@ -175,46 +214,48 @@ class ModelLife:
                 if unanswered is not None:
                     unanswered.answer(Unavailable("the server is closing"))
             self._next = None
-        self._neighbours.changed(self.name)
+        self._dependencies.changed(self.name)
 
-    def _drop_override(self, wish: Wish) -> None:
-        """After a failure: files that came with the request are of no use, unless an ensemble tries again with them."""
-        failed = self.problem is not None and not isinstance(self.problem, MissingStep)
-        if failed and wish.override is not None and wish is self.wish:
-            self.wish = replace(wish, override=None)
-            self._shop.let_go(wish.override)
+    def _drop_override(self, desired: DesiredState) -> None:
+        """After a failure, release the files that came with the request, unless an ensemble may retry with them."""
+        failed = self.problem is not None and not isinstance(self.problem, MissingDependency)
+        if failed and desired.override is not None and desired is self.desired:
+            self.desired = replace(desired, override=None)
+            self._context.release_override(desired.override)
 
-    async def _fulfil(self, wish: Wish) -> HeadraceError | None:
-        if wish.found is None:
-            self._go()
+    async def _apply(self, desired: DesiredState) -> HeadraceError | None:
+        if desired.scanned is None:
+            self._unload()
             return None
-        if not self._tried and not self.serving:
-            self._shop.states.reset(self.name)
+        if not self._attempted and not self.serving:
+            self._context.states.reset(self.name)
         try:
-            problem = await self._serve(wish, wish.found)
+            problem = await self._serve(desired, desired.scanned)
         except Exception as error:
-            problem = told(error, f"loading model '{self.name}'")
-            self._fail_whole(problem)
+            problem = reportable_error(error, f"loading model '{self.name}'")
+            self._fail_model(problem)
         finally:
-            self._tried = True
+            self._attempted = True
         if problem is None:
-            self._well = True
+            self._last_load_ok = True
         else:
-            self._well = self._well and self.serving
-            self._explain(problem)
+            self._last_load_ok = self._last_load_ok and self.serving
+            self._set_reload_reason(problem)
         return problem
 
-    async def _serve(self, wish: Wish, found: FoundModel) -> HeadraceError | None:
-        """Raises what concerns the whole model; returns the first problem of a version."""
-        if found.problem:
-            raise FailedPrecondition(found.problem)
-        settings = self._shop.settings
-        plan = await self._shop.in_loader(self._shop.read_plan, found.folder, wish.config_json, settings.gpus)
+    async def _serve(self, desired: DesiredState, scanned: ScannedModel) -> HeadraceError | None:
+        """Load the wanted versions. Raise an error of the whole model; return the first error of a version."""
+        if scanned.problem:
+            raise FailedPrecondition(scanned.problem)
+        settings = self._context.settings
+        plan = await self._context.run_in_loader(
+            self._context.read_plan, scanned.folder, desired.config_json, settings.gpus
+        )
         self._plan = plan
-        # An ensemble has no files, and an empty folder is easily lost: git does not keep it.
-        present = found.versions or ({1: _NO_FILES} if plan.is_ensemble else {})
+        # An ensemble needs no version folder: it has no files, and git does not store empty folders.
+        present = scanned.versions or ({1: _NO_FILES} if plan.is_ensemble else {})
         if not present:
-            self._leave(list(self._copies), UNLOADED)
+            self._remove_versions(list(self._copies), UNLOADED)
             raise InvalidArgument(f"no version is available: make a folder {self.name}/1 with the model's file in it")
         wanted = plan.policy.choose(set(present))
         if not wanted:
@@ -222,119 +263,120 @@ class ModelLife:
                 f"at least one version must be available under the version policy of model '{self.name}'; "
                 f"there are {', '.join(map(str, present))}"
             )
-        self._shop.states.drop(self.name, None)
+        self._context.states.drop(self.name, None)
         for number in wanted - self._copies.keys():
-            self._shop.states.put(self.name, number, State.LOADING)
+            self._context.states.put(self.name, number, State.LOADING)
         if plan.is_ensemble:
-            await self._neighbours.wait_for(self.name, plan.steps)
-        made_from = {
-            number: (present[number].digest, found.beside.digest, found.folder, wish.config_json) for number in wanted
+            await self._dependencies.wait_for(self.name, plan.steps)
+        source = {
+            number: (present[number].digest, scanned.shared.digest, scanned.folder, desired.config_json)
+            for number in wanted
         }
-        stale = [n for n in sorted(wanted) if n not in self._copies or self._copies[n].made_from != made_from[n]]
-        opened = [self._open(n, found, plan, made_from[n], wish.override) for n in stale]
-        problems = [problem for problem in await asyncio.gather(*opened) if problem is not None]
+        stale = [n for n in sorted(wanted) if n not in self._copies or self._copies[n].source != source[n]]
+        loads = [self._load(n, scanned, plan, source[n], desired.override) for n in stale]
+        problems = [problem for problem in await asyncio.gather(*loads) if problem is not None]
         if problems:
             return problems[0]
-        self._leave([number for number in self._copies if number not in wanted], UNLOADED)
-        self._tidy(wanted)
+        self._remove_versions([number for number in self._copies if number not in wanted], UNLOADED)
+        self._clear_reasons(wanted)
         return None
 
-    async def _open(
-        self, number: int, found: FoundModel, plan: Plan, made_from: tuple[object, ...], override: Override | None
+    async def _load(
+        self, number: int, scanned: ScannedModel, plan: LoadPlan, source: tuple[object, ...], override: Override | None
     ) -> HeadraceError | None:
-        """Open one version and swap it in. Problems are returned, so that the other versions go on."""
-        shop = self._shop
-        files = ModelFiles(found.folder, number, found.folder / str(number))
+        """Load one version and swap it in. Return an error instead of raising, so that other versions continue."""
+        context = self._context
+        files = ModelFiles(scanned.folder, number, scanned.folder / str(number))
         try:
-            async with shop.loading:
-                began = shop.clock.monotonic()
-                with shop.reporter(self.name, number) as reporter:
-                    config = await shop.in_loader(plan.finish, files)
+            async with context.loading:
+                began = context.clock.monotonic()
+                with context.reporter(self.name, number) as reporter:
+                    config = await context.run_in_loader(plan.complete, files)
                     if plan.is_ensemble:
-                        self._neighbours.check(config)
-                    loaded = await shop.open_version(config, files, reporter)
-                seconds = shop.clock.monotonic() - began
+                        self._dependencies.check(config)
+                    loaded = await context.load_version(config, files, reporter)
+                seconds = context.clock.monotonic() - began
             if plan.is_ensemble:
                 self._check_again(config, loaded)
         except Exception as error:
-            problem = told(error, f"loading model '{self.name}' version {number}")
+            problem = reportable_error(error, f"loading model '{self.name}' version {number}")
             if number not in self._copies:
-                shop.states.put(self.name, number, State.UNAVAILABLE, problem.message)
+                context.states.put(self.name, number, State.UNAVAILABLE, problem.message)
             return problem
         if override is not None:
             override.acquire()
         before = self._copies.get(number)
-        self._copies[number] = _Copy(loaded, made_from, override)
+        self._copies[number] = _LoadedCopy(loaded, source, override)
         self.steps = plan.steps
         self._publish()
-        shop.states.put(self.name, number, State.READY, load_seconds=seconds)
+        context.states.put(self.name, number, State.READY, load_seconds=seconds)
         log.info("model '%s' version %d is ready after %.3g s", self.name, number, seconds)
         if before is not None:
             self._retire(before)
         return None
 
     def _check_again(self, config: ModelConfig, loaded: LoadedVersion) -> None:
-        """A model that an ensemble uses may have gone while the ensemble was opened."""
+        """Check again after loading an ensemble: a model that it uses may have been unloaded meanwhile."""
         try:
-            self._neighbours.check(config)
+            self._dependencies.check(config)
         except HeadraceError:
-            self._shop.retire(loaded, None)
+            self._context.retire(loaded, None)
             raise
 
-    def _go(self) -> None:
-        self._leave(list(self._copies), UNLOADED)
-        self._tried = self._well = False
+    def _unload(self) -> None:
+        self._remove_versions(list(self._copies), UNLOADED)
+        self._attempted = self._last_load_ok = False
         self.steps = ()
-        self._shop.states.drop(self.name, None)
-        self._tidy(set())
+        self._context.states.drop(self.name, None)
+        self._clear_reasons(set())
 
-    def _leave(self, numbers: list[int], reason: str) -> None:
-        """Take versions out of the directory and let them retire."""
+    def _remove_versions(self, numbers: list[int], reason: str) -> None:
+        """Remove versions from the directory and retire them."""
         if not numbers:
             return
-        leaving = {number: self._copies.pop(number) for number in numbers}
+        removed = {number: self._copies.pop(number) for number in numbers}
         self._publish()
-        states = self._shop.states
-        for number, copy in leaving.items():
+        states = self._context.states
+        for number, copy in removed.items():
             entry = states.put(self.name, number, State.UNLOADING, reason)
 
             def retired(number: int = number, entry: object = entry) -> None:
                 if states.get(self.name, number) is entry:
                     states.put(self.name, number, State.UNAVAILABLE, reason)
 
-            log.info("model '%s' version %d leaves: %s", self.name, number, reason)
+            log.info("Unloading model '%s' version %d: %s", self.name, number, reason)
             self._retire(copy, retired)
 
-    def _retire(self, copy: _Copy, retired: Callable[[], None] | None = None) -> None:
-        task = self._shop.retire(copy.loaded, copy.override, retired)
+    def _retire(self, copy: _LoadedCopy, retired: Callable[[], None] | None = None) -> None:
+        task = self._context.retire(copy.loaded, copy.override, retired)
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
     def _publish(self) -> None:
-        self._shop.directory.put(self._served, {number: copy.loaded for number, copy in self._copies.items()})
+        self._context.directory.put(self._served, {number: copy.loaded for number, copy in self._copies.items()})
 
-    def _fail_whole(self, problem: HeadraceError) -> None:
-        """Say why nothing could be loaded at the versions that are known, or else at the model."""
+    def _fail_model(self, problem: HeadraceError) -> None:
+        """Set the reason of a failed load on the known versions, or else on the model."""
         entries = [
             entry
-            for entry in self._shop.states.of(self.name)
+            for entry in self._context.states.of(self.name)
             if entry.state is State.LOADING or (entry.state is State.UNAVAILABLE and entry.reason != UNLOADED)
         ]
         for entry in entries:
-            self._shop.states.put(self.name, entry.version, State.UNAVAILABLE, problem.message)
+            self._context.states.put(self.name, entry.version, State.UNAVAILABLE, problem.message)
         if not entries and not self.serving:
-            self._shop.states.put(self.name, None, State.UNAVAILABLE, problem.message)
+            self._context.states.put(self.name, None, State.UNAVAILABLE, problem.message)
 
-    def _explain(self, problem: HeadraceError) -> None:
-        """Say at the versions that go on serving why they were not replaced."""
+    def _set_reload_reason(self, problem: HeadraceError) -> None:
+        """Set the reason of a failed reload on the versions that keep serving."""
         for number in self._copies:
-            entry = self._shop.states.get(self.name, number)
+            entry = self._context.states.get(self.name, number)
             if entry is not None and entry.state is State.READY:
                 entry.reason = f"serves as it was loaded before; the last reload failed: {problem.message}"
 
-    def _tidy(self, wanted: set[int]) -> None:
-        """After a success: old failures of versions that are not wanted any more, and old reasons, are history."""
-        for entry in self._shop.states.of(self.name):
+    def _clear_reasons(self, wanted: set[int]) -> None:
+        """Clear old reasons and failures after a successful load."""
+        for entry in self._context.states.of(self.name):
             if entry.version in self._copies:
                 entry.reason = ""
             elif entry.version is not None and entry.version not in wanted and entry.state is State.UNAVAILABLE:

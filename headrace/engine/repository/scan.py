@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in the folders of one or several repositories: models, versions, and fingerprints that tell of changes.
+"""Scan the folders of model repositories: models, versions, and fingerprints that detect changes.
 
-Called by `control` in a thread, and by `check`. Reads names and `stat` only, never a file's content: a scan of 100
-models of one version takes 7 ms, so a poll every 15 s costs 0.05 % of a core. Knows no configuration: which
-versions are wanted is for others to say.
+`control` calls it in a thread, and `check` too. A scan reads names and `stat`, never file contents: 100 models with one
+version take 7 ms, so a poll every 15 s costs 0.05 % of a core. A scan does not read configurations, so it does not know
+which versions are wanted. `ChangeDetector` compares scans and ignores a folder that is still being copied.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ _VERSION = re.compile(r"0|[1-9][0-9]{0,17}")
 _CLOUD = re.compile(r"(gs|s3|aws|az|as|azure|abfss?|seaweedfs|https?|hf(_model)?)://", re.IGNORECASE)
 _DEPTH = 12
 _ENTRIES = 20_000
-"""Of one version: enough for a tree of weights, too few for a symlink to `/` to keep a thread busy."""
+"""Maximum files of one version: enough for any model, and a symlink to `/` does not keep the thread busy."""
 _SIDE_FOLDERS = ("warmup", "initial_state", "configs")
 _CONFIGS = ("config.pbtxt", "config.json", "config.yaml", "config.yml")
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Equal as long as nothing was written, replaced or renamed."""
+    """A digest that stays equal until a file is written, replaced or renamed."""
 
     digest: bytes
     changed: float = field(compare=False, default=0.0)
-    """When something in it last changed, by the file system's clock (`ctime`, which copying cannot set back)."""
+    """Time of the last change by the file system's clock (`ctime`, which a copy cannot set back)."""
 
 
 @dataclass(frozen=True, slots=True)
-class FoundModel:
-    """One model's folder as a scan saw it."""
+class ScannedModel:
+    """A model's folder at the time of a scan."""
 
     name: str
     folder: Path
     versions: Mapping[int, Fingerprint]
-    beside: Fingerprint
-    """The files beside the version folders: configuration, labels, warm-up data."""
+    shared: Fingerprint
+    """Files outside the version folders: configuration, labels, warm-up data."""
     problem: str = ""
-    """Why it cannot be used at all, whatever is in it."""
+    """Why the folder cannot be used, whatever is in it."""
 
     @property
     def changed(self) -> float:
-        """When anything in it last changed."""
-        return max([self.beside.changed, *(print_.changed for print_ in self.versions.values())])
+        """Time of the last change of any file."""
+        return max([self.shared.changed, *(version.changed for version in self.versions.values())])
 
 
 @dataclass(frozen=True, slots=True)
-class Stray:
-    """Something in a repository that is no model, or in a model that is no version."""
+class IgnoredPath:
+    """A path in a repository that is not a model, or in a model that is not a version."""
 
     path: Path
     text: str
@@ -68,20 +68,20 @@ class Stray:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one scan found."""
+    """The result of one scan."""
 
-    models: Mapping[str, FoundModel]
+    models: Mapping[str, ScannedModel]
     unreadable: tuple[Path, ...] = ()
-    """Repositories that could not be read this time: their models are not gone, they are not known."""
-    strays: tuple[Stray, ...] = ()
+    """Repositories that could not be read in this scan: their models are unknown, not removed."""
+    ignored: tuple[IgnoredPath, ...] = ()
 
 
 def open_repositories(paths: Sequence[str | Path]) -> tuple[Path, ...]:
-    """The folders of the repositories, or what is wrong with the first that cannot be used."""
+    """Return the folders of the repositories; raise for the first one that cannot be used."""
     folders = []
     for given in paths:
         text = str(given)
-        # A Path has folded the two slashes into one.
+        # `Path` collapses the two slashes into one.
         if _CLOUD.match(text) or _CLOUD.match(text.replace(":/", "://", 1)):
             raise Unimplemented(
                 f"repository {text!a} is not a folder of this machine: `headrace serve` mirrors s3://, gs:// and az:// into "
@@ -96,80 +96,84 @@ def open_repositories(paths: Sequence[str | Path]) -> tuple[Path, ...]:
 
 
 def scan(repositories: Sequence[Path]) -> Snapshot:
-    """Every model in the repositories. What vanishes meanwhile is not there; it is no error."""
-    models: dict[str, FoundModel] = {}
+    """Return every model in the repositories. Files that disappear during the scan are not an error."""
+    models: dict[str, ScannedModel] = {}
     unreadable: list[Path] = []
-    strays: list[Stray] = []
+    ignored: list[IgnoredPath] = []
     for repository in repositories:
         try:
             entries = _listed(repository)
         except OSError as error:
-            log.warning("cannot read repository %s: %s; its models stay as they are", repository, error.strerror)
+            log.warning("Could not read repository %s: %s; its models stay as they are", repository, error.strerror)
             unreadable.append(repository)
             continue
         for entry in entries:
-            found = _look(repository, entry, strays)
-            if found is not None:
-                other = models.get(found.name)
-                models[found.name] = found if other is None else _twice(other, found)
-    for stray in strays:
-        log.debug("ignored %s: %s", stray.path, stray.text)
-    return Snapshot(models, tuple(unreadable), tuple(strays))
+            model = _scan_entry(repository, entry, ignored)
+            if model is not None:
+                other = models.get(model.name)
+                models[model.name] = model if other is None else _duplicate(other, model)
+    for path in ignored:
+        log.debug("ignored %s: %s", path.path, path.text)
+    return Snapshot(models, tuple(unreadable), tuple(ignored))
 
 
-def scan_model(repositories: Sequence[Path], name: str) -> FoundModel | None:
-    """One model of them, as `scan` would find it."""
-    found: FoundModel | None = None
+def scan_model(repositories: Sequence[Path], name: str) -> ScannedModel | None:
+    """Return one model of the repositories, as `scan` would; None if there is none."""
+    model: ScannedModel | None = None
     if not is_name(name):
         return None
     for repository in repositories:
-        here = _model(name, repository / name, [])
-        if here is not None:
-            found = here if found is None else _twice(found, here)
-    return found
+        other = _scan_folder(name, repository / name, [])
+        if other is not None:
+            model = other if model is None else _duplicate(model, other)
+    return model
 
 
 def model_names(repositories: Sequence[Path]) -> list[str]:
-    """The names alone, which is quicker: no version is looked into."""
+    """Return the names of all models, without scanning their versions."""
     names: set[str] = set()
     for repository in repositories:
         try:
             entries = _listed(repository)
         except OSError as error:
-            log.warning("cannot read repository %s: %s", repository, error.strerror)
+            log.warning("Could not read repository %s: %s", repository, error.strerror)
             continue
         names.update(entry.name for entry in entries if is_name(entry.name) and _has_model(repository / entry.name))
     return sorted(names)
 
 
-def _look(repository: Path, entry: os.DirEntry[str], strays: list[Stray]) -> FoundModel | None:
+def _scan_entry(repository: Path, entry: os.DirEntry[str], ignored: list[IgnoredPath]) -> ScannedModel | None:
     path = repository / entry.name
     if entry.name.startswith("."):
         log.debug("ignored %s: hidden", path)
         return None
     if not _is_folder(entry):
-        strays.append(Stray(path, "a file beside the models is ignored"))
+        ignored.append(IgnoredPath(path, "a file beside the models is ignored"))
         return None
     if not is_name(entry.name):
-        strays.append(Stray(path, "not a model's name: use letters, digits, '_', '.' and '-'; the folder is ignored"))
+        ignored.append(
+            IgnoredPath(path, "not a model's name: use letters, digits, '_', '.' and '-'; the folder is ignored")
+        )
         return None
-    found = _model(entry.name, path, strays)
-    if found is None:
-        strays.append(Stray(path, "a folder with neither a configuration nor a version is no model; it is ignored"))
-    return found
+    model = _scan_folder(entry.name, path, ignored)
+    if model is None:
+        ignored.append(
+            IgnoredPath(path, "a folder with neither a configuration nor a version is no model; it is ignored")
+        )
+    return model
 
 
-def _model(name: str, folder: Path, strays: list[Stray]) -> FoundModel | None:
+def _scan_folder(name: str, folder: Path, ignored: list[IgnoredPath]) -> ScannedModel | None:
     try:
         entries = _listed(folder)
     except (FileNotFoundError, NotADirectoryError):
-        return None  # gone between two looks, or no folder at all
+        return None  # removed during the scan, or not a folder
     except OSError as error:
-        # Not gone, but not known: what serves goes on.
+        # Unknown, not removed: loaded versions keep serving.
         problem = f"the folder of model '{name}' cannot be read: {error.strerror}; check its permissions"
-        return FoundModel(name, folder, {}, Fingerprint(b"unreadable"), problem)
+        return ScannedModel(name, folder, {}, Fingerprint(b"unreadable"), problem)
     versions: dict[int, Fingerprint] = {}
-    beside = _Digest()
+    shared = _Digest()
     configured = False
     for entry in entries:
         if entry.name.startswith("."):
@@ -177,16 +181,18 @@ def _model(name: str, folder: Path, strays: list[Stray]) -> FoundModel | None:
         if not _is_folder(entry):
             configured = configured or entry.name in _CONFIGS
             if not entry.name.upper().startswith(("README", "LICENSE")):
-                beside.add(entry, entry.name)
+                shared.add(entry, entry.name)
         elif _VERSION.fullmatch(entry.name):
             versions[parse_version(entry.name)] = _fingerprint(folder / entry.name)
         elif entry.name in _SIDE_FOLDERS:
-            beside.walk(folder / entry.name, entry.name)
+            shared.walk(folder / entry.name, entry.name)
         elif entry.name != "__pycache__":
-            strays.append(Stray(folder / entry.name, "not a version: versions are whole numbers such as 1; ignored"))
+            ignored.append(
+                IgnoredPath(folder / entry.name, "not a version: versions are whole numbers such as 1; ignored")
+            )
     if not versions and not configured:
         return None
-    return FoundModel(name, folder, dict(sorted(versions.items())), beside.done())
+    return ScannedModel(name, folder, dict(sorted(versions.items())), shared.done())
 
 
 def _has_model(folder: Path) -> bool:
@@ -196,33 +202,33 @@ def _has_model(folder: Path) -> bool:
     )
 
 
-def _twice(one: FoundModel, other: FoundModel) -> FoundModel:
-    # Which one was meant is not ours to guess, and the order of options must not decide it.
+def _duplicate(one: ScannedModel, other: ScannedModel) -> ScannedModel:
+    # Do not guess which one is meant, and do not let the order of options decide.
     problem = one.problem or f"model '{one.name}' is in two repositories, {one.folder} and {other.folder}"
     problem = problem.removesuffix("; remove one") + "; remove one"
     both = _Digest()
-    both.take(one.beside)
-    both.take(other.beside)
-    return FoundModel(one.name, one.folder, {}, both.done(), problem)
+    both.add_fingerprint(one.shared)
+    both.add_fingerprint(other.shared)
+    return ScannedModel(one.name, one.folder, {}, both.done(), problem)
 
 
 def _fingerprint(folder: Path) -> Fingerprint:
     digest = _Digest()
-    digest.own(folder)
+    digest.add_folder(folder)
     digest.walk(folder, "")
     return digest.done()
 
 
 class _Digest:
-    """Gathers names, sizes, times and inodes into one fingerprint."""
+    """Combines names, sizes, times and inodes into one fingerprint."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
         self._changed = 0.0
         self._left = _ENTRIES
 
-    def own(self, folder: Path) -> None:
-        """The folder itself: it may be a symlink that was pointed elsewhere. Its times say when it last lost a file."""
+    def add_folder(self, folder: Path) -> None:
+        """Add the folder itself: it may be a symlink with a new target, and its `ctime` shows when a file was removed."""
         try:
             stat = folder.stat()
         except OSError:
@@ -231,29 +237,29 @@ class _Digest:
         self._changed = max(self._changed, stat.st_ctime)
 
     def add(self, entry: os.DirEntry[str], relative: str) -> None:
-        """One file."""
+        """Add one file."""
         try:
             stat = entry.stat()
         except OSError:
-            return  # gone, or a symlink to nowhere
+            return  # removed, or a dangling symlink
         numbers = struct.pack("<qqq", stat.st_size, stat.st_mtime_ns, stat.st_ino & 0x7FFFFFFFFFFFFFFF)
         self._hash.update(relative.encode(errors="surrogateescape") + b"\0" + numbers)
         self._changed = max(self._changed, stat.st_ctime)
 
-    def take(self, other: Fingerprint) -> None:
-        """Another fingerprint as a part of this one."""
+    def add_fingerprint(self, other: Fingerprint) -> None:
+        """Add another fingerprint."""
         self._hash.update(other.digest)
         self._changed = max(self._changed, other.changed)
 
     def walk(self, folder: Path, relative: str, depth: int = 0) -> None:
-        """Everything below a folder, symlinks followed, as far as the bounds go."""
+        """Add everything below a folder, up to the limits; follow symlinks."""
         for entry in _quietly_listed(folder):
-            # A model's own interpreter writes __pycache__ while it loads; that is no change of the model.
+            # Loading a Python model writes __pycache__, which is not a change of the model.
             if entry.name.startswith(".") or entry.name == "__pycache__":
                 continue
             self._left -= 1
             if self._left < 0 or depth >= _DEPTH:
-                log.debug("%s is deeper or larger than is watched for changes", folder)
+                log.debug("%s is too deep or too large; changes below it are not detected", folder)
                 return
             path = f"{relative}/{entry.name}"
             if _is_folder(entry):
@@ -264,7 +270,7 @@ class _Digest:
                 self.add(entry, path)
 
     def done(self) -> Fingerprint:
-        """What came together."""
+        """Return the fingerprint."""
         return Fingerprint(self._hash.digest(), self._changed)
 
 
@@ -292,3 +298,58 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Changes between two scans."""
+
+    to_load: tuple[ScannedModel, ...]
+    """New and changed models."""
+    removed: tuple[str, ...]
+    unsettled: bool
+    """Whether there are changes that have not settled: scan again soon."""
+
+
+class ChangeDetector:
+    """Compares scans; remembers accepted models and changes that have not settled."""
+
+    def __init__(self, settle_seconds: float) -> None:
+        self._settle_seconds = settle_seconds
+        self._accepted: dict[str, ScannedModel] = {}
+        self._unsettled: dict[str, ScannedModel | None] = {}
+        """Changed models as of the last scan; None for a missing one."""
+
+    def accept_all(self, models: Mapping[str, ScannedModel]) -> None:
+        """Accept the models of the first scan."""
+        self._accepted = dict(models)
+
+    def diff(self, snapshot: Snapshot, now: float) -> Changes:
+        """Return the changes in a scan made at the Unix time `now`.
+
+        New and changed models are accepted if nothing was written for `settle_seconds`; by `ctime`, which a copy cannot set
+        back. Since the file system's clock may be that of another machine, they are also accepted if they are the same as
+        in the last scan. A model is removed if it is missing in two scans: a folder that is replaced is missing briefly.
+        """
+        to_load, removed = [], []
+        unsettled: dict[str, ScannedModel | None] = {}
+        for name, model in snapshot.models.items():
+            if self._accepted.get(name) == model:
+                continue
+            settled = now - model.changed >= self._settle_seconds
+            if settled or self._unsettled.get(name) == model:
+                self._accepted[name] = model
+                to_load.append(model)
+            else:
+                unsettled[name] = model
+        unreadable = set(snapshot.unreadable)
+        for name, accepted in list(self._accepted.items()):
+            if name in snapshot.models or accepted.folder.parent in unreadable:
+                continue
+            if name in self._unsettled and self._unsettled[name] is None:
+                del self._accepted[name]
+                removed.append(name)
+            else:
+                unsettled[name] = None
+        self._unsettled = unsettled
+        return Changes(tuple(to_load), tuple(removed), bool(unsettled))

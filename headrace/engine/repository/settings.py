@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a repository is kept: which models are loaded, when it is looked at, and how long things may take."""
+"""Settings of a model repository: which models are loaded, when it is polled, and timeouts.
+
+A module of its own, because programs read their settings without importing the engine.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,26 @@ class RepositorySettings:
     """Settings of one `RepositoryControl`."""
 
     mode: Mode = "none"
-    """`none` loads everything once, `poll` follows the folders, `explicit` loads what it is asked to."""
+    """`none` loads all models once, `poll` also follows changes of the folders, `explicit` loads on request."""
     load_models: tuple[str, ...] = ()
-    """What `explicit` loads at the start; `*` is every model."""
+    """Models that `explicit` loads at the start; `*` for all."""
     poll_seconds: float = 15.0
-    """From one look at the folders to the next."""
+    """Time between two scans of the folders."""
     settle_seconds: float = 1.0
-    """A changed folder is taken when it has been quiet this long, or looks the same at two looks."""
+    """A changed folder is loaded if nothing was written for this long, or if it is the same in two scans."""
     exit_on_error: bool = True
-    """Whether a model that fails at the start fails the start."""
+    """Whether the start fails if a model fails to load."""
     model_load_thread_count: int = 4
-    """How many versions are loaded at the same time."""
+    """Maximum number of versions that are loaded at the same time."""
     retire_seconds: float = 300.0
-    """What requests in flight have to finish on a version that was replaced or unloaded."""
+    """Time for requests in flight to finish on a version that was replaced or unloaded."""
     unload_wait_seconds: float = 2.0
-    """How long `unload` waits for the memory to be free; after that it goes on in the background."""
+    """How long `unload` waits for the memory to be free; then it continues in the background."""
     strict_model_config: bool = False
-    """Whether a configuration must say everything itself; otherwise the model's files are asked for what it leaves out."""
+    """Whether configurations must be complete; otherwise missing parts are read from the model's files."""
     gpus: int = 0
-    """How many GPUs this machine has; configurations are completed with it."""
+    """Number of GPUs of this machine, for completing configurations."""
     refresh: Callable[[], None] | None = None
-    """Called in a thread before each look at the folders, by whoever keeps one of them like something else: at each poll,
-    and when `explicit` is asked to load."""
+    """Called in a thread before each poll and before each explicit load: updates a folder that mirrors remote storage."""
     stop_refresh: Callable[[], None] | None = None
-    """Called when the control closes: a refresh that is under way should end soon."""
+    """Called on close: stops a running refresh soon."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every version of every model stands: what the protocols show as status, index and reason.
+"""The state of every version of every model, with its reason: shown by the protocols as status and index.
 
-Written by `lifecycle` from the loop's thread; the progress of a load may come from any thread. Knows what happened, not
-how to make it happen.
+`lifecycle` writes it in the event loop's thread; the progress of a load may come from any thread.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from headrace.core.telemetry.progress import ProgressEvent
 
 
 class State(Enum):
-    """As the protocols call them; `MODEL_` in front in the oldest."""
+    """The states of the protocols; the oldest protocol adds the prefix `MODEL_`."""
 
     LOADING = "LOADING"
     READY = "READY"
@@ -24,33 +23,33 @@ class State(Enum):
 
 
 UNLOADED = "unloaded"
-"""The reason of a version that was loaded and is gone because it was told to go."""
+"""The reason of a version that was unloaded on request."""
 
 
 @dataclass(eq=False, slots=True)
 class VersionState:
-    """Where one version stands. A change of state is a new object, so that who waited can see that it was overtaken."""
+    """The state of one version. Each change creates a new object, so that a waiting task can detect a later change."""
 
     name: str
     version: int | None
-    """None: the model as a whole, when it failed before its versions were known."""
+    """None: the model as a whole, if it failed before its versions were known."""
     state: State
     reason: str
     since: float
-    """Wall-clock time of the change."""
+    """Unix time of the change."""
     progress: ProgressEvent | None = None
-    """The last that its load reported."""
+    """The last progress of its load."""
     load_seconds: float | None = None
-    """How long its last successful load took."""
+    """Duration of its last successful load."""
 
     @property
     def version_text(self) -> str:
-        """As protocols write it; "" for the model as a whole."""
+        """The version as text; "" for the model as a whole."""
         return "" if self.version is None else str(self.version)
 
 
 class States:
-    """All of them. Nothing is forgotten: a removed version stays listed, with its reason."""
+    """The states of all versions. A removed version stays listed, with its reason."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -59,7 +58,7 @@ class States:
     def put(
         self, name: str, version: int | None, state: State, reason: str = "", load_seconds: float | None = None
     ) -> VersionState:
-        """Say where a version stands from now on."""
+        """Set the state of a version."""
         versions = self._models.setdefault(name, {})
         before = versions.get(version)
         if load_seconds is None and before is not None and state is not State.LOADING:
@@ -68,27 +67,27 @@ class States:
         return entry
 
     def get(self, name: str, version: int | None) -> VersionState | None:
-        """Where a version stands; None if it was never heard of."""
+        """Return the state of a version; None if it is not known."""
         return self._models.get(name, {}).get(version)
 
     def of(self, name: str) -> list[VersionState]:
-        """All versions of a model, the lowest first; the model as a whole before them."""
+        """Return the states of a model's versions, the lowest first; before them that of the model as a whole."""
         return sorted(self._models.get(name, {}).values(), key=_order)
 
     def names(self) -> list[str]:
-        """Every model that was ever heard of."""
+        """Return the names of all known models."""
         return sorted(self._models)
 
     def all(self) -> list[VersionState]:
-        """Everything, by name and version."""
+        """Return all states, by name and version."""
         return [entry for name in self.names() for entry in self.of(name)]
 
     def drop(self, name: str, version: int | None) -> None:
-        """Forget a version."""
+        """Remove the state of a version."""
         self._models.get(name, {}).pop(version, None)
 
     def reset(self, name: str) -> None:
-        """Forget a model's past, as one that is added again begins anew."""
+        """Remove all states of a model, when it is added again."""
         self._models.pop(name, None)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which waiting requests are computed next, together with which others, and by which instance.
+"""Scheduling: pending requests, their queues, the dynamic batcher, the rate limiter and the scheduler.
 
-Lives here: requests on their way, queues, the rules of batching, the schedulers. May not live here: tensors' contents,
-threads, files.
+Decides which queued requests are computed next, in which batch and on which instance. Does not touch tensors, threads or
+files.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where requests wait: in the order they came, or by priority with the policies of a configuration.
+"""Request queues: first in, first out, or by priority with the queue policies of a model's configuration.
 
-Owned by schedulers. A request that is cancelled stays in its place, empty, until it comes to the front or there are
-about as many of its kind as living ones; nothing of it is kept but that place.
+Owned by schedulers. A cancelled request keeps its place, without its tensors, until it reaches the front or cancelled
+requests are about as many as live ones.
 """
 
 from __future__ import annotations
@@ -13,65 +13,65 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from headrace.core.errors import InvalidArgument, Unavailable
-from headrace.engine.scheduling.pending import ANSWERED, QUEUED, Pending
+from headrace.engine.scheduling.pending_request import ANSWERED, QUEUED, PendingRequest
 from headrace.models.config.types import DynamicBatching, QueuePolicy
 
-_MANY = 256
-"""Places among which it is worth looking for dead ones."""
+_MIN_SWEEP = 256
+"""Queue length below which cancelled requests are not removed from the middle."""
 
 
 class Queue(Protocol):
-    """What a scheduler asks of its queue."""
+    """A queue of a scheduler."""
 
     def __len__(self) -> int:
-        """Places taken, those of cancelled requests among them."""
+        """Return the number of requests, cancelled ones included."""
 
-    def __iter__(self) -> Iterator[Pending]:
-        """Everything waiting, in the order it will be computed."""
+    def __iter__(self) -> Iterator[PendingRequest]:
+        """Iterate over the requests in the order in which they will be computed."""
 
-    def append(self, pending: Pending) -> None:
-        """Let a request wait; raises when it may not."""
+    def append(self, pending: PendingRequest) -> None:
+        """Add a request; raise if the queue does not accept it."""
 
-    def take(self, count: int) -> list[Pending]:
-        """Take the first `count` living requests out, and whatever is dead before or between them."""
+    def take(self, count: int) -> list[PendingRequest]:
+        """Remove and return the first `count` live requests; cancelled ones before and between them are dropped."""
 
     def expire(self, now_ns: int) -> int | None:
-        """Act on requests whose time is over; returns when the next one's is, or None."""
+        """Apply the timeout action to expired requests; return when the next one expires, or None."""
 
 
 class FifoQueue:
-    """First come, first served; nothing expires."""
+    """First in, first out; requests do not expire."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Pending] = deque()
-        self._look_at = _MANY
+        self._waiting: deque[PendingRequest] = deque()
+        self._sweep_at = _MIN_SWEEP
         self.append = self._waiting.append
-        """Nothing to decide, so that the queue's own method will do."""
+        """The deque's own method: there is nothing to check."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Pending]:
+    def __iter__(self) -> Iterator[PendingRequest]:
         return iter(self._waiting)
 
-    def take(self, count: int) -> list[Pending]:
-        """See `Queue.take`."""
+    def take(self, count: int) -> list[PendingRequest]:
+        """Remove and return the first `count` live requests."""
         waiting = self._waiting
         if count == 1 and waiting and waiting[0].state != ANSWERED:
             return [waiting.popleft()]
         return _take(waiting, count)
 
     def expire(self, now_ns: int) -> None:
-        """Nothing does; but the dead go: at the front at once, elsewhere when there are many places."""
+        """Drop cancelled requests: at the front at once, elsewhere when the queue is long."""
         waiting = self._waiting
         while waiting and waiting[0].state == ANSWERED:
             waiting.popleft()
-        if len(waiting) > self._look_at:
-            self._look_at = _bury(waiting)
+        if len(waiting) > self._sweep_at:
+            self._sweep_at = _sweep(waiting)
 
 
 class PolicyQueue:
-    """Priority levels, each with a policy of its own: how many may wait, how long, and what becomes of the late."""
+    """Priority levels, each with its queue policy: maximum size, timeout and timeout action."""
 
     def __init__(self, batching: DynamicBatching, model_name: str) -> None:
         self._model_name = model_name
@@ -81,24 +81,24 @@ class PolicyQueue:
         count = max(1, batching.priority_levels)
         self._queues = [_Level(policies.get(n, batching.default_queue_policy)) for n in range(1, count + 1)]
         self._deadlines: list[list[Any]] = []
-        """A heap of [when, number, request]; None for a request that has left the queue."""
-        self._entries: dict[Pending, list[Any]] = {}
+        """A heap of [time, number, request]; the request is None once it has left the queue."""
+        self._entries: dict[PendingRequest, list[Any]] = {}
         self._numbers = 0
-        self._look_at = _MANY
+        self._sweep_at = _MIN_SWEEP
 
     def __len__(self) -> int:
         return sum(len(level.waiting) + len(level.late) for level in self._queues)
 
-    def __iter__(self) -> Iterator[Pending]:
+    def __iter__(self) -> Iterator[PendingRequest]:
         for level in self._queues:
             yield from level.waiting
             yield from level.late
 
-    def append(self, pending: Pending) -> None:
-        """See `Queue.append`."""
+    def append(self, pending: PendingRequest) -> None:
+        """Add a request; raise if its level is full or its priority is invalid."""
         level = self._queues[self._level_of(pending) - 1]
         policy = level.policy
-        if policy.max_queue_size and level.living() >= policy.max_queue_size:
+        if policy.max_queue_size and level.live_count() >= policy.max_queue_size:
             raise Unavailable(
                 f"Exceeds maximum queue size: {policy.max_queue_size} requests are waiting for model "
                 f"'{self._model_name}'. Try again later, or raise max_queue_size in its configuration"
@@ -109,36 +109,36 @@ class PolicyQueue:
             self._numbers += 1
             entry = self._entries[pending] = [pending.expires_ns, self._numbers, pending]
             heapq.heappush(self._deadlines, entry)
-            if len(self._deadlines) > self._look_at:
-                self._bury_deadlines()
+            if len(self._deadlines) > self._sweep_at:
+                self._sweep_deadlines()
         pending.level = self._queues.index(level)
         level.waiting.append(pending)
 
-    def take(self, count: int) -> list[Pending]:
-        """See `Queue.take`."""
-        taken: list[Pending] = []
+    def take(self, count: int) -> list[PendingRequest]:
+        """Remove and return the first `count` live requests."""
+        taken: list[PendingRequest] = []
         for level in self._queues:
             for queue in (level.waiting, level.late):
                 if len(taken) < count:
                     taken += _take(queue, count - len(taken))
         for pending in taken:
-            self._forget(pending)
+            self._clear_deadline(pending)
         return taken
 
-    def _forget(self, pending: Pending) -> None:
-        """Let go of a request that expires no more, though its time stays in the heap."""
+    def _clear_deadline(self, pending: PendingRequest) -> None:
+        """Drop the reference to a request that can no longer expire; its time stays in the heap."""
         entry = self._entries.pop(pending, None)
         if entry is not None:
             entry[2] = None
 
     def expire(self, now_ns: int) -> int | None:
-        """See `Queue.expire`."""
+        """Apply the timeout action to expired requests; return when the next one expires, or None."""
         deadlines = self._deadlines
-        while deadlines and (deadlines[0][0] <= now_ns or _left(deadlines[0][2])):
+        while deadlines and (deadlines[0][0] <= now_ns or _has_left_queue(deadlines[0][2])):
             _, _, pending = heapq.heappop(deadlines)
             if pending is not None:
                 self._entries.pop(pending, None)
-            if _left(pending):
+            if _has_left_queue(pending):
                 continue
             level = self._queues[pending.level]
             if level.policy.timeout_action == "delay":
@@ -147,17 +147,17 @@ class PolicyQueue:
             else:
                 pending.cancel(Unavailable("Request timeout expired"))
         for level in self._queues:
-            level.bury()
+            level.sweep()
         return deadlines[0][0] if deadlines else None
 
-    def _bury_deadlines(self) -> None:
-        for pending in [pending for pending in self._entries if _left(pending)]:
+    def _sweep_deadlines(self) -> None:
+        for pending in [pending for pending in self._entries if _has_left_queue(pending)]:
             del self._entries[pending]
         self._deadlines = list(self._entries.values())
         heapq.heapify(self._deadlines)
-        self._look_at = max(_MANY, 2 * len(self._deadlines))
+        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._deadlines))
 
-    def _level_of(self, pending: Pending) -> int:
+    def _level_of(self, pending: PendingRequest) -> int:
         priority = pending.request.parameters.get("priority", 0)
         if not self._levels or not priority:
             return self._default_level if self._levels else 1
@@ -172,29 +172,29 @@ class PolicyQueue:
 class _Level:
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
-        self.waiting: deque[Pending] = deque()
-        self.late: deque[Pending] = deque()
-        """Those whose time is over, where the policy is to compute them after the others."""
-        self._look_at = _MANY
+        self.waiting: deque[PendingRequest] = deque()
+        self.late: deque[PendingRequest] = deque()
+        """Expired requests of a policy with the action `delay`: computed after the others."""
+        self._sweep_at = _MIN_SWEEP
 
-    def bury(self) -> None:
+    def sweep(self) -> None:
         for queue in (self.waiting, self.late):
             while queue and queue[0].state == ANSWERED:
                 queue.popleft()
-        if len(self.waiting) > self._look_at:
-            self._look_at = _bury(self.waiting)
+        if len(self.waiting) > self._sweep_at:
+            self._sweep_at = _sweep(self.waiting)
 
-    def living(self) -> int:
-        self.bury()
+    def live_count(self) -> int:
+        self.sweep()
         return sum(1 for queue in (self.waiting, self.late) for pending in queue if pending.state != ANSWERED)
 
 
-def _left(pending: Pending | None) -> bool:
+def _has_left_queue(pending: PendingRequest | None) -> bool:
     return pending is None or pending.state != QUEUED
 
 
-def _timeout_of(pending: Pending, policy: QueuePolicy) -> int:
-    """In microseconds; a caller may shorten the default where the policy lets them, as in Triton."""
+def _timeout_of(pending: PendingRequest, policy: QueuePolicy) -> int:
+    """Return the timeout in microseconds; a caller may shorten the default if the policy allows it, as in Triton."""
     default = policy.default_timeout_microseconds
     if not policy.allow_timeout_override:
         return default
@@ -204,16 +204,16 @@ def _timeout_of(pending: Pending, policy: QueuePolicy) -> int:
     return min(default, wanted) if default else wanted
 
 
-def _bury(queue: deque[Pending]) -> int:
-    """Drop the dead, wherever they are; returns the length at which to look again, so that it costs little per request."""
-    living = [pending for pending in queue if pending.state != ANSWERED]
+def _sweep(queue: deque[PendingRequest]) -> int:
+    """Drop all cancelled requests; return the length at which to sweep next, so that the cost per request is constant."""
+    live = [pending for pending in queue if pending.state != ANSWERED]
     queue.clear()
-    queue.extend(living)
-    return max(_MANY, 2 * len(living))
+    queue.extend(live)
+    return max(_MIN_SWEEP, 2 * len(live))
 
 
-def _take(queue: deque[Pending], count: int) -> list[Pending]:
-    taken: list[Pending] = []
+def _take(queue: deque[PendingRequest], count: int) -> list[PendingRequest]:
+    taken: list[PendingRequest] = []
     while queue and len(taken) < count:
         pending = queue.popleft()
         if pending.state != ANSWERED:

@@ -1,52 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands waiting requests to idle instances: one at a time, or in batches.
+"""The scheduler: passes queued requests to idle instances, one at a time or in batches.
 
-Owned by a version of a model. Everything happens in the loop's thread: `add` puts a request in the queue, and at the end
-of the loop's turn `_pump` gives out what the rules allow, so that requests that were read together are seen together.
+Each version of a model owns one. Everything runs in the event loop's thread: `add` puts a request in the queue, and at the
+end of the loop's iteration `_dispatch` starts what the batching rules allow, so that requests that were read together are
+batched together.
+
+With it: the delayed first batch for tests (Triton's environment variables), and the choice between the event loop's thread
+and a thread of the instance (`ExecutionPlacement`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from headrace.core.errors import HeadraceError, retold
-from headrace.engine.scheduling.batches import BatchLog, BatchRecord, BatchRules, Choice, Reason, choose
-from headrace.engine.scheduling.delay import Delay
-from headrace.engine.scheduling.limiter import Limited, Limiter
-from headrace.engine.scheduling.order import Order
-from headrace.engine.scheduling.pace import Pace
-from headrace.engine.scheduling.pending import QUEUED, RUNNING, Pending
+from headrace.core.errors import HeadraceError, InvalidArgument, with_message
+from headrace.engine.scheduling.dynamic_batcher import BatchChoice, BatchRules, QueueDelay, choose_batch
+from headrace.engine.scheduling.pending_request import (
+    QUEUED,
+    RUNNING,
+    BatchLog,
+    BatchReason,
+    BatchRecord,
+    PendingRequest,
+    ResponseOrder,
+)
 from headrace.engine.scheduling.queues import Queue
+from headrace.engine.scheduling.rate_limiter import RateLimited, RateLimiter
 
 
-class Runner(Limited, Protocol):
-    """One instance and its thread."""
+class Runner(RateLimited, Protocol):
+    """An instance of a model, as seen by a scheduler."""
 
-    pace: Pace
-    """Whether it computes in the loop's thread."""
-    alone: BatchRecord
-    idle: BatchRecord
-    """The records of a request that waited for nobody: of a model that takes no batches, and of one that does."""
+    execution: ExecutionPlacement
+    """Whether it computes in the event loop's thread."""
+    single_record: BatchRecord
+    idle_record: BatchRecord
+    """Batch records of a single request that did not wait, for models without and with batching."""
 
-    def run(self, batch: Sequence[Pending], free: Callable[[Runner], None]) -> None:
-        """Compute a batch and answer its members; call `free` when another may come, which may be at once."""
+    def run(self, batch: Sequence[PendingRequest], free: Callable[[Runner], None]) -> None:
+        """Compute a batch and answer its requests; call `free` when the instance can take another, maybe at once."""
 
 
 class BatchScheduler:
-    """For models whose requests do not depend on each other."""
+    """The scheduler of models without state: requests do not depend on each other."""
 
     def __init__(
         self,
         queue: Queue,
         rules: BatchRules | None,
-        delay: Delay,
+        delay: QueueDelay,
         runners: Sequence[Runner],
         log: BatchLog,
         *,
-        limiter: Limiter,
+        limiter: RateLimiter,
         in_order: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -55,38 +65,38 @@ class BatchScheduler:
         """None: one request at a time."""
         self._delay = delay
         self.idle = list(reversed(runners))
-        """Who has nothing to do; the last is the next to be given work. Always this list."""
+        """Idle instances; the last one is used next. Always the same list object."""
         self._recent, self._reasons = log.recent, log.reasons
         self._limiter = limiter
         self._limited = any(runner.resources for runner in runners)
         self._closed: HeadraceError | None = None
-        self.awake = False
-        """Whether what waits will be looked at soon."""
+        self.dispatch_scheduled = False
+        """Whether `_dispatch` is scheduled."""
         self._timer: asyncio.TimerHandle | None = None
-        self.busy = False
-        """Whether somebody gives out work right now."""
-        self._order = Order() if in_order else None
+        self.dispatching = False
+        """Whether `_dispatch` is running."""
+        self._order = ResponseOrder() if in_order else None
         self.one_at_a_time = rules is None and not self._limited
-        """Whether a request may be computed at once when an instance is idle: see `engine.express`."""
+        """Whether a request may be computed at once if an instance is idle (`engine.express`)."""
 
-    def add(self, pending: Pending) -> None:
-        """Let a request wait for its turn; raises when its queue will not have it."""
+    def add(self, pending: PendingRequest) -> None:
+        """Queue a request; raise if the queue does not accept it."""
         if self._closed is not None:
-            raise retold(self._closed, self._closed.message)
+            raise with_message(self._closed, self._closed.message)
         self._queue.append(pending)
         if self._order is not None:
-            self._order.follow(pending)
-        if not self.awake:
-            self.awake = True
-            self._loop.call_soon(self._pump)
+            self._order.track(pending)
+        if not self.dispatch_scheduled:
+            self.dispatch_scheduled = True
+            self._loop.call_soon(self._dispatch)
 
     @property
     def waiting(self) -> int:
-        """Requests that are not being computed yet."""
+        """Number of queued requests."""
         return sum(pending.state == QUEUED for pending in self._queue)
 
     def close(self, reason: HeadraceError) -> None:
-        """Tell those that still wait; nothing is given out any more."""
+        """Cancel all queued requests and start no more."""
         self._closed = reason
         for pending in list(self._queue):
             pending.cancel(reason)
@@ -94,18 +104,18 @@ class BatchScheduler:
         self._stop_timer()
 
     def _wake(self) -> None:
-        if not self.awake:
-            self.awake = True
-            self._loop.call_soon(self._pump)
+        if not self.dispatch_scheduled:
+            self.dispatch_scheduled = True
+            self._loop.call_soon(self._dispatch)
 
-    def _pump(self) -> None:
-        """Give out all that may be given out now."""
-        self.awake = False
+    def _dispatch(self) -> None:
+        """Start every batch that may start now."""
+        self.dispatch_scheduled = False
         queue, idle = self._queue, self.idle
-        self.busy = True
+        self.dispatching = True
         try:
             while len(queue):
-                if self._limited and self.awake:  # others may come before us: see `_free`
+                if self._limited and self.dispatch_scheduled:  # another model's turn may come first: see `_free`
                     return
                 now_ns = monotonic_ns()
                 next_expiry_ns = queue.expire(now_ns)
@@ -113,41 +123,41 @@ class BatchScheduler:
                 if not waiting:
                     break
                 if not idle:
-                    self._look_again(next_expiry_ns, now_ns)
+                    self._set_timer(next_expiry_ns, now_ns)
                     return
                 if self._rules is None:
                     requests, reason, wait_ns = _ONE
                 elif waiting == 1 and not self._delay.nanoseconds:
                     requests, reason, wait_ns = _ALL
                 else:
-                    requests, reason, wait_ns = choose(queue, self._rules, self._delay.nanoseconds, now_ns)
+                    requests, reason, wait_ns = choose_batch(queue, self._rules, self._delay.nanoseconds, now_ns)
                 if not requests:
                     due_ns = now_ns + wait_ns
-                    self._look_again(due_ns if next_expiry_ns is None else min(due_ns, next_expiry_ns), now_ns)
+                    self._set_timer(due_ns if next_expiry_ns is None else min(due_ns, next_expiry_ns), now_ns)
                     return
                 runner = self._ready_runner() if self._limited else idle.pop()
                 if runner is None:
-                    self._look_again(next_expiry_ns, now_ns)
+                    self._set_timer(next_expiry_ns, now_ns)
                     return
-                if waiting == 1 and wait_ns == _AT_ONCE and runner.pace.inline:
-                    self._start_alone(runner, reason)
+                if waiting == 1 and wait_ns == _AT_ONCE and runner.execution.inline:
+                    self._start_single(runner, reason)
                 else:
                     self._start(runner, requests, reason, now_ns)
             if self._timer is not None:
                 self._stop_timer()
         finally:
-            self.busy = False
+            self.dispatching = False
 
     def _ready_runner(self) -> Runner | None:
-        """An idle instance for which there are resources; if there is none, the limiter will wake us."""
+        """Return an idle instance whose resources could be acquired; if there is none, the rate limiter calls `_wake`."""
         for position in range(len(self.idle) - 1, -1, -1):
             if self._limiter.acquire(self.idle[position], self._wake):
                 return self.idle.pop(position)
         return None
 
-    def _start(self, runner: Runner, count: int, reason: Reason, now_ns: int) -> None:
+    def _start(self, runner: Runner, count: int, reason: BatchReason, now_ns: int) -> None:
         batch = self._queue.take(count)
-        if not batch:  # all of them were cancelled meanwhile
+        if not batch:  # all were cancelled meanwhile
             self._free(runner)
             return
         rows = 0
@@ -155,24 +165,24 @@ class BatchScheduler:
         for pending in batch:
             pending.state = RUNNING
             rows += pending.rows
-            if pending.arrived_ns < oldest_ns:  # noqa: PLR1730  # a call of min() is dearer
+            if pending.arrived_ns < oldest_ns:  # noqa: PLR1730  # a call of min() costs more
                 oldest_ns = pending.arrived_ns
         record = BatchRecord(reason, len(batch), rows, len(self._queue), now_ns - oldest_ns, runner.name)
         self._recent.append(record)
         self._reasons[reason] += 1
         for pending in batch:
-            pending.formed = record
+            pending.batch_record = record
         runner.run(batch, self._free)
 
-    def _start_alone(self, runner: Runner, reason: Reason) -> None:
-        """As `_start`, for the one request that there is, and that is computed at once."""
+    def _start_single(self, runner: Runner, reason: BatchReason) -> None:
+        """Start the only queued request on an instance that computes in the event loop's thread."""
         batch = self._queue.take(1)
         for pending in batch:
-            record = runner.alone if self._rules is None else runner.idle
+            record = runner.single_record if self._rules is None else runner.idle_record
             if pending.rows != 1:
                 record = record._replace(rows=pending.rows)
             pending.state = RUNNING
-            pending.formed = record
+            pending.batch_record = record
             self._recent.append(record)
             self._reasons[reason] += 1
             runner.run(batch, self._free)
@@ -182,23 +192,23 @@ class BatchScheduler:
     def _free(self, runner: Runner) -> None:
         self.idle.append(runner)
         if self._limited:
-            # Not at once: it may be another model's turn.
+            # Not immediately: it may be another model's turn.
             again = self._wake if len(self._queue) else None
             if runner.resources:
                 self._limiter.release(runner, again)
             elif again is not None:
                 again()
-        elif len(self._queue) and not self.busy:
-            # At once: an instance with a thread of its own computes while we tell the callers of its last batch.
-            self._pump()
+        elif len(self._queue) and not self.dispatching:
+            # Immediately: an instance with its own thread computes while the event loop answers its last batch.
+            self._dispatch()
 
-    def _look_again(self, when_ns: int | None, now_ns: int) -> None:
+    def _set_timer(self, when_ns: int | None, now_ns: int) -> None:
         self._stop_timer()
         if when_ns is not None:
-            # A millisecond is uvloop's finest: rounding up, so that what is waited for has happened.
-            self._timer = self._loop.call_later(max(0, when_ns - now_ns) / 1e9, self._timer_rang)
+            # uvloop rounds up to milliseconds, so the awaited time has passed when the timer fires.
+            self._timer = self._loop.call_later(max(0, when_ns - now_ns) / 1e9, self._on_timer)
 
-    def _timer_rang(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self._wake()
 
@@ -209,7 +219,110 @@ class BatchScheduler:
 
 
 _AT_ONCE = -1
-"""Of a choice: the request is the next by right, and nothing was weighed."""
+"""`wait_ns` of a choice that did not need the batching rules."""
 
-_ONE = Choice(1, "one at a time", _AT_ONCE)
-_ALL = Choice(1, "idle instance", _AT_ONCE)
+_ONE = BatchChoice(1, "one at a time", _AT_ONCE)
+_ALL = BatchChoice(1, "idle instance", _AT_ONCE)
+
+
+REQUESTS_VARIABLE = "TRITONSERVER_DELAY_SCHEDULER"
+BACKLOG_VARIABLE = "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
+START_DELAYED = f"no batch before enough requests are queued, as {REQUESTS_VARIABLE} or {BACKLOG_VARIABLE} says"
+"""Warning in the log for each delayed model, since its first requests seem to hang."""
+_COUNT = re.compile("[0-9]{0,9}")
+
+
+class StartDelay(NamedTuple):
+    """Number of requests that must be queued before the first batch (0: no delay)."""
+
+    requests: int = 0
+    backlog_requests: int = 0
+    """The same for sequences in the backlog (direct strategy only)."""
+
+
+def read_start_delay(environment: Mapping[str, str]) -> StartDelay:
+    """Read both variables; raise `InvalidArgument` for a value that is not a count."""
+    return StartDelay(_count(environment, REQUESTS_VARIABLE), _count(environment, BACKLOG_VARIABLE))
+
+
+def _count(environment: Mapping[str, str], variable: str) -> int:
+    value = environment.get(variable, "").strip()
+    if not _COUNT.fullmatch(value):
+        raise InvalidArgument(
+            f"the environment variable {variable} is {value[:32]!a}: set it to a whole number of requests, or unset it"
+        )
+    return int(value or 0)
+
+
+class DelayedBatchScheduler(BatchScheduler):
+    """A batch scheduler that delays its first batch until enough requests are queued, for tests with exact batch counts.
+
+    A class of its own, so that other schedulers do not pay for it.
+    """
+
+    _first_batch_after = 0
+
+    def delay_start(self, requests: int) -> None:
+        """Form no batch until this many requests are queued. Call before the first `add`."""
+        self._first_batch_after = requests
+        # `add` schedules `_dispatch` only if it is not scheduled yet.
+        self.dispatch_scheduled = True
+
+    def add(self, pending: PendingRequest) -> None:
+        """Queue a request; start when enough are queued."""
+        super().add(pending)
+        if self._first_batch_after and len(self._queue) >= self._first_batch_after:
+            self._first_batch_after = 0
+            self._loop.call_soon(self._dispatch)
+
+
+INLINE_BELOW_NS = 150_000
+THREAD_ABOVE_NS = 250_000
+_ROW_NS = 4_000
+"""Additional time that each row of a batch may take."""
+
+_SAMPLES = 8
+"""Executions in a thread before a model may run inline; the fastest one counts, since others may have waited for the GIL."""
+
+_MAX_STRIKES = 4
+"""Slow executions, minus fast ones, before a model moves to a thread: one slow execution on a busy machine does not make a
+slow model. A very slow execution counts as several."""
+
+
+class ExecutionPlacement:
+    """Whether an instance computes in the event loop's thread (inline) or in its own; measured, unless configured.
+
+    Passing work to a thread and back takes about 50 us; a computation that blocks the event loop for much longer delays
+    every other connection.
+    """
+
+    def __init__(self, runs: Literal["auto", "inline", "thread"] = "auto") -> None:
+        self.inline = runs == "inline"
+        self.slow_ns = THREAD_ABOVE_NS if runs == "auto" else 1 << 62
+        """Inline executions that took longer must be recorded; faster ones only while there are `strikes`."""
+        self.strikes = 0
+        self._is_measured = runs == "auto"
+        self._fastest_ns = THREAD_ABOVE_NS
+        self._samples = 0
+
+    def record(self, ns: int, rows: int = 1) -> None:
+        """Record the duration of an execution."""
+        if not self._is_measured:
+            return
+        # A large batch may take longer: it replaces as many other executions.
+        ns -= (rows - 1) * _ROW_NS
+        if self.inline:
+            if ns > THREAD_ABOVE_NS:
+                self.strikes += 1 + ns // (4 * THREAD_ABOVE_NS)
+            elif self.strikes:
+                self.strikes -= 1
+            if self.strikes >= _MAX_STRIKES:
+                self.inline = False
+                self.strikes = self._samples = 0
+                self._fastest_ns = THREAD_ABOVE_NS
+            return
+        self._fastest_ns = min(self._fastest_ns, ns)
+        self._samples += 1
+        if self._samples == _SAMPLES:
+            self.inline = self._fastest_ns < INLINE_BELOW_NS
+            self._fastest_ns, self._samples = THREAD_ABOVE_NS, 0

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences of requests for models with a memory: each sequence's requests go to one instance, one after the other.
+"""The sequence batcher for stateful models: all requests of a sequence go to one instance, one after the other.
 
-Lives here: what a request says of its sequence, the sequences on their way, their seats, control inputs and state.
-May not live here: threads, protocols, how a model computes.
+Holds sequences, their slots and backlog, control inputs and implicit state. Knows no protocol and no backend.
 """

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands the requests of sequences to the instances of a model with a memory.
+"""The sequence batcher: passes the requests of sequences to the instances of a stateful model.
 
-Owned by a version of a model, in the loop's thread. A sequence begins with START and takes a seat with one instance, or
-waits for one in the backlog; its requests are computed there one after the other. Its seat is free again when its END is
-answered, when it was idle for too long, or when a request of it is cancelled before it was computed: what follows would
-be computed as if that request had never been, so the rest of the sequence is cancelled with it. A request that is
-cancelled while it is computed, or that fails, leaves the sequence as it is. START for a sequence that is still open
-begins it anew, in the same seat, after what is waiting.
+Each version of a stateful model owns one, in the event loop's thread. A sequence starts with START and gets a slot of one
+instance, or waits in the backlog; its requests are computed there one after the other. It gives up its slot when its END is
+answered, when it is idle too long, or when one of its queued requests is cancelled: later requests would be computed without
+it, so the rest of the sequence is cancelled too. A request that is cancelled while it is computed, or that fails, does not
+affect the sequence. START for an open sequence restarts it, in the same slot, after the queued requests.
 """
 
 from __future__ import annotations
@@ -17,22 +16,30 @@ from functools import partial
 from time import monotonic_ns
 
 from headrace.backends.contract import Array
-from headrace.core.errors import Cancelled, HeadraceError, Unimplemented, retold
-from headrace.engine.execution.request_runner import RequestRunner
-from headrace.engine.scheduling.batches import BatchLog, BatchRecord
-from headrace.engine.scheduling.limiter import Limiter
-from headrace.engine.scheduling.pending import RUNNING, Pending
-from headrace.engine.scheduling.scheduler import Runner
-from headrace.engine.sequences.composing import Composer
-from headrace.engine.sequences.flags import SequenceId, many_rows, not_started, read_flags
-from headrace.engine.sequences.lanes import DirectLane, Lane, OldestLane, Plan
-from headrace.engine.sequences.live import Entry, LiveSequence, Step
-from headrace.engine.sequences.roster import Roster
+from headrace.core.errors import Cancelled, HeadraceError, Unimplemented, with_message
+from headrace.core.requests import InferRequest, RequestedOutput
+from headrace.core.tensors import Tensor
+from headrace.engine.execution.runners import RequestRunner
+from headrace.engine.scheduling.pending_request import RUNNING, BatchLog, BatchRecord, PendingRequest
+from headrace.engine.scheduling.rate_limiter import RateLimiter
+from headrace.engine.scheduling.scheduler import Runner, StartDelay
+from headrace.engine.sequences.controls import ControlInputs, SequenceId, batch_size_error, read_flags, start_flag_error
+from headrace.engine.sequences.implicit_state import ImplicitState, zeros
+from headrace.engine.sequences.sequence import (
+    ActiveSequence,
+    BatchPlan,
+    DirectSlots,
+    InstanceSlots,
+    OldestSlots,
+    QueuedRequest,
+    SequenceRequest,
+)
+from headrace.engine.sequences.slots import SequenceSlots
 from headrace.models.config.types import DirectStrategy, ModelConfig, SequenceBatching
 
 
 class SequenceScheduler:
-    """For models whose requests depend on those before them."""
+    """The scheduler of stateful models: requests depend on earlier requests of their sequence."""
 
     def __init__(
         self,
@@ -41,7 +48,7 @@ class SequenceScheduler:
         runners: Sequence[Runner],
         log: BatchLog,
         *,
-        limiter: Limiter,
+        limiter: RateLimiter,
         initial_states: Mapping[str, Array] | None = None,
     ) -> None:
         if sequences.iterative:
@@ -53,185 +60,188 @@ class SequenceScheduler:
         self._name = config.name
         self._log = log
         self._limiter = limiter
-        self._composer = Composer(config, sequences, initial_states or {})
+        self._builder = ModelRequestBuilder(config, sequences, initial_states or {})
         strategy = sequences.strategy
-        self._lanes: list[Lane]
+        self._instances: list[InstanceSlots]
         if isinstance(strategy, DirectStrategy):
-            self._lanes = [DirectLane(runner, config, strategy) for runner in runners]
+            self._instances = [DirectSlots(runner, config, strategy) for runner in runners]
         else:
-            self._lanes = [OldestLane(runner, config, strategy) for runner in runners]
-        self._fills = isinstance(strategy, DirectStrategy)
-        self._roster = Roster(self._lanes, sequences.max_sequence_idle_microseconds * 1000, self._review)
+            self._instances = [OldestSlots(runner, config, strategy) for runner in runners]
+        self._needs_fillers = isinstance(strategy, DirectStrategy)
+        self._slots = SequenceSlots(self._instances, sequences.max_sequence_idle_microseconds * 1000, self._review)
         self._numbers = 0
         self.waiting = 0
-        """Requests that are not being computed yet."""
-        self._awake = False
+        """Number of requests that are not being computed yet."""
+        self._dispatch_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._closed: HeadraceError | None = None
 
-    def add(self, pending: Pending) -> None:
-        """Let a request wait for its turn; raises when it belongs to no sequence."""
+    def add(self, pending: PendingRequest) -> None:
+        """Queue a request; raise if it belongs to no sequence."""
         if self._closed is not None:
-            raise retold(self._closed, self._closed.message)
+            raise with_message(self._closed, self._closed.message)
         if pending.rows > 1:
-            raise many_rows(self._name)
+            raise batch_size_error(self._name)
         flags = read_flags(pending.request, self._name)
-        sequence = self._begun(flags.id) if flags.start else self._roster.open(flags.id)
+        sequence = self._start_sequence(flags.id) if flags.start else self._slots.find_open(flags.id)
         if sequence is None:
-            raise not_started(flags.id, self._name)
+            raise start_flag_error(flags.id, self._name)
         self._numbers += 1
         self.waiting += 1
         pending.on_cancel = partial(self._cancelled, sequence)
-        sequence.queue.append(Entry(pending, flags, self._numbers))
+        sequence.queue.append(QueuedRequest(pending, flags, self._numbers))
         sequence.closed = flags.end
         self._review(sequence)
 
     def close(self, reason: HeadraceError) -> None:
-        """Tell those that still wait; nothing is given out any more."""
+        """Cancel all queued requests and start no more."""
         self._closed = reason
-        self._roster.close()
+        self._slots.close()
         self._stop_timer()
-        for sequence in self._roster.all():
-            self._drop(sequence, reason)
+        for sequence in self._slots.all():
+            self._cancel_queue(sequence, reason)
 
-    def _begun(self, id: SequenceId) -> LiveSequence:
-        sequence = self._composer.begin(id)
-        previous = self._roster.enter(sequence)
+    def _start_sequence(self, id: SequenceId) -> ActiveSequence:
+        sequence = self._builder.new_sequence(id)
+        previous = self._slots.add(sequence)
         if previous is not None:
             self._review(previous)
         return sequence
 
-    def _review(self, sequence: LiveSequence) -> None:
-        """Something about a sequence has changed: see what it can do next. May be called too often, never too seldom."""
+    def _review(self, sequence: ActiveSequence) -> None:
+        """Decide what a changed sequence can do next. Extra calls are harmless."""
         sequence.idle_since_ns = None
-        lane = sequence.lane
+        instance = sequence.slots
         if sequence.running is None and sequence.queue:
-            if lane is not None and self._closed is None:
-                if sequence.head is None:
-                    sequence.head = self._step(sequence)
-                lane.ready.add(sequence)
+            if instance is not None and self._closed is None:
+                if sequence.next_request is None:
+                    sequence.next_request = self._next_request(sequence)
+                instance.ready.add(sequence)
                 self._wake()
             return
-        if lane is not None:
-            lane.ready.discard(sequence)
+        if instance is not None:
+            instance.ready.discard(sequence)
         if sequence.running is not None:
             return
         if sequence.closed:
-            self._roster.leave(sequence)
-        elif lane is not None:
+            self._slots.remove(sequence)
+        elif instance is not None:
             sequence.idle_since_ns = monotonic_ns()
-            self._roster.watch()
+            self._slots.start_idle_timer()
 
-    def _step(self, sequence: LiveSequence) -> Step:
-        """The first request of a queue, with the state it will be computed with."""
+    def _next_request(self, sequence: ActiveSequence) -> SequenceRequest:
+        """Return the first request of a queue, with a key for the state that it will be computed with."""
         pending, flags, number = sequence.queue[0]
-        key = self._composer.states.key(pending.key, sequence.state)
-        return Step(
+        key = self._builder.states.key(pending.key, sequence.state)
+        return SequenceRequest(
             pending.owner,
             pending.request,
             key,
             pending.arrived_ns,
-            self._stepped,
+            self._request_finished,
             sequence=sequence,
-            asked=pending,
+            caller_request=pending,
             flags=flags,
             number=number,
         )
 
-    def _stepped(self, step: Step) -> None:
-        """The model is done with a request, however that went."""
-        sequence = step.sequence
+    def _request_finished(self, request: SequenceRequest) -> None:
+        """Continue a sequence after the model is done with a request, successfully or not."""
+        sequence = request.sequence
         if sequence is not None:
             sequence.running = None
             self._review(sequence)
 
-    def _cancelled(self, sequence: LiveSequence) -> None:
+    def _cancelled(self, sequence: ActiveSequence) -> None:
         sequence.closed = True
-        self._drop(
+        self._cancel_queue(
             sequence,
             Cancelled(f"another request of sequence {sequence.id} was cancelled, which ends it: START it again"),
         )
         self._review(sequence)
 
-    def _drop(self, sequence: LiveSequence, reason: HeadraceError) -> None:
-        dropped = list(sequence.queue)
-        self.waiting -= len(dropped)
+    def _cancel_queue(self, sequence: ActiveSequence, reason: HeadraceError) -> None:
+        queued = list(sequence.queue)
+        self.waiting -= len(queued)
         sequence.queue.clear()
-        sequence.head = None
-        for pending, _, _ in dropped:
+        sequence.next_request = None
+        for pending, _, _ in queued:
             pending.on_cancel = None
             pending.cancel(reason)
 
     def _wake(self) -> None:
-        if not self._awake:
-            self._awake = True
-            self._loop.call_soon(self._pump)
+        if not self._dispatch_scheduled:
+            self._dispatch_scheduled = True
+            self._loop.call_soon(self._dispatch)
 
-    def _pump(self) -> None:
-        """Give every idle instance its next batch, where there is one."""
-        self._awake = False
+    def _dispatch(self) -> None:
+        """Start the next batch of every idle instance."""
+        self._dispatch_scheduled = False
         if self._closed is not None:
             return
         wait_ns = 0
         now_ns = monotonic_ns()
-        for lane in self._lanes:
-            if not lane.idle or not lane.ready:
+        for instance in self._instances:
+            if not instance.idle or not instance.ready:
                 continue
-            plan = lane.plan(now_ns)
-            if not plan.steps:
+            plan = instance.next_batch(now_ns)
+            if not plan.requests:
                 wait_ns = min(wait_ns or plan.wait_ns, plan.wait_ns)
-            elif self._limiter.acquire(lane.runner, self._wake):
-                self._start(lane, plan, now_ns)
+            elif self._limiter.acquire(instance.runner, self._wake):
+                self._start(instance, plan, now_ns)
         self._stop_timer()
         if wait_ns:
-            self._timer = self._loop.call_later(wait_ns / 1e9, self._timer_rang)
+            self._timer = self._loop.call_later(wait_ns / 1e9, self._on_timer)
 
-    def _start(self, lane: Lane, plan: Plan, now_ns: int) -> None:
-        lane.idle = False
-        self.waiting -= len(plan.steps)
-        waited_ns = now_ns - min(step.arrived_ns for step in plan.steps)
-        record = BatchRecord(plan.reason, len(plan.steps), len(plan.steps), self.waiting, waited_ns, lane.runner.name)
+    def _start(self, instance: InstanceSlots, plan: BatchPlan, now_ns: int) -> None:
+        instance.idle = False
+        count = len(plan.requests)
+        self.waiting -= count
+        waited_ns = now_ns - min(request.arrived_ns for request in plan.requests)
+        record = BatchRecord(plan.reason, count, count, self.waiting, waited_ns, instance.runner.name)
         self._log.add(record)
-        for step in plan.steps:
-            self._set_out(step, lane, record)
-        batch = plan.steps
-        if self._fills and not isinstance(lane.runner, RequestRunner):
+        for request in plan.requests:
+            self._start_request(request, instance, record)
+        batch = plan.requests
+        if self._needs_fillers and not isinstance(instance.runner, RequestRunner):
             batch = self._with_fillers(batch, now_ns)
-        lane.runner.run(batch, partial(self._free, lane))
+        instance.runner.run(batch, partial(self._free, instance))
 
-    def _set_out(self, step: Step, lane: Lane, record: BatchRecord) -> None:
-        self._composer.complete(step)
-        sequence, asked = step.sequence, step.asked
+    def _start_request(self, request: SequenceRequest, instance: InstanceSlots, record: BatchRecord) -> None:
+        self._builder.add_inputs(request)
+        sequence, caller_request = request.sequence, request.caller_request
         if sequence is not None:
             sequence.queue.popleft()
-            sequence.head = None
-            sequence.running = step
-            lane.ready.discard(sequence)
-        step.state = RUNNING
-        step.formed = record
-        if asked is not None:
-            asked.state = RUNNING
-            asked.formed = record
-            asked.on_cancel = None
-            if lane.order is not None:
-                lane.order.follow(asked)
+            sequence.next_request = None
+            sequence.running = request
+            instance.ready.discard(sequence)
+        request.state = RUNNING
+        request.batch_record = record
+        if caller_request is not None:
+            caller_request.state = RUNNING
+            caller_request.batch_record = record
+            caller_request.on_cancel = None
+            if instance.order is not None:
+                instance.order.track(caller_request)
 
-    def _with_fillers(self, steps: Sequence[Step], now_ns: int) -> list[Step]:
-        """The steps at the rows of their slots."""
-        rows: dict[int, Step] = {step.sequence.slot: step for step in steps if step.sequence is not None}
-        return [rows.get(slot) or self._composer.filler(steps[0], now_ns) for slot in range(max(rows) + 1)]
+    def _with_fillers(self, requests: Sequence[SequenceRequest], now_ns: int) -> list[SequenceRequest]:
+        """Return the requests in the rows of their slots, with fillers in the other rows."""
+        rows: dict[int, SequenceRequest] = {
+            request.sequence.slot: request for request in requests if request.sequence is not None
+        }
+        return [rows.get(slot) or self._builder.filler(requests[0], now_ns) for slot in range(max(rows) + 1)]
 
-    def _free(self, lane: Lane, runner: Runner) -> None:
-        # Not at once: a runner is free before it has answered, and the sequences of its last batch go on only then.
+    def _free(self, instance: InstanceSlots, runner: Runner) -> None:
+        # Not immediately: a runner is free before it has answered, and the sequences of its batch continue only then.
         if self._closed is not None:
             self._limiter.release(runner)
             return
-        lane.idle = True
-        self._limiter.release(runner, self._wake if lane.ready else None)
-        if lane.ready:
+        instance.idle = True
+        self._limiter.release(runner, self._wake if instance.ready else None)
+        if instance.ready:
             self._wake()
 
-    def _timer_rang(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self._wake()
 
@@ -239,3 +249,89 @@ class SequenceScheduler:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class ModelRequestBuilder:
+    """Turns a caller's request into the request for the model: with control inputs and implicit state."""
+
+    def __init__(self, config: ModelConfig, sequences: SequenceBatching, initial: Mapping[str, Array]) -> None:
+        batched = config.max_batch_size > 0
+        self._controls = ControlInputs(sequences.controls, config.name, batched=batched)
+        self.states = ImplicitState(sequences.states, initial, batched=batched)
+
+    def new_sequence(self, id: SequenceId) -> ActiveSequence:
+        """Create a sequence; raise if the id does not fit the model's control input."""
+        return ActiveSequence(id, self._controls.corrid(id), self.states.initial())
+
+    def add_inputs(self, request: SequenceRequest) -> None:
+        """Add the inputs that the caller did not send."""
+        sequence, flags = request.sequence, request.flags
+        if sequence is None or flags is None:
+            return
+        inputs = [*request.request.inputs, *self._controls.of(start=flags.start, end=flags.end)]
+        if sequence.corrid is not None:
+            inputs.append(sequence.corrid)
+        inputs += self.states.tensors(sequence.state)
+        request.request = self._with_inputs(request.request, inputs)
+
+    def filler(self, like: SequenceRequest, now_ns: int) -> SequenceRequest:
+        """Return a filler for a slot without a request: zeros in the shapes of another row of the batch."""
+        controls = {tensor.name for tensor in self._controls.filler}
+        inputs = [
+            Tensor(tensor.name, tensor.dtype, zeros(tensor.dtype, tensor.shape))
+            for tensor in like.request.inputs
+            if tensor.name not in controls
+        ]
+        outputs = like.caller_request.request.outputs if like.caller_request is not None else ()
+        request = InferRequest(like.request.model_name, [*inputs, *self._controls.filler], outputs=outputs)
+        return SequenceRequest(like.owner, request, like.key, now_ns, like.on_finished)
+
+    def _with_inputs(self, request: InferRequest, inputs: list[Tensor]) -> InferRequest:
+        outputs = request.outputs
+        if outputs and self.states.output_names:
+            requested = {output.name for output in outputs}
+            outputs = [
+                *outputs,
+                *(RequestedOutput(name) for name in self.states.output_names if name not in requested),
+            ]
+        return InferRequest(request.model_name, inputs, request.model_version, request.id, outputs, request.parameters)
+
+
+def is_delayed(sequences: SequenceBatching, delay: StartDelay) -> bool:
+    """Return whether the first batch of a model is delayed."""
+    return bool(delay.requests or (delay.backlog_requests and isinstance(sequences.strategy, DirectStrategy)))
+
+
+class DelayedSequenceScheduler(SequenceScheduler):
+    """A sequence scheduler that delays the first batch until enough requests are queued, for tests (`StartDelay`).
+
+    The rules are those of Triton. Direct strategy: all instances start together, when there are enough requests of
+    sequences with a slot and of sequences in the backlog. Oldest strategy: each instance starts by itself, when enough of
+    its sequences have a request; the backlog does not count.
+    """
+
+    _delay = StartDelay()
+    _delayed: tuple[InstanceSlots, ...] = ()
+
+    def delay_start(self, delay: StartDelay) -> None:
+        """Form no batch until this many requests are queued. Call before the first `add`."""
+        self._delay = delay
+        self._delayed = tuple(self._instances)
+        for instance in self._delayed:
+            instance.idle = False
+
+    def _review(self, sequence: ActiveSequence) -> None:
+        super()._review(sequence)
+        if self._delayed:
+            still_delayed = tuple(instance for instance in self._delayed if not self._may_start(instance))
+            for instance in self._delayed:
+                if instance not in still_delayed:
+                    instance.idle = True
+                    self._wake()
+            self._delayed = still_delayed
+
+    def _may_start(self, instance: InstanceSlots) -> bool:
+        if not isinstance(instance, DirectSlots):
+            return len(instance.ready) >= self._delay.requests
+        backlog = self._slots.backlog_requests
+        return backlog >= self._delay.backlog_requests and self.waiting - backlog >= self._delay.requests

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which version of a model answers a request that names none: splits by weight, sticky keys, shadows, rollback.
+"""Traffic splits: choose the version for requests that name none, by weight or sticky key, with shadows and rollback.
 
-Stands in for the newest version in the engine's directory, so every protocol takes part and a model without a split pays
-nothing. Knows no protocol.
+A split takes the place of the newest version in the engine's directory, so it works for every protocol, and a model without
+a split pays nothing. Knows no protocol.
 """

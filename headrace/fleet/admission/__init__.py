@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a document on its way in: defaults that need other documents, and rules that no table can hold.
+"""Admission: defaults and validation rules that need several fields or other documents.
 
-Called by the webhooks, by `planning` before it plans, by `headrace explain` and `headrace apply`. Tells all that is wrong at
-once. May not live here: whether a runtime can serve a model (`selection`).
+Called by the webhooks, by `planning`, `headrace explain` and `headrace apply`. Reports all problems at once.
 """
 
-from headrace.fleet.admission.checking import problems
-from headrace.fleet.admission.defaulting import defaulted
+from headrace.fleet.admission.defaults import with_defaults
+from headrace.fleet.admission.validation import validate
 
-__all__ = ["defaulted", "problems"]
+__all__ = ["validate", "with_defaults"]

@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the verbs need of a fleet, wherever it runs. Documents go in and come out as JSON has them.
-
-Every call raises errors of `headrace.core.errors`, each one line that says what to do. Names and namespaces are checked by
-the fleet itself. A fleet belongs to the event loop that it is first used in.
-"""
+"""The `Fleet` protocol that the commands use, whether the fleet runs on Kubernetes or on this machine, and its kinds."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from difflib import get_close_matches
+from typing import Literal, Protocol, TypeVar, cast
 
+from headrace.core.errors import InvalidArgument
+from headrace.fleet.documents import ClusterFacts
+from headrace.fleet.names import GROUP
 from headrace.fleet.schema.fields import Kind
-from headrace.fleet.words import ClusterFacts, Document
+from headrace.fleet.schema.kinds import KINDS, find_kind
+from headrace.platforms.kubernetes_client.objects import Document
 
 Change = Literal["created", "configured", "unchanged"]
-MANAGER = "headrace-cli"
-"""Whose the fields are that somebody wrote with a verb of ours."""
+FIELD_MANAGER = "headrace-cli"
+"""The field manager of the commands."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A document as the fleet has it now, and whether that is new."""
+    """An applied document as the fleet has it now, and whether it changed."""
 
     document: Document
     change: Change
@@ -29,7 +32,7 @@ class Applied:
 
 @dataclass(frozen=True)
 class NodeProgress:
-    """How far a model is on one node."""
+    """Progress of a model on one node."""
 
     node: str
     state: str
@@ -41,67 +44,138 @@ class NodeProgress:
 
 @dataclass(frozen=True)
 class Commands:
-    """What to type at this fleet for what the verbs have no word for: the advice of `describe` is made of these."""
+    """Shell commands of this kind of fleet, for the advice of `describe`."""
 
     logs: str = "kubectl -n {namespace} logs {pod} -c {container}"
     previous: str = " --previous"
-    """Added to `logs`, for the run before."""
+    """Added to `logs` for the previous container."""
     controller: str = "kubectl -n headrace-system get pods"
-    """Shows whether somebody looks at services."""
+    """Shows whether the controller runs."""
     events: str = "kubectl -n {namespace} get events"
     forward: str = "kubectl -n {namespace} port-forward service/{service} 8080:{port}"
-    """Makes a service answer on this machine; "" where it does."""
+    """Makes a service reachable from this machine; "" where it already is."""
     flag: str = " --kube"
-    """Added to our own verbs."""
+    """Added to `headrace` commands."""
 
 
 class Fleet(Protocol):
-    """Services, and what they are made with."""
+    """Access to the documents of a fleet."""
 
     @property
     def place(self) -> str:
-        """Where it runs, for messages: `https://10.0.0.1:6443`."""
+        """Where the fleet runs, for messages: `https://10.0.0.1:6443`."""
 
     @property
     def namespace(self) -> str:
-        """Where documents belong that name no namespace."""
+        """Default namespace of documents."""
 
     @property
     def commands(self) -> Commands:
-        """What to type for the rest."""
+        """Shell commands for the advice of `describe`."""
 
     async def list(self, kind: Kind, namespace: str = "", selector: str = "") -> Sequence[Document]:
-        """All of a kind, by namespace and name. Without a namespace, of all. `selector`: labels, as kubectl takes them."""
+        """Return the documents of a kind, ordered by namespace and name. `selector`: labels, as in kubectl."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Document | None:
-        """One of them; None if there is none."""
+        """Return one document; None if there is none."""
 
     def watch(self, kind: Kind, namespace: str = "", selector: str = "") -> AsyncIterator[tuple[str, Document]]:
-        """Those that are there, as ADDED, and then every change: (ADDED | MODIFIED | DELETED, document). Does not end."""
+        """Yield existing documents as ADDED, then every change: (ADDED | MODIFIED | DELETED, document). Never ends."""
 
     async def live(self, document: Document) -> Document | None:
-        """What a document of a file has become, of any kind that the fleet takes; None if there is none."""
+        """Return the live object of a document of any kind; None if there is none."""
 
     async def apply(self, document: Document, *, dry_run: bool = False, force: bool = False) -> Applied:
-        """Make it so. `force`: take over fields that somebody else has set otherwise, in place of FailedPrecondition."""
+        """Apply a document. `force`: take over fields of other managers instead of raising FailedPrecondition."""
 
     async def patch(self, kind: Kind, namespace: str, name: str, change: Document) -> Document:
-        """A merge patch: null removes."""
+        """Send a merge patch (null removes) and return the document."""
 
     async def delete(self, live: Document) -> None:
-        """Ask for the end of that very object, and of all that was made for it; that it is gone is fine."""
+        """Delete that object, by its uid, and what it owns. An object that is already gone is no error."""
 
     async def pods(self, service: Document) -> Sequence[Document]:
-        """The pods of a service, or what stands for them here: with a pod's metadata, spec.nodeName and status."""
+        """Return the pods of a service, or local replicas in the form of pods."""
 
     async def events(self, objects: Sequence[Document]) -> Sequence[Document]:
-        """What was told about some objects, the oldest first."""
+        """Return the Events of some objects, the oldest first."""
 
     async def progress(self, model: Document) -> Sequence[NodeProgress]:
-        """Where a model is, and how far its download. Empty where nobody tells."""
+        """Return the progress of a model on each node. Empty if no agent reports."""
 
     async def facts(self) -> ClusterFacts:
-        """What services are planned with. Raises PermissionDenied where the user may not see all of it."""
+        """Return the resources that services are planned with. Raises PermissionDenied."""
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Close the connections."""
+
+
+SERVICE = "InferenceService"
+
+_KIND_GROUPS = {
+    "services": (SERVICE,),
+    "runtimes": ("ServingRuntime", "ClusterServingRuntime"),
+    "models": ("BaseModel", "ClusterBaseModel"),
+    "weights": ("FineTunedWeight",),
+    "accelerators": ("AcceleratorClass",),
+    "benchmarks": ("BenchmarkJob",),
+}
+"""Names for kinds that are listed together."""
+
+SHOWN_KINDS = ("isvc", "runtimes", "models", "weights", "accelerators", "benchmarkjobs")
+"""Kinds to show in help and messages."""
+
+
+def kinds_named(word: str) -> tuple[Kind, ...]:
+    """Return the kinds of a name such as `isvc`, `models` or `inferenceservices.ome.io`. Raises InvalidArgument."""
+    asked = word.lower().removesuffix(f".{GROUP}")
+    group = _KIND_GROUPS.get(asked) or _KIND_GROUPS.get(f"{asked}s")
+    if group is not None:
+        return tuple(kind_named(name) for name in group)
+    for kind in KINDS:
+        if asked in (kind.plural, kind.name.lower()) or asked.removesuffix("s") in kind.short:
+            return (kind,)
+    names = [*SHOWN_KINDS, *_KIND_GROUPS, *(kind.plural for kind in KINDS)]
+    near = get_close_matches(asked, names, 1, 0.7)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    raise InvalidArgument(f"{word[:64]!a} is no kind that a fleet has: there are {', '.join(SHOWN_KINDS)}{meant}")
+
+
+def kind_named(name: str) -> Kind:
+    """Return a kind by its own name. Raises InvalidArgument."""
+    kind = find_kind(name)
+    if kind is None:
+        raise InvalidArgument(f"{name[:64]!a} is not a kind of {GROUP}")
+    return kind
+
+
+def parse_targets(words: list[str]) -> tuple[tuple[Kind, ...], list[str]]:
+    """Parse `isvc`, `isvc a b` or `isvc/a` into kinds and names. Raises InvalidArgument."""
+    if not words:
+        return kinds_named("isvc"), []
+    if all("/" in word for word in words):
+        pairs = [word.partition("/") for word in words]
+        if len({kinds_named(kind) for kind, _, _ in pairs}) > 1:
+            raise InvalidArgument("name one kind at a time")
+        names = [name for _, _, name in pairs]
+        if not all(names):
+            raise InvalidArgument("write KIND/NAME, such as isvc/llama")
+        return kinds_named(pairs[0][0]), names
+    return kinds_named(words[0]), words[1:]
+
+
+T = TypeVar("T")
+
+
+async def gather_all(*calls: Awaitable[T]) -> list[T]:
+    """Run calls concurrently and wait for all of them, then raise the first error: none may outlive the connections."""
+    done = await asyncio.gather(*calls, return_exceptions=True)
+    for result in done:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in done if not isinstance(result, BaseException)]
+
+
+def closing(items: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:
+    """Return a context manager that closes an asynchronous generator on exit."""
+    return aclosing(cast("AsyncGenerator[T, None]", items))

@@ -1,260 +1,380 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet on Kubernetes: the `Fleet` of the verbs, from an API server, with the rights of whoever has the kubeconfig."""
+"""A fleet on Kubernetes: the `Fleet` of the commands, with the permissions of the kubeconfig's user."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from headrace.fleet.agent.marks import STATUS_LABEL
-from headrace.fleet.client.contract import Applied, Commands, NodeProgress
-from headrace.fleet.client.faults import conflicts_with_us, fault
-from headrace.fleet.client.tasks import closing, together
-from headrace.fleet.client.user_api import UserApi, connect_user
-from headrace.fleet.cluster.api import Refused, Unreachable
-from headrace.fleet.cluster.configuration import CONFIG_MAP, configured
-from headrace.fleet.cluster.differing import digest
-from headrace.fleet.cluster.resources import CHILDREN, EVENTS, FACTS, PODS, SETTINGS, Resource, Served
+from headrace.core.errors import (
+    FailedPrecondition,
+    HeadraceError,
+    InvalidArgument,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+from headrace.fleet.agent.model_keys import STATUS_LABEL
+from headrace.fleet.client.contract import FIELD_MANAGER, Applied, Commands, NodeProgress, closing, gather_all
+from headrace.fleet.cluster.configuration import CONFIG_MAP, settings_from
+from headrace.fleet.cluster.diff import digest
+from headrace.fleet.cluster.resources import CHILDREN, FACTS
+from headrace.fleet.documents import DEFAULT_NAMESPACE, ClusterFacts, FleetSettings, namespace_of
 from headrace.fleet.names import API_VERSION, GROUP, NAMESPACE, SERVICE_LABEL, VERSION, model_status_key, trunc63
 from headrace.fleet.schema.fields import Kind
 from headrace.fleet.schema.kinds import find_kind
-from headrace.fleet.words import (
-    DEFAULT_NAMESPACE,
-    ClusterFacts,
+from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable, connect
+from headrace.platforms.kubernetes_client.objects import (
+    CONFIG_MAPS,
+    EVENTS,
+    PODS,
     Document,
-    FleetSettings,
+    Resource,
+    ServedResource,
+    get_int,
+    get_list,
+    get_mapping,
+    get_str,
     kind_of,
     name_of,
-    namespace_of,
-    part,
-    text,
-    whole,
 )
 
 _EXPIRED = 410
 
 
 def open_cluster(kubeconfig: str = "", context: str = "") -> KubernetesFleet:
-    """The fleet of a kubeconfig. Raises FailedPrecondition; asks nothing of the cluster yet."""
+    """Open the fleet of a kubeconfig, without calling it yet. Raises FailedPrecondition."""
     return KubernetesFleet(connect_user(kubeconfig, context))
 
 
 class KubernetesFleet:
-    """See `contract.Fleet`."""
+    """The `Fleet` of an API server."""
 
-    def __init__(self, api: UserApi) -> None:
+    def __init__(self, api: UserApiClient) -> None:
         self._api = api
         self._namespace = api.namespace or DEFAULT_NAMESPACE
-        self._kinds: dict[tuple[str, str], Served] = {}
+        self._kinds: dict[tuple[str, str], ServedResource] = {}
 
     @property
     def place(self) -> str:
-        """The API server's URL."""
+        """URL of the API server."""
         return self._api.server
 
     @property
     def namespace(self) -> str:
-        """Of the kubeconfig's context."""
+        """Namespace of the kubeconfig's context."""
         return self._namespace
 
     @property
     def commands(self) -> Commands:
-        """Those of kubectl."""
+        """The commands of kubectl."""
         return Commands()
 
     async def list(self, kind: Kind, namespace: str = "", selector: str = "") -> Sequence[Document]:
-        """See `Fleet.list`."""
-        with self._told(f"listing {kind.plural}"):
-            found, _ = await self._api.list(_served(kind), selector, namespace)
-        return sorted(found, key=lambda each: (text(each, "metadata", "namespace"), name_of(each)))
+        """Return the documents of a kind."""
+        with self._explained(f"listing {kind.plural}"):
+            documents, _ = await self._api.list(_served(kind), selector, namespace)
+        return sorted(documents, key=_key)
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Document | None:
-        """See `Fleet.get`."""
-        with self._told(f"looking at {kind.name} {name}"):
-            return await self._api.found(_served(kind), namespace, name)
+        """Return one document; None if there is none."""
+        with self._explained(f"looking at {kind.name} {name}"):
+            return await self._api.find(_served(kind), namespace, name)
 
     async def watch(self, kind: Kind, namespace: str = "", selector: str = "") -> AsyncIterator[tuple[str, Document]]:
-        """See `Fleet.watch`."""
-        where, seen = _served(kind), dict[tuple[str, str], Document]()
+        """Yield existing documents, then every change."""
+        resource, known = _served(kind), dict[tuple[str, str], Document]()
         while True:
-            with self._told(f"watching {kind.plural}"):
-                found, version = await self._api.list(where, selector, namespace)
-            listed = {_key(each): each for each in found}
-            for key in [each for each in seen if each not in listed]:
-                yield "DELETED", seen.pop(key)
-            for key, each in sorted(listed.items()):
-                old, seen[key] = seen.get(key), each
-                if old is None or _version(old) != _version(each):
-                    yield "ADDED" if old is None else "MODIFIED", each
+            with self._explained(f"watching {kind.plural}"):
+                documents, version = await self._api.list(resource, selector, namespace)
+            listed = {_key(document): document for document in documents}
+            for key in [key for key in known if key not in listed]:
+                yield "DELETED", known.pop(key)
+            for key, item in sorted(listed.items()):
+                old, known[key] = known.get(key), item
+                if old is None or _version(old) != _version(item):
+                    yield "ADDED" if old is None else "MODIFIED", item
             async with closing(self._changes(kind, version, selector, namespace)) as changes:
-                async for change, each in changes:
+                async for change, document in changes:
                     if change == "DELETED":
-                        seen.pop(_key(each), None)
+                        known.pop(_key(document), None)
                     else:
-                        seen[_key(each)] = each
-                    yield change, each
+                        known[_key(document)] = document
+                    yield change, document
 
     async def _changes(
         self, kind: Kind, version: str, selector: str, namespace: str
     ) -> AsyncIterator[tuple[str, Document]]:
-        """Changes since a version, until the API server has forgotten what came before it."""
+        """Yield changes since a version, until it has expired on the API server."""
         while True:
             try:
                 async with closing(self._api.watch(_served(kind), version, selector, namespace)) as changes:
-                    async for change, each in changes:
-                        version = _version(each) or version
+                    async for change, document in changes:
+                        version = _version(document) or version
                         if change != "BOOKMARK":
-                            yield change, {"apiVersion": API_VERSION, "kind": kind.name, **each}
-            except Refused as refused:
-                if refused.code == _EXPIRED:
+                            yield change, {"apiVersion": API_VERSION, "kind": kind.name, **document}
+            except ApiError as error:
+                if error.code == _EXPIRED:
                     return
-                raise fault(refused, f"watching {kind.plural}", self.place) from None
+                raise explain_error(error, f"watching {kind.plural}", self.place) from None
             except Unreachable as error:
-                raise fault(error, f"watching {kind.plural}", self.place) from None
+                raise explain_error(error, f"watching {kind.plural}", self.place) from None
 
     async def live(self, document: Document) -> Document | None:
-        """See `Fleet.live`."""
-        with self._told(_doing("looking at", document)):
-            where = await self._where(document)
-            return await self._api.found(where, self._space(where, document), name_of(document))
+        """Return the live object of a document."""
+        with self._explained(_doing("looking at", document)):
+            resource = await self._resource(document)
+            return await self._api.find(resource, self._namespace_for(resource, document), name_of(document))
 
     async def apply(self, document: Document, *, dry_run: bool = False, force: bool = False) -> Applied:
-        """See `Fleet.apply`: server-side apply."""
-        with self._told(_doing("applying", document)):
-            where = await self._where(document)
-            space = self._space(where, document)
-            metadata = {**part(document, "metadata"), **({"namespace": space} if space else {})}
+        """Send a server-side apply."""
+        with self._explained(_doing("applying", document)):
+            resource = await self._resource(document)
+            namespace = self._namespace_for(resource, document)
+            metadata = {**get_mapping(document, "metadata"), **({"namespace": namespace} if namespace else {})}
             sent = {**document, "metadata": metadata}
-            before = await self._api.found(where, space, name_of(document))
+            before = await self._api.find(resource, namespace, name_of(document))
             try:
-                made = await self._api.send(where, sent, dry_run=dry_run, force=force)
-            except Refused as refused:
-                if not conflicts_with_us(refused):
+                applied = await self._api.send(resource, sent, dry_run=dry_run, force=force)
+            except ApiError as error:
+                if not conflicts_with_us(error):
                     raise
-                made = await self._api.send(where, sent, dry_run=dry_run, force=True)
+                applied = await self._api.send(resource, sent, dry_run=dry_run, force=True)
         if before is None:
-            return Applied(made, "created")
-        # Its version tells less: who set a field is noted with a time, and a dry run makes no new one.
-        return Applied(made, "unchanged" if digest(before) == digest(made) else "configured")
+            return Applied(applied, "created")
+        # Not the resourceVersion: managedFields have a time, and a dry run has no new version.
+        return Applied(applied, "unchanged" if digest(before) == digest(applied) else "configured")
 
     async def patch(self, kind: Kind, namespace: str, name: str, change: Document) -> Document:
-        """See `Fleet.patch`."""
-        with self._told(f"changing {kind.name} {name}"):
-            return await self._api.change(_served(kind), namespace, name, change)
+        """Send a merge patch."""
+        with self._explained(f"changing {kind.name} {name}"):
+            return await self._api.patch(_served(kind), namespace, name, change)
 
     async def delete(self, live: Document) -> None:
-        """See `Fleet.delete`. What it owns is removed by Kubernetes."""
-        with self._told(_doing("deleting", live)):
-            where = await self._where(live)
-            await self._api.delete(where, self._space(where, live), name_of(live), text(live, "metadata", "uid"))
+        """Delete an object; Kubernetes deletes what it owns."""
+        with self._explained(_doing("deleting", live)):
+            resource = await self._resource(live)
+            await self._api.delete(
+                resource, self._namespace_for(resource, live), name_of(live), get_str(live, "metadata", "uid")
+            )
 
     async def pods(self, service: Document) -> Sequence[Document]:
-        """See `Fleet.pods`."""
+        """Return the pods of a service, the oldest first."""
         selector = f"{SERVICE_LABEL}={trunc63(name_of(service))}"
-        with self._told(f"listing the pods of {name_of(service)}"):
-            found, _ = await self._api.list(Served(PODS, "v1"), selector, namespace_of(service))
-        return sorted(found, key=lambda each: (text(each, "metadata", "creationTimestamp"), name_of(each)))
+        with self._explained(f"listing the pods of {name_of(service)}"):
+            pods, _ = await self._api.list(ServedResource(PODS, "v1"), selector, namespace_of(service))
+        return sorted(pods, key=lambda pod: (get_str(pod, "metadata", "creationTimestamp"), name_of(pod)))
 
     async def events(self, objects: Sequence[Document]) -> Sequence[Document]:
-        """See `Fleet.events`."""
-        asked = [(text(each, "metadata", "namespace"), text(each, "metadata", "uid")) for each in objects]
-        with self._told("listing events"):
-            found = await together(
-                *(self._api.list(EVENTS, "", space, f"involvedObject.uid={uid}") for space, uid in asked)
+        """Return the Events of some objects, the oldest first."""
+        keys = [(get_str(item, "metadata", "namespace"), get_str(item, "metadata", "uid")) for item in objects]
+        with self._explained("listing events"):
+            lists = await gather_all(
+                *(self._api.list(EVENTS, "", space, f"involvedObject.uid={uid}") for space, uid in keys)
             )
-        return sorted((each for some, _ in found for each in some), key=_time)
+        return sorted((event for events, _ in lists for event in events), key=_time)
 
     async def progress(self, model: Document) -> Sequence[NodeProgress]:
-        """See `Fleet.progress`. Who may not read the agents' ConfigMaps is told nothing."""
+        """Return the progress of a model on each node; empty without permission for the agents' ConfigMaps."""
         key = model_status_key(name_of(model), namespace_of(model))
         try:
-            found, _ = await self._api.list(Served(SETTINGS, "v1"), f"{STATUS_LABEL}=true")
-        except (Refused, Unreachable):
+            config_maps, _ = await self._api.list(CONFIG_MAPS, f"{STATUS_LABEL}=true")
+        except (ApiError, Unreachable):
             return []
-        told = [(name_of(each), _entry(text(each, "data", key))) for each in found if key in part(each, "data")]
+        entries = {
+            name_of(config_map): _entry(get_str(config_map, "data", key))
+            for config_map in config_maps
+            if key in get_mapping(config_map, "data")
+        }
         return [
             NodeProgress(
                 node,
-                text(entry, "status"),
-                whole(entry, "progress", "completedBytes") or 0,
-                whole(entry, "progress", "totalBytes") or 0,
-                text(entry, "progress", "phase"),
+                get_str(entry, "status"),
+                get_int(entry, "progress", "completedBytes") or 0,
+                get_int(entry, "progress", "totalBytes") or 0,
+                get_str(entry, "progress", "phase"),
             )
-            for node, entry in sorted(told, key=lambda each: each[0])
+            for node, entry in sorted(entries.items())
         ]
 
     async def facts(self) -> ClusterFacts:
-        """See `Fleet.facts`."""
-        with self._told("reading models and runtimes"):
-            listed = await together(*(self._api.list(Served(each, VERSION)) for each in FACTS))
+        """Return the resources that services are planned with."""
+        with self._explained("reading models and runtimes"):
+            lists = await gather_all(*(self._api.list(ServedResource(resource, VERSION)) for resource in FACTS))
             groups = await self._api.groups()
         runtimes, cluster_runtimes, models, cluster_models, weights, accelerators = (
-            tuple(found) for found, _ in listed
+            tuple(documents) for documents, _ in lists
         )
         return ClusterFacts(
             runtimes=runtimes + cluster_runtimes,
             models=models + cluster_models,
             weights=weights,
             accelerators=accelerators,
-            capabilities=frozenset(each.capability for each in CHILDREN if each.capability and each.group in groups),
+            capabilities=frozenset(
+                resource.capability for resource in CHILDREN if resource.capability and resource.group in groups
+            ),
             settings=await self._settings(),
         )
 
     async def close(self) -> None:
-        """See `Fleet.close`."""
+        """Close the connections."""
         await self._api.close()
 
     async def _settings(self) -> FleetSettings:
-        """What the operator was told, where the user may read it."""
+        """Return the operator's settings if the user may read them, else the defaults."""
         try:
-            return configured(FleetSettings(), await self._api.get(Served(SETTINGS, "v1"), NAMESPACE, CONFIG_MAP))
-        except (Refused, Unreachable):
+            return settings_from(FleetSettings(), await self._api.get(CONFIG_MAPS, NAMESPACE, CONFIG_MAP))
+        except (ApiError, Unreachable):
             return FleetSettings()
 
-    async def _where(self, document: Document) -> Served:
-        kind = find_kind(kind_of(document)) if text(document, "apiVersion") == API_VERSION else None
+    async def _resource(self, document: Document) -> ServedResource:
+        kind = find_kind(kind_of(document)) if get_str(document, "apiVersion") == API_VERSION else None
         if kind is not None:
             return _served(kind)
-        key = text(document, "apiVersion"), kind_of(document)
+        key = get_str(document, "apiVersion"), kind_of(document)
         if key not in self._kinds:
             self._kinds[key] = await self._api.kind(document)
         return self._kinds[key]
 
-    def _space(self, where: Served, document: Document) -> str:
-        return text(document, "metadata", "namespace") or self._namespace if where.resource.namespaced else ""
+    def _namespace_for(self, resource: ServedResource, document: Document) -> str:
+        return get_str(document, "metadata", "namespace") or self._namespace if resource.resource.namespaced else ""
 
     @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _explained(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except (Refused, Unreachable) as error:
-            raise fault(error, doing, self.place) from None
+        except (ApiError, Unreachable) as error:
+            raise explain_error(error, doing, self.place) from None
 
 
-def _served(kind: Kind) -> Served:
-    return Served(Resource(GROUP, (VERSION,), kind.name, kind.plural, kind.namespaced), VERSION)
+def _served(kind: Kind) -> ServedResource:
+    return ServedResource(Resource(GROUP, (VERSION,), kind.name, kind.plural, kind.namespaced), VERSION)
 
 
-def _doing(deed: str, document: Document) -> str:
-    return f"{deed} {kind_of(document)} {name_of(document)}"
+def _doing(action: str, document: Document) -> str:
+    return f"{action} {kind_of(document)} {name_of(document)}"
 
 
 def _key(document: Document) -> tuple[str, str]:
-    return text(document, "metadata", "namespace"), name_of(document)
+    return get_str(document, "metadata", "namespace"), name_of(document)
 
 
 def _version(document: Document) -> str:
-    return text(document, "metadata", "resourceVersion")
+    return get_str(document, "metadata", "resourceVersion")
 
 
 def _time(event: Document) -> str:
-    return text(event, "lastTimestamp") or text(event, "eventTime") or text(event, "metadata", "creationTimestamp")
+    return (
+        get_str(event, "lastTimestamp")
+        or get_str(event, "eventTime")
+        or get_str(event, "metadata", "creationTimestamp")
+    )
 
 
-def _entry(said: str) -> Any:
+def _entry(value: str) -> Any:
     try:
-        return json.loads(said)
+        return json.loads(value)
     except ValueError:
         return {}
+
+
+_APPLY_PATCH = "application/apply-patch+yaml"
+_TIMEOUT_SECONDS = 15.0
+"""Shorter than the operator's timeout: a person waits."""
+
+
+class UserApiClient(ApiClient):
+    """Calls that only users make: with another field manager, and without force."""
+
+    async def find(self, resource: ServedResource, namespace: str, name: str) -> Document | None:
+        """Return one object; None if there is none. Unlike `get`, raises ApiError for an unknown kind."""
+        try:
+            found_object = await self._call("GET", resource.path(namespace, name))
+        except ApiError as error:
+            if error.code == 404 and error.reason == "NotFound":
+                return None
+            raise
+        return {"apiVersion": resource.api_version, "kind": resource.resource.kind, **found_object}
+
+    async def send(self, resource: ServedResource, document: Document, *, dry_run: bool, force: bool) -> Document:
+        """Send a server-side apply."""
+        path = resource.path(get_str(document, "metadata", "namespace"), name_of(document))
+        query = {
+            "fieldManager": self._field_manager,
+            "force": "true" if force else "",
+            "dryRun": "All" if dry_run else "",
+        }
+        return await self._call("PATCH", path, query, document, _APPLY_PATCH)
+
+    async def groups(self) -> frozenset[str]:
+        """Return the names of all API groups."""
+        return frozenset(get_str(group, "name") for group in get_list(await self._call("GET", "/apis"), "groups"))
+
+    async def kind(self, document: Document) -> ServedResource:
+        """Return the resource type of a document of any kind. Raises ApiError 404 for an unknown kind."""
+        group, _, version = get_str(document, "apiVersion").rpartition("/")
+        listed = await self._call("GET", f"/apis/{group}/{version}" if group else f"/api/{version}")
+        for item in get_list(listed, "resources"):
+            if get_str(item, "kind") == kind_of(document) and "/" not in get_str(item, "name"):
+                namespaced = get_mapping(item).get("namespaced") is True
+                resource = Resource(group, (version,), kind_of(document), get_str(item, "name"), namespaced)
+                return ServedResource(resource, version)
+        raise ApiError(404, "", f"no kind {kind_of(document)}")
+
+
+def connect_user(kubeconfig: str, context: str) -> UserApiClient:
+    """Connect to the API server of a kubeconfig. Raises FailedPrecondition."""
+    client = connect(kubeconfig, context, timeout=_TIMEOUT_SECONDS)
+    return UserApiClient(client._client, client.server, client.namespace, field_manager=FIELD_MANAGER)
+
+
+INSTALL = "headrace operator manifests | kubectl apply -f -"
+_MAX_MESSAGE = 600
+_CONFLICT = re.compile(r'conflicts? with "([^"]*)"')
+
+
+def explain_error(error: ApiError | Unreachable, doing: str, server: str) -> HeadraceError:
+    """Return the error for the user, with what to do. `doing`: `listing InferenceServices`."""
+    if isinstance(error, Unreachable):
+        return Unavailable(
+            f"the API server {server} does not answer ({error}): check that it runs and that `kubectl cluster-info` gets"
+            " through, or name another --context"
+        )
+    text = " ".join(error.message.split())[:_MAX_MESSAGE]
+    if error.code == 401:
+        return Unauthenticated(f"the API server {server} does not know you: log in to the cluster again")
+    if error.code == 403 and " cannot " in text:
+        return PermissionDenied(f"you may not do that ({text}): ask for that permission, or name another --context")
+    if is_unknown_kind(error):
+        return FailedPrecondition(f"{doing}: the cluster {server} does not have that kind; run `{INSTALL}`")
+    if error.code == 404 and text.startswith("namespaces "):
+        return FailedPrecondition(f"{doing}: {text}; create it first, or name another with -n")
+    if error.code == 409 and is_conflict(error):
+        return FailedPrecondition(
+            f"{doing}: {text}; change the file to what is there, or take the fields over with --force-conflicts"
+        )
+    if error.code == 409:
+        return Unavailable(f"{doing}: it was changed at the same time; try again")
+    if error.code == 429 or error.code >= 500:
+        return Unavailable(f"{doing}: the API server cannot do it now ({text or error.code}); try again later")
+    if error.code == 403:
+        return FailedPrecondition(f"{doing}: a policy of the cluster forbids it ({text}); change what is named there")
+    return InvalidArgument(f"{doing}: the API server rejects it: {text}")
+
+
+def is_unknown_kind(error: ApiError) -> bool:
+    """Whether a 404 is about the kind, not about an object: then its reason is not NotFound."""
+    return error.code == 404 and error.reason != "NotFound"
+
+
+def is_conflict(error: ApiError) -> bool:
+    """Whether an apply failed because other managers own the fields."""
+    return error.code == 409 and bool(_CONFLICT.findall(error.message))
+
+
+def conflicts_with_us(error: ApiError) -> bool:
+    """Whether the only other manager is this command line: `rollout` changes what `apply` wrote."""
+    return is_conflict(error) and set(_CONFLICT.findall(error.message)) == {FIELD_MANAGER}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A canary as its user moves it: how far it is, and what to write into the service to promote it or to take it back. Pure.
+"""Canary rollouts from the user's side: their state, and the change of the service that promotes or rolls back.
 
-The share of the newest revision is `canaryTrafficPercent`: 100 promotes it, 0 gives all requests to what ran before. Where a
-service has steps, the controller moves the share, and is asked by an annotation.
+The share of the newest revision is `canaryTrafficPercent`: 100 promotes it, 0 gives all requests to the previous one. For a
+service with steps, the controller changes the share, and an annotation has the user's command.
 """
 
 from __future__ import annotations
@@ -12,17 +12,24 @@ from datetime import UTC, datetime
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.fleet.client.summaries import components_of
+from headrace.fleet.client.tables import components_of
 from headrace.fleet.names import SERVERLESS
-from headrace.fleet.rollouts.policy import COMMAND, PAUSED, PROMOTE, RETRY, STEPPED, UNDO, policy_of
-from headrace.fleet.rollouts.state import PROMOTED, ROLLED_BACK, State, state_of
-from headrace.fleet.status.observed import records
-from headrace.fleet.words import Document, annotations_of, name_of, part, text, whole
+from headrace.fleet.rollouts.policy import COMMAND, PAUSED, PROMOTE, RETRY, STEPPED, UNDO, parse_policy
+from headrace.fleet.rollouts.state import PROMOTED, ROLLED_BACK, RolloutState, read_state
+from headrace.fleet.status.conditions import get_mappings
+from headrace.platforms.kubernetes_client.objects import (
+    Document,
+    annotations_of,
+    get_int,
+    get_mapping,
+    get_str,
+    name_of,
+)
 
 
 @dataclass(frozen=True)
 class Share:
-    """A revision, and its part of the requests."""
+    """A revision and its share of the requests."""
 
     revision: str
     percent: int
@@ -31,7 +38,7 @@ class Share:
 
 @dataclass(frozen=True)
 class ComponentRollout:
-    """One component."""
+    """The rollout of one component."""
 
     component: str
     mode: str
@@ -41,26 +48,26 @@ class ComponentRollout:
     latest_ready: str
     latest_created: str
     previous: str
-    """The revision that had all requests before the one that has them now."""
+    """The revision that had all requests before."""
     steps: tuple[int, ...] = ()
-    """Where it goes by steps: the shares, in percent."""
-    rollout: State | None = None
-    """How far it is in these."""
+    """Shares of the steps, in percent, for a rollout by steps."""
+    rollout: RolloutState | None = None
+    """State of the rollout by steps."""
     paused: bool = False
 
     @property
     def two(self) -> bool:
-        """Whether two revisions are there."""
+        """Whether there are two revisions."""
         return len(self.shares) > 1
 
     @property
     def new_percent(self) -> int:
-        """What the newest gets."""
-        return sum(each.percent for each in self.shares if each.latest)
+        """The share of the newest revision."""
+        return sum(share.percent for share in self.shares if share.latest)
 
     @property
     def state(self) -> str:
-        """In words."""
+        """The state for tables."""
         if self.rollout is not None and self.rollout.phase == ROLLED_BACK and self.two:
             return "rolled back"
         if self.rollout is not None and self.steps and not self.rollout.over:
@@ -74,123 +81,127 @@ class ComponentRollout:
 
 
 def rollouts_of(service: Document) -> list[ComponentRollout]:
-    """What the status tells."""
-    policy = policy_of(annotations_of(service))
+    """Return the rollouts of all components, from the status."""
+    policy = parse_policy(annotations_of(service))
     return [
         ComponentRollout(
             name,
-            text(told, "mode"),
-            whole(service, "spec", name, "canaryTrafficPercent"),
+            get_str(status, "mode"),
+            get_int(service, "spec", name, "canaryTrafficPercent"),
             tuple(
-                Share(text(each, "revisionName"), whole(each, "percent") or 0, each.get("latestRevision") is True)
-                for each in records(told, "traffic")
+                Share(
+                    get_str(record, "revisionName"),
+                    get_int(record, "percent") or 0,
+                    record.get("latestRevision") is True,
+                )
+                for record in get_mappings(status, "traffic")
             ),
-            text(told, "latestReadyRevision"),
-            text(told, "latestCreatedRevision"),
-            text(told, "previousRolledoutRevision"),
+            get_str(status, "latestReadyRevision"),
+            get_str(status, "latestCreatedRevision"),
+            get_str(status, "previousRolledoutRevision"),
             policy.steps if policy is not None and name in STEPPED else (),
-            state_of(told),
+            read_state(status),
             policy is not None and policy.paused,
         )
-        for name, told in components_of(service).items()
+        for name, status in components_of(service).items()
     ]
 
 
 def promotion(service: Document, component: str = "") -> Document:
-    """The change that gives the newest revision all requests. Raises FailedPrecondition where there is no canary."""
-    found = [each for each in _meant(service, component) if each.two]
-    if not found:
-        raise FailedPrecondition(f"{name_of(service)} has no canary: {_why_none(service)}")
-    if _stepped(found):
+    """Return the change that gives the newest revision all requests. Raises FailedPrecondition without a canary."""
+    rollouts = [rollout for rollout in _selected(service, component) if rollout.two]
+    if not rollouts:
+        raise FailedPrecondition(f"{name_of(service)} has no canary: {_no_canary_reason(service)}")
+    if _stepped(rollouts):
         return _command(service, PROMOTE, component)
-    return _change(service, found, 100)
+    return _traffic_change(service, rollouts, 100)
 
 
 def rollback(service: Document, component: str = "") -> Document:
-    """The change that gives all requests to the revision before. Raises FailedPrecondition where there is none."""
-    found = [each for each in _meant(service, component) if each.two]
-    if found and all(each.asked == 0 or _is(each, ROLLED_BACK) for each in found):
+    """Return the change that gives all requests to the previous revision. Raises FailedPrecondition without one."""
+    rollouts = [rollout for rollout in _selected(service, component) if rollout.two]
+    if rollouts and all(rollout.asked == 0 or _is_in_phase(rollout, ROLLED_BACK) for rollout in rollouts):
         raise FailedPrecondition(f"{name_of(service)} is undone already: apply its earlier file to remove the new pods")
-    if _stepped(found):
+    if _stepped(rollouts):
         return _command(service, UNDO, component)
-    if not found:
-        # Knative keeps the revision before. Elsewhere its pods are gone, and nobody has their spec any more.
-        found = [
-            each
-            for each in _meant(service, component)
-            if each.mode == SERVERLESS and each.previous and each.previous != each.latest_ready
+    if not rollouts:
+        # Knative keeps the previous revision. In other modes its pods and their spec are gone.
+        rollouts = [
+            rollout
+            for rollout in _selected(service, component)
+            if rollout.mode == SERVERLESS and rollout.previous and rollout.previous != rollout.latest_ready
         ]
-    if not found:
-        raise FailedPrecondition(f"{name_of(service)} has no canary to take back: apply its earlier file instead")
-    return _change(service, found, 0)
+    if not rollouts:
+        raise FailedPrecondition(f"{name_of(service)} has no canary to roll back: apply its earlier file instead")
+    return _traffic_change(service, rollouts, 0)
 
 
 def pause(service: Document, component: str = "") -> Document:
-    """The change that keeps a rollout at its step. Raises FailedPrecondition where there are no steps."""
-    _meant(service, component)
-    _with_steps(service)
+    """Return the change that pauses a rollout at its step. Raises FailedPrecondition without steps."""
+    _selected(service, component)
+    _require_steps(service)
     return _annotated(service, {PAUSED: "true"})
 
 
 def resume(service: Document, component: str = "") -> Document:
-    """The change that lets a rollout go on; one that was taken back begins anew. Raises FailedPrecondition."""
-    found = _meant(service, component)
-    _with_steps(service)
-    if any(_is(each, ROLLED_BACK) for each in found):
+    """Return the change that resumes a rollout; one that was rolled back starts again. Raises FailedPrecondition."""
+    rollouts = _selected(service, component)
+    _require_steps(service)
+    if any(_is_in_phase(rollout, ROLLED_BACK) for rollout in rollouts):
         return _command(service, RETRY, component, {PAUSED: None})
     if annotations_of(service).get(PAUSED) != "true":
         raise FailedPrecondition(f"{name_of(service)} is not paused")
     return _annotated(service, {PAUSED: None})
 
 
-def _with_steps(service: Document) -> None:
-    if policy_of(annotations_of(service)) is None:
+def _require_steps(service: Document) -> None:
+    if parse_policy(annotations_of(service)) is None:
         raise FailedPrecondition(
             f'{name_of(service)} has no steps: give it the annotation ome.io/rollout-steps, such as "10,25,50"'
         )
 
 
-def _is(rollout: ComponentRollout, phase: str) -> bool:
+def _is_in_phase(rollout: ComponentRollout, phase: str) -> bool:
     return rollout.rollout is not None and rollout.rollout.phase == phase
 
 
-def _stepped(found: list[ComponentRollout]) -> bool:
-    return bool(found) and all(each.steps and not _is(each, PROMOTED) for each in found)
+def _stepped(rollouts: list[ComponentRollout]) -> bool:
+    return bool(rollouts) and all(rollout.steps and not _is_in_phase(rollout, PROMOTED) for rollout in rollouts)
 
 
 def _command(service: Document, verb: str, component: str, more: dict[str, Any] | None = None) -> Document:
-    """The time makes it another command than the last."""
+    """Return the change with a command. The time makes it differ from the last command."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    words = [each for each in (verb, component, now) if each]
+    words = [word for word in (verb, component, now) if word]
     return _annotated(service, {COMMAND: " ".join(words), **(more or {})})
 
 
 def _annotated(service: Document, annotations: dict[str, Any]) -> Document:
-    version = text(service, "metadata", "resourceVersion")
+    version = get_str(service, "metadata", "resourceVersion")
     return {"metadata": {"resourceVersion": version, "annotations": annotations}}
 
 
-def _meant(service: Document, component: str) -> list[ComponentRollout]:
-    found = rollouts_of(service)
+def _selected(service: Document, component: str) -> list[ComponentRollout]:
+    rollouts = rollouts_of(service)
     if not component:
-        return found
-    if component not in (each.component for each in found):
-        there = ", ".join(each.component for each in found) or "none yet"
+        return rollouts
+    if component not in (rollout.component for rollout in rollouts):
+        there = ", ".join(rollout.component for rollout in rollouts) or "none yet"
         raise InvalidArgument(f"{name_of(service)} has no component {component}: there are {there}")
-    return [each for each in found if each.component == component]
+    return [rollout for rollout in rollouts if rollout.component == component]
 
 
-def _why_none(service: Document) -> str:
-    asked = [each.asked for each in rollouts_of(service) if each.asked is not None and each.asked < 100]
+def _no_canary_reason(service: Document) -> str:
+    asked = [rollout.asked for rollout in rollouts_of(service) if rollout.asked is not None and rollout.asked < 100]
     if asked:
-        return "its pods are all the same; change them, and the new ones get their share"
-    return "give a component canaryTrafficPercent and change its pods, and there is one"
+        return "its pods are all of one revision; change them, and the new ones get their share"
+    return "give a component canaryTrafficPercent and change its pods to start one"
 
 
-def _change(service: Document, components: list[ComponentRollout], percent: int) -> Document:
+def _traffic_change(service: Document, components: list[ComponentRollout], percent: int) -> Document:
     spec: dict[str, Any] = {}
-    for each in components:
-        if part(service, "spec").get(each.component) is not None:
-            spec[each.component] = {"canaryTrafficPercent": percent}
-    # Of the service as it was looked at: an edit in between would be promoted unseen.
-    return {"metadata": {"resourceVersion": text(service, "metadata", "resourceVersion")}, "spec": spec}
+    for component in components:
+        if get_mapping(service, "spec").get(component.component) is not None:
+            spec[component.component] = {"canaryTrafficPercent": percent}
+    # With the version that was read: an edit in between must not be promoted unseen.
+    return {"metadata": {"resourceVersion": get_str(service, "metadata", "resourceVersion")}, "spec": spec}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ConfigMap `inferenceservice-config`, as OME has it, to settings of the fleet. Pure; read again every minute."""
+"""Read OME's ConfigMap `inferenceservice-config` into the settings of the fleet. The operator reads it every minute."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from headrace.fleet.words import Document, FleetSettings, items, part, text
+from headrace.fleet.documents import FleetSettings
+from headrace.platforms.kubernetes_client.objects import Document, get_list, get_mapping, get_str
 
 log = logging.getLogger("headrace.operator")
 
 CONFIG_MAP = "inferenceservice-config"
 
-_TEXTS = {
+_STRINGS = {
     "ingressDomain": "ingress_domain",
     "ingressClassName": "ingress_class",
     "domainTemplate": "domain_template",
@@ -29,27 +30,29 @@ _SWITCHES = {
 }
 
 
-def configured(settings: FleetSettings, config_map: Document | None) -> FleetSettings:
-    """The settings with what the ConfigMap says. What is no JSON, or of the wrong type, is logged and left as it was."""
+def settings_from(settings: FleetSettings, config_map: Document | None) -> FleetSettings:
+    """Return the settings with the values of the ConfigMap. Invalid JSON is logged; values of a wrong type are ignored."""
     ingress, deploy, keda = (_entry(config_map, name) for name in ("ingress", "deploy", "kedaConfig"))
-    found: dict[str, Any] = {ours: text(ingress, theirs) for theirs, ours in _TEXTS.items() if text(ingress, theirs)}
-    found |= {ours: ingress[theirs] for theirs, ours in _SWITCHES.items() if isinstance(ingress.get(theirs), bool)}
-    domains = items(ingress, "additionalIngressDomains")
+    values: dict[str, Any] = {
+        ours: get_str(ingress, theirs) for theirs, ours in _STRINGS.items() if get_str(ingress, theirs)
+    }
+    values |= {ours: ingress[theirs] for theirs, ours in _SWITCHES.items() if isinstance(ingress.get(theirs), bool)}
+    domains = get_list(ingress, "additionalIngressDomains")
     if domains:
-        found["additional_domains"] = tuple(each for each in domains if isinstance(each, str))
-    mode = text(deploy, "defaultDeploymentMode")
+        values["additional_domains"] = tuple(domain for domain in domains if isinstance(domain, str))
+    mode = get_str(deploy, "defaultDeploymentMode")
     if mode in ("RawDeployment", "Serverless"):
-        found["default_mode"] = mode
-    if text(keda, "promServerAddress"):
-        found["prometheus_address"] = text(keda, "promServerAddress")
-    return replace(settings, **found)
+        values["default_mode"] = mode
+    if get_str(keda, "promServerAddress"):
+        values["prometheus_address"] = get_str(keda, "promServerAddress")
+    return replace(settings, **values)
 
 
 def _entry(config_map: Document | None, name: str) -> Document:
-    said = text(config_map, "data", name)
+    value = get_str(config_map, "data", name)
     try:
-        found = json.loads(said) if said else {}
+        decoded = json.loads(value) if value else {}
     except ValueError:
-        log.warning("%s: the value of %s is no JSON and does not count", CONFIG_MAP, name)
-        found = {}
-    return part({name: found}, name)
+        log.warning("%s: ignoring %s: its value is not JSON", CONFIG_MAP, name)
+        decoded = {}
+    return get_mapping({name: decoded}, name)

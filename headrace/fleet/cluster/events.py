@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: what `kubectl describe` shows below a service. Nothing waits for them, and a lost one is no failure."""
+"""Record Kubernetes Events, which `kubectl describe` shows below a service. A lost event is no failure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import logging
 from collections.abc import Callable
 from datetime import datetime
 
-from headrace.fleet.cluster.api import MANAGER, Api, Refused, Unreachable
-from headrace.fleet.cluster.resources import EVENTS
-from headrace.fleet.status.conditions import time_text
-from headrace.fleet.words import Document, kind_of, name_of, text
+from headrace.fleet.status.conditions import format_time
+from headrace.platforms.kubernetes_client.api import FIELD_MANAGER, ApiClient, ApiError, Unreachable
+from headrace.platforms.kubernetes_client.objects import EVENTS, Document, get_str, kind_of, name_of
 
 log = logging.getLogger("headrace.operator")
 
 READY, NOT_READY = "InferenceServiceReady", "InferenceServiceNotReady"
-_LONGEST = 1024
-_STARTING = frozenset(
+_MAX_MESSAGE = 1024
+_STARTING_REASONS = frozenset(
     {
         "Creating",
         "Deploying",
@@ -29,55 +28,55 @@ _STARTING = frozenset(
         "Progressing",
     }
 )
-"""Reasons that every service goes through on its way up. What is stuck has another sooner or later."""
+"""Reasons of a service that is starting normally."""
 
 
-class Recorder:
-    """Writes events about services."""
+class EventRecorder:
+    """Writes Events about services."""
 
-    def __init__(self, api: Api, now: Callable[[], datetime]) -> None:
+    def __init__(self, api: ApiClient, now: Callable[[], datetime]) -> None:
         self._api = api
         self._now = now
 
     async def ready_changed(self, service: Document, before: Document, after: Document) -> None:
-        """Tell that a service has become ready, or why it is not. That it is on its way is no news, unless it was there."""
-        # Messages name pods, which come and go; what somebody edited since is another matter.
+        """Record that a service became ready, or why it is not. Normal startup is recorded only for one that was ready."""
+        # Messages are not compared: they name pods, which change. The generation changes with every edit.
         same = all(before.get(name) == after.get(name) for name in ("status", "reason", "observedGeneration"))
-        if same or text(after, "status") not in ("True", "False"):
+        if same or get_str(after, "status") not in ("True", "False"):
             return
-        if text(after, "status") == "True":
-            if text(before, "status") != "True":
+        if get_str(after, "status") == "True":
+            if get_str(before, "status") != "True":
                 await self.record(service, "Normal", READY, f"{name_of(service)} is ready")
             return
-        reason = text(after, "reason") or NOT_READY
-        if reason in _STARTING and text(before, "status") != "True":
+        reason = get_str(after, "reason") or NOT_READY
+        if reason in _STARTING_REASONS and get_str(before, "status") != "True":
             return
-        await self.record(service, "Warning", reason, text(after, "message") or "it is not ready")
+        await self.record(service, "Warning", reason, get_str(after, "message") or "it is not ready")
 
     async def record(self, document: Document, kind: str, reason: str, message: str) -> None:
-        """One event about a document: `Normal` or `Warning`, a word, a sentence."""
-        namespace, now = text(document, "metadata", "namespace"), time_text(self._now())
+        """Record an Event about a document. kind: `Normal` or `Warning`."""
+        namespace, now = get_str(document, "metadata", "namespace"), format_time(self._now())
         event = {
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {"generateName": f"{name_of(document)[:50]}.", "namespace": namespace},
             "involvedObject": {
-                "apiVersion": text(document, "apiVersion"),
+                "apiVersion": get_str(document, "apiVersion"),
                 "kind": kind_of(document),
                 "namespace": namespace,
                 "name": name_of(document),
-                "uid": text(document, "metadata", "uid"),
-                "resourceVersion": text(document, "metadata", "resourceVersion"),
+                "uid": get_str(document, "metadata", "uid"),
+                "resourceVersion": get_str(document, "metadata", "resourceVersion"),
             },
             "type": kind,
             "reason": reason,
-            "message": message[:_LONGEST],
-            "source": {"component": MANAGER},
+            "message": message[:_MAX_MESSAGE],
+            "source": {"component": FIELD_MANAGER},
             "firstTimestamp": now,
             "lastTimestamp": now,
             "count": 1,
         }
         try:
             await self._api.create(EVENTS, namespace, event)
-        except (Refused, Unreachable) as error:
-            log.info("an event of %s/%s is lost: %s", namespace, name_of(document), error)
+        except (ApiError, Unreachable) as error:
+            log.info("cannot record an Event of %s/%s: %s", namespace, name_of(document), error)

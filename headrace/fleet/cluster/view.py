@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that the controller knows of the cluster: services, what they are planned with, what was made of them, their pods."""
+"""The operator's cache of the cluster: services, the resources they are planned with, their objects and pods."""
 
 from __future__ import annotations
 
@@ -9,297 +9,305 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from headrace.fleet.benchmarks.planning import service_of
-from headrace.fleet.cluster.api import Api
-from headrace.fleet.cluster.differing import digest
-from headrace.fleet.cluster.following import Follower
-from headrace.fleet.cluster.queue import Key
+from headrace.fleet.benchmarks.job import service_of
+from headrace.fleet.cluster.diff import digest
 from headrace.fleet.cluster.resources import (
     BENCHMARK_PODS,
+    BENCHMARK_RESOURCES,
     BENCHMARKS,
     CHILDREN,
     FACTS,
     JOBS,
-    MEASURING,
-    PODS,
     SERVICES,
-    Resource,
-    Served,
-    served,
 )
+from headrace.fleet.documents import ClusterFacts, FleetSettings
 from headrace.fleet.names import BENCHMARK_LABEL, SERVICE_LABEL, trunc63
-from headrace.fleet.words import ClusterFacts, Document, FleetSettings, items, kind_of, labels_of, name_of, part, text
+from headrace.platforms.kubernetes_client.api import ApiClient
+from headrace.platforms.kubernetes_client.informer import Informer
+from headrace.platforms.kubernetes_client.objects import (
+    PODS,
+    Document,
+    Key,
+    Resource,
+    ServedResource,
+    controller_uid,
+    get_list,
+    get_mapping,
+    get_str,
+    kind_of,
+    labels_of,
+    name_of,
+    served_resources,
+)
 
 log = logging.getLogger("headrace.operator")
 
 _MODELS = frozenset({"BaseModel", "ClusterBaseModel"})
-_MISSES = 3
-"""How often in a row a kind must not be there to be gone."""
-_OF_ALL = frozenset({"AcceleratorClass"})
+_MAX_MISSES = 3
+"""Number of failed discoveries in a row after which a resource type counts as removed."""
+_USED_BY_ALL = frozenset({"AcceleratorClass"})
 
 
-class View:
-    """Follows every kind that there is, and tells which services to look at. Writes nothing."""
+class ClusterView:
+    """Runs an informer for every served resource type, and queues the services that a change concerns."""
 
-    def __init__(self, api: Api, settings: FleetSettings, ask: Callable[[Key], None]) -> None:
+    def __init__(self, api: ApiClient, settings: FleetSettings, enqueue: Callable[[Key], None]) -> None:
         self._api = api
         self._settings = settings
-        self._ask = ask
-        self._followers: dict[Resource, Follower] = {}
+        self._enqueue = enqueue
+        self._informers: dict[Resource, Informer] = {}
         self._tasks: dict[Resource, asyncio.Task[None]] = {}
         self._missed: dict[Resource, int] = {}
         self._facts: ClusterFacts | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether our own kinds are there, and everything has been seen once."""
+        """Whether our custom resources are served, and all informers are synced."""
         needed = {SERVICES, *FACTS}
-        return needed <= set(self._followers) and all(each.listed.is_set() for each in self._needed())
+        return needed <= set(self._informers) and all(informer.synced.is_set() for informer in self._required())
 
     async def discover(self) -> bool:
-        """Look which kinds there are, and follow those that are new. Whether any came or went."""
-        kinds = [SERVICES, *FACTS, *CHILDREN, PODS, *MEASURING]
-        found = served(kinds, await self._api.offered(kinds))
-        for each in self._followers:
-            self._missed[each] = 0 if each in found else self._missed.get(each, 0) + 1
-        # An API server that has just started does not tell of custom resources yet. What runs must not be rebuilt for that.
-        gone = [each for each in self._followers if self._missed[each] >= _MISSES]
+        """Start informers for newly served resource types, and stop those of removed ones. Return whether any changed."""
+        kinds = [SERVICES, *FACTS, *CHILDREN, PODS, *BENCHMARK_RESOURCES]
+        served = served_resources(kinds, await self._api.discover(kinds))
+        for resource in self._informers:
+            self._missed[resource] = 0 if resource in served else self._missed.get(resource, 0) + 1
+        # An API server that has just started does not list custom resources yet: do not replan services for that.
+        gone = [resource for resource in self._informers if self._missed[resource] >= _MAX_MISSES]
         for resource in gone:
-            log.info("the cluster no longer has %s", resource.plural)
+            log.info("the cluster no longer serves %s", resource.plural)
             self._tasks.pop(resource).cancel()
-            del self._followers[resource]
-        fresh = [resource for resource in found if resource not in self._followers]
+            del self._informers[resource]
+        fresh = [resource for resource in served if resource not in self._informers]
         for resource in fresh:
-            self._followers[resource] = follower = self._follower(found[resource])
-            self._tasks[resource] = asyncio.create_task(follower.run(), name=f"follow {resource.plural}")
+            self._informers[resource] = informer = self._informer(served[resource])
+            self._tasks[resource] = asyncio.create_task(informer.run(), name=f"informer {resource.plural}")
         if gone or fresh:
             self._facts = None
         return bool(gone or fresh)
 
-    async def listed(self) -> None:
-        """Return when everything has been seen once."""
-        for each in self._needed():
-            await each.listed.wait()
+    async def wait_synced(self) -> None:
+        """Return when all informers are synced."""
+        for informer in self._required():
+            await informer.synced.wait()
 
-    def _needed(self) -> list[Follower]:
-        """All but those of benchmarks: an operator without a right to Jobs still has services to look at."""
-        return [each for resource, each in self._followers.items() if resource not in MEASURING]
+    def _required(self) -> list[Informer]:
+        """Return all informers but those of benchmarks: without permission for Jobs, services are still reconciled."""
+        return [item for resource, item in self._informers.items() if resource not in BENCHMARK_RESOURCES]
 
     async def close(self) -> None:
-        """Stop following."""
+        """Stop the informers."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._tasks.clear()
 
-    # What is there
+    # Reading
 
     @property
     def facts(self) -> ClusterFacts:
-        """What services are planned with; the same object until something of it changes."""
+        """The resources that services are planned with; the same object until one changes."""
         if self._facts is None:
             runtimes, cluster_runtimes, models, cluster_models, weights, accelerators = (
-                tuple(self._followers[each].all()) if each in self._followers else () for each in FACTS
+                tuple(self._informers[resource].all()) if resource in self._informers else () for resource in FACTS
             )
             self._facts = ClusterFacts(
                 runtimes=runtimes + cluster_runtimes,
                 models=models + cluster_models,
                 weights=weights,
                 accelerators=accelerators,
-                capabilities=frozenset(each.capability for each in self._followers if each.capability),
+                capabilities=frozenset(informer.capability for informer in self._informers if informer.capability),
                 settings=self._settings,
             )
         return self._facts
 
     def set_settings(self, settings: FleetSettings) -> None:
-        """What the operator is told for all services, when it changes."""
+        """Set the settings of the fleet, and queue everything if they changed."""
         if settings != self._settings:
             self._settings = settings
             self._facts = None if self._facts is None else replace(self._facts, settings=settings)
-            self.ask_all()
+            self.enqueue_all()
 
     def service(self, key: Key) -> Document | None:
-        """A service by namespace and name."""
-        return self._followers[SERVICES].get(key) if SERVICES in self._followers else None
+        """Return a service by namespace and name."""
+        return self._informers[SERVICES].get(key) if SERVICES in self._informers else None
 
     def services(self) -> list[Document]:
-        """All services."""
-        return self._followers[SERVICES].all() if SERVICES in self._followers else []
+        """Return all services."""
+        return self._informers[SERVICES].all() if SERVICES in self._informers else []
 
     def owned(self, service: Document) -> list[Document]:
-        """The objects that this very service owns, not one of the same name before it."""
-        uid, key = text(service, "metadata", "uid"), _key(service)
-        return [each for resource in CHILDREN for each in self._of(resource, key) if owner_uid(each) == uid]
+        """Return the objects that a service controls, by its uid."""
+        uid, key = get_str(service, "metadata", "uid"), _key(service)
+        return [
+            child for resource in CHILDREN for child in self._indexed(resource, key) if controller_uid(child) == uid
+        ]
 
     def pods(self, service: Document) -> list[Document]:
-        """The pods of a service."""
-        return self._of(PODS, _key(service))
+        """Return the pods of a service."""
+        return self._indexed(PODS, _key(service))
 
     def benchmark(self, key: Key) -> Document | None:
-        """A BenchmarkJob by namespace and name."""
-        return self._followers[BENCHMARKS].get(key) if BENCHMARKS in self._followers else None
+        """Return a BenchmarkJob by namespace and name."""
+        return self._informers[BENCHMARKS].get(key) if BENCHMARKS in self._informers else None
 
-    def measuring(self, benchmark: Document) -> tuple[Document | None, list[Document]] | None:
-        """The Job of this very BenchmarkJob, and its pods; None as long as not all of them are known."""
-        followers = [self._followers.get(each) for each in MEASURING]
-        if any(each is None or not each.listed.is_set() for each in followers):
+    def benchmark_job(self, benchmark: Document) -> tuple[Document | None, list[Document]] | None:
+        """Return the Job of a BenchmarkJob and its pods; None while their informers are not synced."""
+        informers = [self._informers.get(resource) for resource in BENCHMARK_RESOURCES]
+        if any(informer is None or not informer.synced.is_set() for informer in informers):
             return None
-        uid, key = text(benchmark, "metadata", "uid"), _key(benchmark)
-        jobs = [each for each in self._of(JOBS, key) if owner_uid(each) == uid]
+        uid, key = get_str(benchmark, "metadata", "uid"), _key(benchmark)
+        jobs = [job for job in self._indexed(JOBS, key) if controller_uid(job) == uid]
         job = jobs[0] if jobs else None
-        of = text(job, "metadata", "uid")
-        pods = [each for each in self._of(BENCHMARK_PODS, (key[0], trunc63(key[1]))) if owner_uid(each) == of]
+        job_uid = get_str(job, "metadata", "uid")
+        labelled = self._indexed(BENCHMARK_PODS, (key[0], trunc63(key[1])))
+        pods = [pod for pod in labelled if controller_uid(pod) == job_uid]
         return job, pods if job is not None else []
 
-    def where(self, resource: Resource) -> Served | None:
-        """How the cluster has a kind, if it does."""
-        follower = self._followers.get(resource)
-        return follower.where if follower is not None else None
+    def served(self, resource: Resource) -> ServedResource | None:
+        """Return the served version of a resource type; None if it is not served."""
+        informer = self._informers.get(resource)
+        return informer.served if informer is not None else None
 
     def put(self, resource: Resource, document: Document) -> None:
-        """What a write gave back."""
-        if resource in self._followers:
-            self._followers[resource].put(document)
+        """Store the answer of a write."""
+        if resource in self._informers:
+            self._informers[resource].put(document)
 
-    def _of(self, resource: Resource, key: Key) -> list[Document]:
-        return self._followers[resource].of(key) if resource in self._followers else []
+    def _indexed(self, resource: Resource, key: Key) -> list[Document]:
+        return self._informers[resource].indexed(key) if resource in self._informers else []
 
-    # What changes
+    # Changes
 
-    def ask_all(self) -> None:
-        """Look at every service, and every benchmark."""
-        for each in self.services():
-            self._ask(_key(each))
-        for each in self._benchmarks():
-            self._ask(benchmark_key(_key(each)))
+    def enqueue_all(self) -> None:
+        """Queue every service and every benchmark."""
+        for service in self.services():
+            self._enqueue(_key(service))
+        for benchmark in self._benchmarks():
+            self._enqueue(benchmark_key(_key(benchmark)))
 
-    def _follower(self, where: Served) -> Follower:
-        resource = where.resource
+    def _informer(self, served: ServedResource) -> Informer:
+        resource = served.resource
         if resource == SERVICES:
-            return Follower(self._api, where, self._service_changed)
+            return Informer(self._api, served, self._service_changed)
         if resource in FACTS:
-            return Follower(self._api, where, self._fact_changed)
-        if resource in MEASURING:
-            return Follower(
+            return Informer(self._api, served, self._fact_changed)
+        if resource in BENCHMARK_RESOURCES:
+            return Informer(
                 self._api,
-                where,
-                self._measuring_changed,
+                served,
+                self._benchmark_changed,
                 selector=resource.selector,
-                owner=_MEASURED.get(resource, _none),
+                index_by=_BENCHMARK_INDEXES.get(resource, _no_keys),
             )
-        owner = _pod_owner if resource == PODS else _owner
-        # Objects of OME and of ours alike have it; nobody else's are worth their memory.
-        return Follower(self._api, where, self._child_changed, selector=SERVICE_LABEL, owner=owner)
+        owner = _pod_owner_keys if resource == PODS else _owner_keys
+        # Objects made by OME and by us have this label; no others are cached.
+        return Informer(self._api, served, self._child_changed, selector=SERVICE_LABEL, index_by=owner)
 
     def _service_changed(self, before: Document | None, after: Document | None) -> None:
         document = after if after is not None else before
         if document is not None:
-            self._ask(_key(document))
-            for each in self._benchmarks():
-                if service_of(each) == _key(document):
-                    self._ask(benchmark_key(_key(each)))
+            self._enqueue(_key(document))
+            for benchmark in self._benchmarks():
+                if service_of(benchmark) == _key(document):
+                    self._enqueue(benchmark_key(_key(benchmark)))
 
-    def _measuring_changed(self, before: Document | None, after: Document | None) -> None:
+    def _benchmark_changed(self, before: Document | None, after: Document | None) -> None:
         document = after if after is not None else before
         if document is None:
             return
         if kind_of(document) == BENCHMARKS.kind:
-            self._ask(benchmark_key(_key(document)))
+            self._enqueue(benchmark_key(_key(document)))
             return
         label = labels_of(document).get(BENCHMARK_LABEL)
-        for each in self._benchmarks():
-            if trunc63(name_of(each)) == label and text(each, "metadata", "namespace") == _key(document)[0]:
-                self._ask(benchmark_key(_key(each)))
+        for benchmark in self._benchmarks():
+            if (
+                trunc63(name_of(benchmark)) == label
+                and get_str(benchmark, "metadata", "namespace") == _key(document)[0]
+            ):
+                self._enqueue(benchmark_key(_key(benchmark)))
 
     def _benchmarks(self) -> list[Document]:
-        return self._followers[BENCHMARKS].all() if BENCHMARKS in self._followers else []
+        return self._informers[BENCHMARKS].all() if BENCHMARKS in self._informers else []
 
     def _child_changed(self, before: Document | None, after: Document | None) -> None:
-        for each in (before, after):
-            if each is not None:
-                owner = _pod_owner if kind_of(each) == "Pod" else _owner
-                for key in owner(each):
-                    self._ask(key)
+        for child in (before, after):
+            if child is not None:
+                owner_keys = _pod_owner_keys if kind_of(child) == "Pod" else _owner_keys
+                for key in owner_keys(child):
+                    self._enqueue(key)
 
     def _fact_changed(self, before: Document | None, after: Document | None) -> None:
         document = after if after is not None else before
-        if document is None or (before is not None and after is not None and _same(before, after)):
+        if document is None or (before is not None and after is not None and _same_content(before, after)):
             return
         self._facts = None
-        for each in self.services():
-            if _uses(each, document):
-                self._ask(_key(each))
+        for service in self.services():
+            if _may_use(service, document):
+                self._enqueue(_key(service))
 
 
-def owner_uid(document: Document) -> str:
-    """The uid of the object that controls this one."""
-    for each in items(document, "metadata", "ownerReferences"):
-        if part(each).get("controller") is True:
-            return text(each, "uid")
-    return ""
+def _same_content(before: Document, after: Document) -> bool:
+    # The node states of a model are part of its services' status; the status of other kinds is not used.
+    same_status = kind_of(after) not in _MODELS or get_mapping(before, "status") == get_mapping(after, "status")
+    return same_status and digest(before) == digest(after)
 
 
-def _same(before: Document, after: Document) -> bool:
-    # The state of a model on the nodes is told in the status of its services; other kinds have no such word.
-    told = kind_of(after) not in _MODELS or part(before, "status") == part(after, "status")
-    return told and digest(before) == digest(after)
-
-
-def _uses(service: Document, fact: Document) -> bool:
-    """Whether a service may have to be planned anew. Too often does no harm; too seldom would."""
-    kind, namespace = kind_of(fact), text(fact, "metadata", "namespace")
-    if kind in _OF_ALL:
+def _may_use(service: Document, fact: Document) -> bool:
+    """Whether a change of a fact may concern a service. A false yes does no harm."""
+    kind, namespace = kind_of(fact), get_str(fact, "metadata", "namespace")
+    if kind in _USED_BY_ALL:
         return True
-    if namespace and namespace != text(service, "metadata", "namespace"):
+    if namespace and namespace != get_str(service, "metadata", "namespace"):
         return False
-    spec = part(service, "spec")
-    if kind.endswith("ServingRuntime") and not part(spec, "runtime"):
+    spec = get_mapping(service, "spec")
+    if kind.endswith("ServingRuntime") and not get_mapping(spec, "runtime"):
         return True
-    return name_of(fact) in _texts(spec) or name_of(fact) == text(service, "status", "runtime", "name")
+    return name_of(fact) in _strings(spec) or name_of(fact) == get_str(service, "status", "runtime", "name")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _texts(each)
+        for item in value.values():
+            yield from _strings(item)
     elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
+        for item in value:
+            yield from _strings(item)
 
 
 def _key(service: Document) -> Key:
-    return text(service, "metadata", "namespace"), name_of(service)
+    return get_str(service, "metadata", "namespace"), name_of(service)
 
 
 def benchmark_key(key: Key) -> Key:
-    """How a benchmark is asked for."""
+    """Return the queue key of a benchmark."""
     return key[0], f"{BENCHMARKS.plural}/{key[1]}"
 
 
-def _owner(document: Document, kind: str = SERVICES.kind) -> Iterable[Key]:
+def _owner_keys(document: Document, kind: str = SERVICES.kind) -> Iterable[Key]:
     return [
-        (text(document, "metadata", "namespace"), text(each, "name"))
-        for each in items(document, "metadata", "ownerReferences")
-        if text(each, "kind") == kind
+        (get_str(document, "metadata", "namespace"), get_str(owner, "name"))
+        for owner in get_list(document, "metadata", "ownerReferences")
+        if get_str(owner, "kind") == kind
     ]
 
 
-def _pod_owner(pod: Document) -> Iterable[Key]:
+def _pod_owner_keys(pod: Document) -> Iterable[Key]:
     name = labels_of(pod).get(SERVICE_LABEL)
-    return [(text(pod, "metadata", "namespace"), name)] if name else []
+    return [(get_str(pod, "metadata", "namespace"), name)] if name else []
 
 
-def _none(_: Document) -> Iterable[Key]:
+def _no_keys(_: Document) -> Iterable[Key]:
     return ()
 
 
-def _benchmark_pod(pod: Document) -> Iterable[Key]:
-    return [(text(pod, "metadata", "namespace"), labels_of(pod).get(BENCHMARK_LABEL, ""))]
+def _benchmark_pod_keys(pod: Document) -> Iterable[Key]:
+    return [(get_str(pod, "metadata", "namespace"), labels_of(pod).get(BENCHMARK_LABEL, ""))]
 
 
-_MEASURED: dict[Resource, Callable[[Document], Iterable[Key]]] = {
-    JOBS: lambda job: _owner(job, BENCHMARKS.kind),
-    BENCHMARK_PODS: _benchmark_pod,
+_BENCHMARK_INDEXES: dict[Resource, Callable[[Document], Iterable[Key]]] = {
+    JOBS: lambda job: _owner_keys(job, BENCHMARKS.kind),
+    BENCHMARK_PODS: _benchmark_pod_keys,
 }

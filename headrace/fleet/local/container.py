@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One container of a pod: start, probes, restarts with back-off, end. Made and run by `replica`.
+"""One container of a pod: start, probes, restarts with back-off, stop.
 
-Its folder has `process.json`, which says what runs, `state.json`, how it fares, and `log`, what it said. Another daemon
-finds all that again and goes on from there, without a restart. How it is run is the business of a `driving.Driver`.
+Its folder has `process.json`, which identifies what runs, `state.json`, its state, and `log`, its output. The next daemon
+reads them and continues without a restart. A `ContainerRuntime` runs the container.
 """
 
 from __future__ import annotations
@@ -18,320 +18,352 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.core.errors import HeadraceError, ResourceExhausted
-from headrace.fleet.local.commands import CannotRun, Surroundings, variables_of, words_here
-from headrace.fleet.local.driving import LOG, PREVIOUS, Box, Driver, Ended, Running
-from headrace.fleet.local.probes import Failed, Probe, follow_liveness, follow_readiness, look_of, until_started
+from headrace.fleet.local.container_command import (
+    CommandContext,
+    ContainerStartError,
+    container_environment,
+    localize_args,
+)
+from headrace.fleet.local.container_runtime import (
+    LOG,
+    PREVIOUS,
+    ContainerRuntime,
+    ContainerSpec,
+    ExitStatus,
+    RunningContainer,
+)
+from headrace.fleet.local.pod_status import (
+    CRASH_LOOP,
+    ContainerState,
+    ContainerStatus,
+    Role,
+    load_state,
+    terminated_state,
+    update_state,
+)
+from headrace.fleet.local.probes import Probe, ProbeFailed, probe_check, wait_started, watch_liveness, watch_readiness
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.sight import CRASH_LOOP, ContainerState, Role, Seen, terminated
-from headrace.fleet.local.states import restated, state_in
 from headrace.fleet.local.system import System
-from headrace.fleet.status.conditions import time_text
-from headrace.fleet.words import Document, items, part, text, whole
-from headrace.platforms.logs import keep_end, last_lines
+from headrace.fleet.status.conditions import format_time
+from headrace.platforms.kubernetes_client.objects import Document, get_int, get_list, get_mapping, get_str
+from headrace.platforms.log_files import last_lines, truncate_log
 
 log = logging.getLogger("headrace.fleet")
 
-_SAID_LINES, _SAID_BYTES = 20, 2048
+_TAIL_LINES, _TAIL_BYTES = 20, 2048
 _RETRY_DOUBLINGS = 5
 
 
-class Pod(Protocol):
+class PodInterface(Protocol):
     """What a container needs of its pod."""
 
     @property
     def system(self) -> System:
-        """Where it runs."""
+        """The operating system."""
 
     @property
     def ports(self) -> Mapping[int, int]:
-        """Ports of its containers, and those that they have here."""
+        """Container ports, and the ports of this machine in their place."""
 
     @property
-    def grace(self) -> float:
-        """Seconds between being asked to end and being made to."""
+    def grace_seconds(self) -> float:
+        """Seconds between SIGTERM and SIGKILL."""
 
     @property
-    def policy(self) -> str:
-        """Whether who ends is restarted: Always, OnFailure, Never."""
+    def restart_policy(self) -> str:
+        """Always, OnFailure or Never."""
 
-    def box(self, container: Document, folder: Path) -> Box:
-        """What to run. Raises CannotRun, OSError, FailedPrecondition, and ResourceExhausted while it has to wait."""
+    def container_spec(self, container: Document, folder: Path) -> ContainerSpec:
+        """Return what to run. Raises ContainerStartError, OSError, HeadraceError; ResourceExhausted while it must wait."""
 
-    def surroundings(self, container: Document) -> Surroundings:
-        """What a probe's command finds. Raises as `box`."""
+    def command_context(self, container: Document) -> CommandContext:
+        """Return the context of a probe's command. Raises as `container_spec`."""
 
     def changed(self) -> None:
-        """A container is otherwise than before."""
+        """Handle a changed state of a container."""
 
-    def ended(self, container: Container) -> None:
-        """One ended by itself, and will be restarted."""
+    def container_ended(self, container: Container) -> None:
+        """Handle the end of a container that will be restarted."""
 
-    def tell(self, kind: str, reason: str, message: str) -> None:
-        """An event."""
+    def record_event(self, kind: str, reason: str, message: str) -> None:
+        """Record an event of the pod."""
 
 
 class Container:
-    """See the module. Used from the loop's thread only."""
+    """A container and the task that runs it. Used from the loop's thread only."""
 
     def __init__(
-        self, folder: Path, said: Document, role: Role, pod: Pod, settings: LocalSettings, driver: Driver
+        self,
+        folder: Path,
+        document: Document,
+        role: Role,
+        pod: PodInterface,
+        settings: LocalSettings,
+        runtime: ContainerRuntime,
     ) -> None:
         self.folder = folder
         self.role = role
-        self.state = state_in(folder, ContainerState())
-        self._said = said
+        self.state = load_state(folder, ContainerState())
+        self._document = document
         self._pod = pod
         self._settings = settings
-        self._driver = driver
-        self._running: Running | None = driver.found(folder)
-        self._again = asyncio.Event()
-        self._wake = asyncio.Event()
-        self._hurry = asyncio.Event()
-        self._up = asyncio.Event()
+        self._runtime = runtime
+        self._running: RunningContainer | None = runtime.adopt(folder)
+        self._restart_requested = asyncio.Event()
+        self._retry_requested = asyncio.Event()
+        self._backoff_reset = asyncio.Event()
+        self._started = asyncio.Event()
         if self.state.started:
-            self._up.set()
-
-    # What others see
+            self._started.set()
 
     @property
     def name(self) -> str:
-        """As the pod calls it."""
-        return text(self._said, "name")
+        """Its name in the pod."""
+        return get_str(self._document, "name")
 
     @property
-    def seen(self) -> Seen:
-        """For the pod's status."""
-        return Seen(self._said, self.role, self.state)
+    def status(self) -> ContainerStatus:
+        """Its part of the pod's status."""
+        return ContainerStatus(self._document, self.role, self.state)
 
     @property
-    def runs(self) -> Running | None:
+    def running(self) -> RunningContainer | None:
         """What runs for it now."""
         return self._running
 
-    async def up(self) -> None:
-        """Wait until it has been found to be up once."""
-        await self._up.wait()
+    async def wait_started(self) -> None:
+        """Wait until its startup probe has succeeded once."""
+        await self._started.wait()
 
     async def logs(self, tail: int, previous: bool = False) -> str:
-        """The last lines that it said."""
+        """Return the last lines of its log."""
         if self._running is not None and not previous:
-            return await self._running.said(tail, 2 * self._settings.log_bytes)
+            return await self._running.logs(tail, 2 * self._settings.log_bytes)
         return last_lines(self.folder / (PREVIOUS if previous else LOG), tail, 2 * self._settings.log_bytes)
 
-    # What others ask
-
     def restart(self) -> None:
-        """Start it anew: another of its group has ended."""
+        """Restart it: another container of its group has ended."""
         if self._running is not None:
-            self._again.set()
+            self._restart_requested.set()
 
-    def look_again(self, *, hurry: bool = False) -> None:
-        """What it missed may be there. `hurry`: what it failed of may be put right, so no back-off."""
-        if hurry:
-            self._hurry.set()
-        self._wake.set()
+    def retry(self, *, reset_backoff: bool = False) -> None:
+        """Try again to start it, if it waits. `reset_backoff`: also if it is in a crash loop, whose cause may be fixed."""
+        if reset_backoff:
+            self._backoff_reset.set()
+        self._retry_requested.set()
 
-    def rotate(self) -> None:
+    def rotate_log(self) -> None:
         """Drop the beginning of a long log."""
         with contextlib.suppress(OSError):
-            keep_end(self.folder / LOG, self._settings.log_bytes)
+            truncate_log(self.folder / LOG, self._settings.log_bytes)
 
-    def let_go(self) -> None:
-        """The daemon ends, and this runs on."""
+    def detach(self) -> None:
+        """Leave it running when the daemon ends."""
         if self._running is not None:
-            self._running.let_go()
+            self._running.detach()
 
-    async def end(self) -> None:
-        """Nothing of it runs after this."""
+    async def stop(self) -> None:
+        """Stop and remove it."""
         self.state.ready = False
-        running = self._running or self._driver.found(self.folder)  # its start may have been cut short
+        running = self._running or self._runtime.adopt(self.folder)  # its start may have been interrupted
         if running is not None:
-            await running.end(self._pod.grace)
-            await running.clear()
+            await running.stop(self._pod.grace_seconds)
+            await running.remove()
             self._running = None
 
     # The task
 
     async def run(self) -> None:
-        """Until it has ended for good."""
+        """Keep it running until it has ended for good."""
         failures = 0
-        if self._running is None and self.state.started_at:  # it died while nobody looked
-            self._note_end(Ended(None), last_lines(self.folder / LOG, _SAID_LINES, _SAID_BYTES))
-            self._pod.ended(self)
+        if self._running is None and self.state.started_at:  # it ended while no daemon ran
+            self._record_end(ExitStatus(None), last_lines(self.folder / LOG, _TAIL_LINES, _TAIL_BYTES))
+            self._pod.container_ended(self)
             self.state.restarts += not self.state.ended
-        if self._running is not None and not self.state.started_at:  # the daemon before had no time to say so
-            self._say(started_at=time_text(self._now()))
+        if self._running is not None and not self.state.started_at:  # the last daemon could not record its start
+            self._update(started_at=format_time(self._now()))
         while not self.state.ended:
-            self._again.clear()
+            self._restart_requested.clear()
             if self._running is None:
-                self._wake.clear()
+                self._retry_requested.clear()
                 self._running = await self._start()
             if self._running is None:
-                await self._until(self._wake, self._settings.retry_seconds * 2.0 ** min(failures, _RETRY_DOUBLINGS))
+                seconds = self._settings.retry_seconds * 2.0 ** min(failures, _RETRY_DOUBLINGS)
+                await self._wait_event(self._retry_requested, seconds)
                 failures += 1
                 continue
             failures = 0
-            asked = await self._follow(self._running)
+            restarted = await self._watch(self._running)
             if self.state.ended:
                 break
-            if asked:
+            if restarted:
                 self.state.restarts += 1
                 continue
-            self._pod.ended(self)
+            self._pod.container_ended(self)
             await self._back_off()
 
-    async def _start(self) -> Running | None:
+    async def _start(self) -> RunningContainer | None:
         try:
-            box = self._pod.box(self._said, self.folder)
-            box = replace(box, modest=box.modest and not self.state.restarts)
-            self._turn_log()
-            running = await self._driver.start(box)
+            spec = self._pod.container_spec(self._document, self.folder)
+            spec = replace(spec, low_priority=spec.low_priority and not self.state.restarts)
+            self._keep_previous_log()
+            running = await self._runtime.start(spec)
         except ResourceExhausted as error:
-            self._say(reason="", message=error.message)
-        except CannotRun as error:
+            self._update(reason="", message=error.message)
+        except ContainerStartError as error:
             if self.state.message != error.message:
-                self._pod.tell("Warning", "Failed", error.message)
-            self._say(reason=error.reason, message=error.message)
+                self._pod.record_event("Warning", "Failed", error.message)
+            self._update(reason=error.reason, message=error.message)
         except (OSError, HeadraceError) as error:
-            said = error.message if isinstance(error, HeadraceError) else os.strerror(error.errno or 0)
-            if not self.state.message.startswith(said):
-                self._pod.tell("Warning", "Failed", said)
-            self._say(reason="CreateContainerError", message=f"{said}; its folder is {self.folder}")
+            message = error.message if isinstance(error, HeadraceError) else os.strerror(error.errno or 0)
+            if not self.state.message.startswith(message):
+                self._pod.record_event("Warning", "Failed", message)
+            self._update(reason="CreateContainerError", message=f"{message}; its folder is {self.folder}")
         else:
-            self._say(reason="", message="", started_at=time_text(self._now()), started=False, ready=False)
-            self._pod.tell("Normal", "Started", f"{self.name}: {running.label}")
+            self._update(reason="", message="", started_at=format_time(self._now()), started=False, ready=False)
+            self._pod.record_event("Normal", "Started", f"{self.name}: {running.label}")
             return running
         return None
 
-    async def _follow(self, running: Running) -> bool:
-        """Until it has ended, by itself, by its probes, or because somebody asked. Whether somebody did."""
-        ended = asyncio.ensure_future(running.ended())
+    async def _watch(self, running: RunningContainer) -> bool:
+        """Wait until it ends, fails a probe, or `restart` is called; return whether it was the latter."""
+        ended = asyncio.ensure_future(running.wait())
         probing = asyncio.ensure_future(self._probe())
-        asked = asyncio.ensure_future(self._again.wait())
+        restarted = asyncio.ensure_future(self._restart_requested.wait())
         try:
-            await asyncio.wait({ended, probing, asked}, return_when=asyncio.FIRST_COMPLETED)
-            by_itself, said = ended.done(), ""
-            self._say(ready=False)
+            await asyncio.wait({ended, probing, restarted}, return_when=asyncio.FIRST_COMPLETED)
+            by_itself, message = ended.done(), ""
+            self._update(ready=False)
             if not by_itself:
                 failure = probing.exception() if probing.done() else None
-                if isinstance(failure, Failed):
-                    said = f"{failure}; it was ended"
-                    self._pod.tell("Warning", "Unhealthy", f"{self.name}: {failure}")
+                if isinstance(failure, ProbeFailed):
+                    message = f"{failure}; it was stopped"
+                    self._pod.record_event("Warning", "Unhealthy", f"{self.name}: {failure}")
                 elif failure is not None:
-                    log.error("%s: its probes cannot be run", self.name, exc_info=failure)
-                await running.end(self._pod.grace)
-            how = await ended
-            words = said or how.message or await running.said(_SAID_LINES, _SAID_BYTES)
-            await running.clear()
+                    log.error("Cannot run the probes of %s", self.name, exc_info=failure)
+                await running.stop(self._pod.grace_seconds)
+            exit_status = await ended
+            message = message or exit_status.message or await running.logs(_TAIL_LINES, _TAIL_BYTES)
+            await running.remove()
             self._running = None
-            self._note_end(how, words)
-            return asked.done() and not by_itself
+            self._record_end(exit_status, message)
+            return restarted.done() and not by_itself
         finally:
-            for each in (ended, probing, asked):
-                each.cancel()
-            await asyncio.gather(ended, probing, asked, return_exceptions=True)
+            for task in (ended, probing, restarted):
+                task.cancel()
+            await asyncio.gather(ended, probing, restarted, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Raises Failed when it is to be restarted."""
+        """Run its probes. Raises ProbeFailed when it has to be restarted."""
         if self.role == "init":
             await asyncio.get_running_loop().create_future()
         startup, readiness, liveness = (
-            self._probe_of(each) for each in ("startupProbe", "readinessProbe", "livenessProbe")
+            self._probe_of(name) for name in ("startupProbe", "readinessProbe", "livenessProbe")
         )
         quick = self._settings.quick_seconds
         if startup is not None and not self.state.started:
-            await until_started(startup, quick)
+            await wait_started(startup, quick)
         if not self.state.started:
-            self._say(started=True)
-        self._up.set()
-        looks: list[asyncio.Future[None]] = []
+            self._update(started=True)
+        self._started.set()
+        probes: list[asyncio.Future[None]] = []
         if liveness is not None:
-            looks.append(asyncio.ensure_future(follow_liveness(liveness)))
+            probes.append(asyncio.ensure_future(watch_liveness(liveness)))
         if readiness is None:
-            self._say_ready(True)
+            self._set_ready(True)
         else:
-            follow = follow_readiness(readiness, quick, self._say_ready, self.state.ready)
-            looks.append(asyncio.ensure_future(follow))
+            watch = watch_readiness(readiness, quick, self._set_ready, self.state.ready)
+            probes.append(asyncio.ensure_future(watch))
         try:
-            await asyncio.gather(*looks, asyncio.get_running_loop().create_future())
+            await asyncio.gather(*probes, asyncio.get_running_loop().create_future())
         finally:
-            for each in looks:
-                each.cancel()
-            await asyncio.gather(*looks, return_exceptions=True)
+            for probe in probes:
+                probe.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
 
     def _probe_of(self, name: str) -> Probe | None:
-        said = part(self._said, name)
-        names = {text(each, "name"): whole(each, "containerPort") or 0 for each in items(self._said, "ports")}
-        look = look_of(said, self._pod.ports, names, self._run)
-        return Probe.of(said, look) if look is not None else None
+        document = get_mapping(self._document, name)
+        ports = get_list(self._document, "ports")
+        port_names = {get_str(port, "name"): get_int(port, "containerPort") or 0 for port in ports}
+        check = probe_check(document, self._pod.ports, port_names, self._exec)
+        return Probe.parse(document, check) if check is not None else None
 
-    async def _run(self, words: list[str], seconds: float) -> bool:
-        """Whether a probe's command ends well."""
+    async def _exec(self, args: list[str], seconds: float) -> bool:
+        """Run the command of a probe; return whether it succeeds."""
         if self._running is None:
             return False
         try:
-            around = self._pod.surroundings(self._said)
-            variables = {**variables_of(self._said, around), **around.variables}
-            return await self._running.run(words_here(words, around), variables, seconds)
-        except (CannotRun, OSError, HeadraceError):
+            context = self._pod.command_context(self._document)
+            variables = {**container_environment(self._document, context), **context.environment}
+            return await self._running.exec(localize_args(args, context), variables, seconds)
+        except (ContainerStartError, OSError, HeadraceError):
             return False
 
     async def _back_off(self) -> None:
-        """Before the next start. The first comes at once; who ran long starts from there again."""
-        waits = self.state.crashes - 1
+        """Wait before the next start. The first restart is immediate; a long run resets the back-off."""
+        doublings = self.state.crashes - 1
         self.state.restarts += 1
         self.state.crashes += 1
-        if waits < 0:
+        if doublings < 0:
             return
         limit = self._settings.back_off_most_seconds
-        seconds = min(self._settings.back_off_seconds * 2.0 ** min(waits, 16), limit)
-        said = f"back-off {seconds:g} s restarting failed container {self.name}"
-        self._say(reason=CRASH_LOOP, message=said)
-        self._pod.tell("Warning", "BackOff", said)
-        self._hurry.clear()
-        await self._until(self._hurry, seconds)
+        seconds = min(self._settings.back_off_seconds * 2.0 ** min(doublings, 16), limit)
+        message = f"back-off {seconds:g} s restarting failed container {self.name}"
+        self._update(reason=CRASH_LOOP, message=message)
+        self._pod.record_event("Warning", "BackOff", message)
+        self._backoff_reset.clear()
+        await self._wait_event(self._backoff_reset, seconds)
 
-    # Small things
+    # Helpers
 
-    def _note_end(self, how: Ended, said: str) -> None:
+    def _record_end(self, exit_status: ExitStatus, message: str) -> None:
         state = self.state
-        ran = (self._now() - _time(state.started_at)).total_seconds() if state.started_at else 0.0
-        if ran >= self._settings.healthy_seconds:
+        seconds = (self._now() - _parse_time(state.started_at)).total_seconds() if state.started_at else 0.0
+        if seconds >= self._settings.healthy_seconds:
             state.crashes = 0
-        well = how.code == 0 and not how.reason
-        last = terminated(how.code, state.started_at, time_text(self._now()), "" if well else said, how.reason)
-        policy = "Always" if self.role == "sidecar" else self._pod.policy
-        if policy == "Never" or (well and (self.role == "init" or policy == "OnFailure")):
-            self._say(reason="", message="", started_at="", started=False, ready=False, ended=last)
+        succeeded = exit_status.code == 0 and not exit_status.reason
+        last = terminated_state(
+            exit_status.code,
+            state.started_at,
+            format_time(self._now()),
+            "" if succeeded else message,
+            exit_status.reason,
+        )
+        policy = "Always" if self.role == "sidecar" else self._pod.restart_policy
+        if policy == "Never" or (succeeded and (self.role == "init" or policy == "OnFailure")):
+            self._update(reason="", message="", started_at="", started=False, ready=False, ended=last)
         else:
-            again = {"reason": CRASH_LOOP, "message": "it is restarted"}
-            self._say(**again, started_at="", started=False, ready=False, last=last)
-        if not well:
-            why = f" ({last['reason']})" if how.reason else ""
-            self._pod.tell("Warning", "Ended", f"{self.name} ended with {last['exitCode']}{why}")
+            restarting = {"reason": CRASH_LOOP, "message": "it is restarted"}
+            self._update(**restarting, started_at="", started=False, ready=False, last=last)
+        if not succeeded:
+            reason = f" ({last['reason']})" if exit_status.reason else ""
+            self._pod.record_event("Warning", "Ended", f"{self.name} ended with {last['exitCode']}{reason}")
 
-    def _say_ready(self, ready: bool) -> None:
+    def _set_ready(self, ready: bool) -> None:
         if ready and self._running is not None:
-            self._running.is_ready()
-        self._say(ready=ready)
+            self._running.mark_ready()
+        self._update(ready=ready)
 
-    def _say(self, **changes: Any) -> None:
-        if restated(self.state, self.folder, changes, lambda said: self._pod.tell("Warning", "DiskPressure", said)):
+    def _update(self, **changes: Any) -> None:
+        def on_write_error(message: str) -> None:
+            self._pod.record_event("Warning", "DiskPressure", message)
+
+        if update_state(self.state, self.folder, changes, on_write_error):
             self._pod.changed()
 
     def _now(self) -> datetime:
         return self._pod.system.now()
 
-    def _turn_log(self) -> None:
-        self.rotate()
+    def _keep_previous_log(self) -> None:
+        self.rotate_log()
         with contextlib.suppress(FileNotFoundError):
             (self.folder / LOG).replace(self.folder / PREVIOUS)
 
-    async def _until(self, event: asyncio.Event, seconds: float) -> None:
+    async def _wait_event(self, event: asyncio.Event, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await event.wait()
 
 
-def _time(said: str) -> datetime:
-    return datetime.fromisoformat(said.replace("Z", "+00:00"))
+def _parse_time(text: str) -> datetime:
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings services of this machine to what they ask for: plan, pods, routers, status. Made by `program`.
+"""The controller of InferenceServices: plans them, and reconciles their pods, routers and status.
 
-One look at a service never waits for anything: what takes time are tasks of pods and routers, which ask for another look
-when they have changed. It remembers nothing that the next look needs, so that the daemon may be killed at any moment.
+A reconciliation never waits: pods and routers are tasks that trigger another one when they change. It remembers nothing that
+the next one needs, so the daemon may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -10,46 +10,46 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound
-from headrace.fleet.explaining import shipped_runtimes
+from headrace.fleet.documents import ClusterFacts, FleetSettings, Problem, cluster_facts
+from headrace.fleet.explain import shipped_runtimes
+from headrace.fleet.local.autoscaler import Autoscaler, ScalingCondition, with_scaling_conditions
+from headrace.fleet.local.endpoints import (
+    activation_config,
+    component_urls,
+    entry_service,
+    proxied_services,
+    service_backends,
+)
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
-from headrace.fleet.local.objects import Objects
-from headrace.fleet.local.priority import give_way
-from headrace.fleet.local.questions import Questions
-from headrace.fleet.local.routes import activation_of, backends_of, component_urls, entry_of, needed
-from headrace.fleet.local.routing import Routers
-from headrace.fleet.local.scaling.autoscaling import Autoscaling, Note
-from headrace.fleet.local.scaling.telling import with_scaling
+from headrace.fleet.local.object_store import DocumentStore, ServiceObjects
+from headrace.fleet.local.replica_watches import ReplicaWatches
+from headrace.fleet.local.service_proxy import Routers, router_status
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.stepping import Stepping
-from headrace.fleet.local.store import Store
 from headrace.fleet.local.system import System
-from headrace.fleet.local.units import Units
-from headrace.fleet.local.workloads import scaler_of, wanted_of
+from headrace.fleet.local.workload_controller import WorkloadController
+from headrace.fleet.local.workloads import autoscaler_of, desired_replicas
 from headrace.fleet.names import COMPONENT_LABEL
-from headrace.fleet.planning import Plan, Rise, Urls, plan
-from headrace.fleet.planning.scaling import COUNTS_REQUESTS
-from headrace.fleet.rollouts.looking import rolled_on
-from headrace.fleet.status.document import status
-from headrace.fleet.status.failures import status_of_problems
-from headrace.fleet.status.observed import Observed
-from headrace.fleet.words import (
-    ClusterFacts,
+from headrace.fleet.planning import Plan, ScaleUp, Urls, plan
+from headrace.fleet.planning.autoscalers import COUNTS_REQUESTS
+from headrace.fleet.rollouts.controller import advance_rollouts, is_in_progress
+from headrace.fleet.rollouts.revision_stats import RouterStats, parse_router_stats
+from headrace.fleet.status.conditions import Observed
+from headrace.fleet.status.service_status import build_status, problem_status
+from headrace.platforms.kubernetes_client.objects import (
     Document,
-    FleetSettings,
-    Problem,
-    cluster_facts,
-    items,
+    get_list,
+    get_mapping,
+    get_str,
     kind_of,
     labels_of,
     name_of,
-    part,
-    text,
 )
 
 log = logging.getLogger("headrace.fleet")
@@ -57,10 +57,12 @@ log = logging.getLogger("headrace.fleet")
 Service = tuple[str, str]
 SERVICE = "InferenceService"
 CAPABILITIES = frozenset({"lws", "keda", COUNTS_REQUESTS})
-"""What this machine can do beside Deployments: groups of processes stand for LeaderWorkerSets, `scaling` for KEDA."""
-_REST_SECONDS = 5.0
-_GATHER_SECONDS = 0.05
-"""Between two looks: what comes together is looked at once."""
+"""What the local fleet supports beside Deployments: LeaderWorkerSets as groups of processes, KEDA by the autoscaler."""
+_HOUSEKEEPING_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+"""Between two polls of a rollout."""
+_BATCH_SECONDS = 0.05
+"""Between two rounds: changes that come together are reconciled once."""
 _STARTING = frozenset(
     {
         "Creating",
@@ -75,15 +77,15 @@ _STARTING = frozenset(
 
 
 class Controller:
-    """See the module. Used from the loop's thread only."""
+    """Reconciles all services. Used from the loop's thread only."""
 
     def __init__(
         self,
         settings: LocalSettings,
-        store: Store,
+        store: DocumentStore,
         kubelet: Kubelet,
         routers: Routers,
-        objects: Objects,
+        objects: ServiceObjects,
         events: Events,
         system: System,
     ) -> None:
@@ -94,216 +96,230 @@ class Controller:
         self._objects = objects
         self._events = events
         self._now = system.now
-        self._units = Units(kubelet, objects, system.clock)
-        self._autoscaling = Autoscaling(objects, kubelet, routers, self._scaled, self._noted)
-        self.questions = Questions(self.replicas)
+        self._workloads = WorkloadController(kubelet, objects, system.clock)
+        self._autoscaler = Autoscaler(objects, kubelet, routers, self._set_replicas, self._condition_changed)
+        self.watches = ReplicaWatches(self.replicas)
         self._ready: dict[Service, set[str]] = {}
-        """Pods that were ready when that was last told: only to be quick."""
-        self._stepping = Stepping(store, routers, self.ask)
-        self._asked: set[Service] = set()
-        self._any = asyncio.Event()
+        """Pods that were ready at the last update: only to be quick."""
+        self._rollouts = RolloutMonitor(store, routers, self.enqueue)
+        self._queue: set[Service] = set()
+        self._queued = asyncio.Event()
         self._facts: ClusterFacts | None = None
-        kubelet.on_change, routers.on_change = self._pod_changed, self.ask
+        kubelet.on_change, routers.on_change = self._pod_changed, self.enqueue
         kubelet.objects = objects.of
 
     @property
     def facts(self) -> ClusterFacts:
-        """What services are planned with: the runtimes we ship, and what was applied."""
+        """What services are planned with: the runtimes that we ship, and the applied documents."""
         if self._facts is None:
             applied = self._store.all()
-            names = {(kind_of(each), name_of(each)) for each in applied}
-            ours = [each for each in shipped_runtimes() if (kind_of(each), name_of(each)) not in names]
-            made = cluster_facts([*ours, *applied], FleetSettings(node_pinning="none"))
-            self._facts = replace(made, capabilities=CAPABILITIES)
+            names = {(kind_of(document), name_of(document)) for document in applied}
+            shipped = [
+                document for document in shipped_runtimes() if (kind_of(document), name_of(document)) not in names
+            ]
+            facts = cluster_facts([*shipped, *applied], FleetSettings(node_pinning="none"))
+            self._facts = replace(facts, capabilities=CAPABILITIES)
         return self._facts
 
-    def ask(self, service: Service) -> None:
-        """Have a look at a service, soon."""
-        self._asked.add(service)
-        self._any.set()
+    def enqueue(self, service: Service) -> None:
+        """Reconcile a service soon."""
+        self._queue.add(service)
+        self._queued.set()
 
-    def changed(self, document: Document) -> None:
-        """A document was applied, changed or removed."""
+    def document_changed(self, document: Document) -> None:
+        """Handle a document that was applied, changed or removed."""
         if kind_of(document) == SERVICE:
-            self.ask((text(document, "metadata", "namespace"), name_of(document)))
+            self.enqueue((get_str(document, "metadata", "namespace"), name_of(document)))
             return
         self._facts = None
-        for each in self._store.all(SERVICE):
-            self.ask((text(each, "metadata", "namespace"), name_of(each)))
-        self._kubelet.look_again(hurry=True)
+        for service in self._store.all(SERVICE):
+            self.enqueue((get_str(service, "metadata", "namespace"), name_of(service)))
+        self._kubelet.retry(reset_backoff=True)
 
     async def run(self) -> None:
-        """Until cancelled."""
-        for each in self._store.all(SERVICE):
-            self.ask((text(each, "metadata", "namespace"), name_of(each)))
-        known = {each.record.service for each in self._kubelet.replicas.values()}
-        for service in known | self._routers.services() | self._objects.services():
-            self.ask(service)
-        looking = asyncio.gather(self._sometimes(), self._autoscaling.run(), self._stepping.run())
+        """Reconcile queued services until cancelled."""
+        for document in self._store.all(SERVICE):
+            self.enqueue((get_str(document, "metadata", "namespace"), name_of(document)))
+        with_pods = {pod.record.service for pod in self._kubelet.pods.values()}
+        for service in with_pods | self._routers.services() | self._objects.services():
+            self.enqueue(service)
+        background = asyncio.gather(self._housekeeping(), self._autoscaler.run(), self._rollouts.run())
         try:
             while True:
-                await self._any.wait()
-                self._any.clear()
-                asked, self._asked = self._asked, set()
-                for service in sorted(asked):
-                    self._look(service)
-                await asyncio.sleep(_GATHER_SECONDS)
+                await self._queued.wait()
+                self._queued.clear()
+                queue, self._queue = self._queue, set()
+                for service in sorted(queue):
+                    self._reconcile(service)
+                await asyncio.sleep(_BATCH_SECONDS)
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            background.cancel()
+            await asyncio.gather(background, return_exceptions=True)
 
-    async def _sometimes(self) -> None:
+    async def _housekeeping(self) -> None:
         while True:
-            await asyncio.sleep(_REST_SECONDS)
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
             try:
-                self._routers.rotate()
+                self._routers.rotate_logs()
                 self._events.flush()
             except Exception:
-                log.exception("keeping logs and events failed; trying again")
-            for each in self._store.all(SERVICE):
-                if text(_ready(part(each, "status")), "status") != "True":
-                    self.ask((text(each, "metadata", "namespace"), name_of(each)))
+                log.exception("Rotating logs and writing events failed; trying again")
+            for service in self._store.all(SERVICE):
+                if get_str(_ready_condition(get_mapping(service, "status")), "status") != "True":
+                    self.enqueue((get_str(service, "metadata", "namespace"), name_of(service)))
 
     def scale(self, service: Service, component: str, replicas: int) -> Document:
-        """Another number of replicas of a component, or of a workload by its name. For `headrace scale`, and for waking."""
-        found = [
-            each
-            for each in self._objects.workloads(service)
-            if component in (labels_of(each).get(COMPONENT_LABEL), name_of(each))
+        """Set the replicas of a component, or of a workload by its name. For `headrace scale`, and for activation."""
+        workloads = [
+            workload
+            for workload in self._objects.workloads(service)
+            if component in (labels_of(workload).get(COMPONENT_LABEL), name_of(workload))
         ]
-        if not found:
-            raise NotFound(f"{service[1]} has no {component} that runs: look at `headrace describe isvc {service[1]}`")
+        if not workloads:
+            raise NotFound(f"{service[1]} has no {component} that runs: see `headrace describe isvc {service[1]}`")
         if replicas < 0 or replicas > 1000:
-            raise InvalidArgument("replicas are a number from 0 to 1000")
-        self._objects.scale(service, found[0], replicas)
-        scaler = scaler_of(found[0], list(self._objects.of(service).values()))
-        changed = next(each for each in self._objects.workloads(service) if name_of(each) == name_of(found[0]))
-        wanted = wanted_of(changed, scaler)
-        if wanted != replicas:
-            self._objects.scale(service, found[0], wanted)
+            raise InvalidArgument("replicas must be a number from 0 to 1000")
+        self._objects.scale(service, workloads[0], replicas)
+        autoscaler = autoscaler_of(workloads[0], list(self._objects.of(service).values()))
+        changed = next(
+            workload for workload in self._objects.workloads(service) if name_of(workload) == name_of(workloads[0])
+        )
+        desired = desired_replicas(changed, autoscaler)
+        if desired != replicas:
+            self._objects.scale(service, workloads[0], desired)
         document = self._store.get(SERVICE, *service)
-        if document is not None and not text(document, "metadata", "deletionTimestamp"):
-            # Now, and not with the next look: a request may wait for this.
-            self._units.bring(service, document)
-        self.ask(service)
-        return {"name": name_of(found[0]), "kind": kind_of(found[0]), "asked": replicas, "replicas": wanted}
+        if document is not None and not get_str(document, "metadata", "deletionTimestamp"):
+            # At once: a request may wait for the replica.
+            self._workloads.reconcile(service, document)
+        self.enqueue(service)
+        return {"name": name_of(workloads[0]), "kind": kind_of(workloads[0]), "asked": replicas, "replicas": desired}
 
     def replicas(self, service: Service, component: str) -> Document:
-        """How many there are of a component: for who wakes it. `ready` can answer, `wanted` should be there.
+        """Return the replica counts of a component: `wanted` and `ready`, for routers that scale it from zero.
 
-        Of the first that is ready also when it `started`, and when it was `found` to be.
+        With the start times of the first ready pod.
         """
-        for each in self._objects.workloads(service):
-            if component in (labels_of(each).get(COMPONENT_LABEL), name_of(each)):
-                scaler = scaler_of(each, list(self._objects.of(service).values()))
-                ready = part(each, "status").get("readyReplicas", 0)
-                told = {"name": name_of(each), "wanted": wanted_of(each, scaler), "ready": ready}
-                mine = [pod for pod in self._kubelet.of(service) if pod.record.owner[1] == name_of(each) and pod.ready]
-                moments = self._kubelet.moments.get(mine[0].record.uid) if mine else None
-                return {**told, **asdict(moments)} if moments is not None else told
+        for workload in self._objects.workloads(service):
+            if component in (labels_of(workload).get(COMPONENT_LABEL), name_of(workload)):
+                autoscaler = autoscaler_of(workload, list(self._objects.of(service).values()))
+                ready = get_mapping(workload, "status").get("readyReplicas", 0)
+                counts = {"name": name_of(workload), "wanted": desired_replicas(workload, autoscaler), "ready": ready}
+                ready_pods = [
+                    pod
+                    for pod in self._kubelet.pods_of(service)
+                    if pod.record.owner[1] == name_of(workload) and pod.is_ready
+                ]
+                start_times = self._kubelet.start_times.get(ready_pods[0].record.uid) if ready_pods else None
+                return {**counts, **asdict(start_times)} if start_times is not None else counts
         raise NotFound(f"{service[1]} has no {component} that runs")
 
-    def woken(self, key: Service, parts: Mapping[str, float]) -> None:
-        """A request has waited while a service was started: how long, and for what. The last time is kept."""
+    def record_cold_start(self, key: Service, parts: Mapping[str, float]) -> None:
+        """Record how long a request waited for a service to start, and for what. The last one is kept."""
         service = self._store.get(SERVICE, *key)
         if service is not None and parts:
-            each = ", ".join(f"{name.replace('_', ' ')} {seconds * 1000:.0f}" for name, seconds in parts.items())
-            said = f"first byte after {sum(parts.values()) * 1000:.0f} ms: {each}"
-            self._events.record(service, "Normal", "ColdStart", said, latest=True)
+            details = ", ".join(f"{name.replace('_', ' ')} {seconds * 1000:.0f}" for name, seconds in parts.items())
+            message = f"first byte after {sum(parts.values()) * 1000:.0f} ms: {details}"
+            self._events.record(service, "Normal", "ColdStart", message, latest=True)
 
     def _pod_changed(self, key: Service) -> None:
-        """A pod is otherwise. Who comes or goes is told at once, since requests may wait for it; the rest can wait."""
-        ready = {each.record.uid for each in self._kubelet.of(key) if each.ready}
+        """Handle a changed pod. A change of readiness is routed at once, since requests may wait for it."""
+        ready = {pod.record.uid for pod in self._kubelet.pods_of(key) if pod.is_ready}
         service = self._store.get(SERVICE, *key)
         if ready != self._ready.get(key, set()) and service is not None:
             self._ready[key] = ready
-            self._units.tell(key)
+            self._workloads.update_status(key)
             self._route(key, service)
-            self.questions.look(key)
-        self.ask(key)
+            self.watches.notify(key)
+        self.enqueue(key)
 
-    # One look
+    # One reconciliation
 
-    def _look(self, key: Service) -> None:
+    def _reconcile(self, key: Service) -> None:
         service = self._store.get(SERVICE, *key)
         try:
-            if service is None or text(service, "metadata", "deletionTimestamp"):
+            if service is None or get_str(service, "metadata", "deletionTimestamp"):
                 self._remove(key, service)
             else:
-                self._bring(key, service)
+                self._reconcile_service(key, service)
         except HeadraceError as error:
             log.error("%s/%s: %s", *key, error.message)
-            asyncio.get_running_loop().call_later(self._settings.retry_seconds, self.ask, key)
+            asyncio.get_running_loop().call_later(self._settings.retry_seconds, self.enqueue, key)
         except Exception:
-            # A mistake of ours. It must not reach the others.
-            log.exception("%s/%s cannot be looked at", *key)
+            # A bug. It must not affect the others.
+            log.exception("Cannot reconcile %s/%s", *key)
 
-    def _bring(self, key: Service, service: Document) -> None:
-        self._units.tell(key)
-        give_way()
+    def _reconcile_service(self, key: Service, service: Document) -> None:
+        self._workloads.update_status(key)
+        _yield_cpu()
         planned = self._plan(key, service)
-        give_way()
+        _yield_cpu()
         problems = [planned] if isinstance(planned, Problem) else planned.problems
-        trouble = ""
+        error_message = ""
         if not problems and isinstance(planned, Plan):
             try:
-                for rise in planned.rises:
-                    self._wake(key, rise)
-                self._objects.bring(key, planned.objects)
+                for scale_up in planned.scale_ups:
+                    self._scale_up(key, scale_up)
+                self._objects.apply(key, planned.objects)
             except FailedPrecondition as error:
-                trouble = error.message
-        # Also with problems: what ran before goes on as it was.
-        self._units.bring(key, service)
-        give_way()
-        trouble = self._route(key, service) or trouble
-        self._units.tell(key)
-        self.questions.look(key)
-        give_way()
+                error_message = error.message
+        # Also with problems: what ran before keeps running.
+        self._workloads.reconcile(key, service)
+        _yield_cpu()
+        error_message = self._route(key, service) or error_message
+        self._workloads.update_status(key)
+        self.watches.notify(key)
+        _yield_cpu()
         if isinstance(planned, Problem):
-            told = status_of_problems(service, [planned], self._now(), reason="InternalError")
-        elif trouble:
-            asyncio.get_running_loop().call_later(self._settings.retry_seconds, self.ask, key)
-            problem = Problem("", trouble, "it is tried again")
-            told = status_of_problems(service, [problem], self._now(), reason="ReconcileError")
+            new_status = problem_status(service, [planned], self._now(), reason="InternalError")
+        elif error_message:
+            asyncio.get_running_loop().call_later(self._settings.retry_seconds, self.enqueue, key)
+            problem = Problem("", error_message, "it is tried again")
+            new_status = problem_status(service, [problem], self._now(), reason="ReconcileError")
         else:
-            told = self._status(key, service, planned)
-        give_way()
-        scaling = self._autoscaling
-        scaling.changed()
-        self._tell(service, with_scaling(told, scaling.components(key), scaling.notes(key), self._now()))
+            new_status = self._status(key, service, planned)
+        _yield_cpu()
+        self._autoscaler.objects_changed()
+        self._update_status(
+            service,
+            with_scaling_conditions(
+                new_status, self._autoscaler.components(key), self._autoscaler.conditions(key), self._now()
+            ),
+        )
 
-    def _scaled(self, key: Service, workload: Document, replicas: int) -> None:
+    def _set_replicas(self, key: Service, workload: Document, replicas: int) -> None:
         self._objects.scale(key, workload, replicas)
-        self.ask(key)
+        self.enqueue(key)
 
-    def _noted(self, key: Service, note: Note) -> None:
+    def _condition_changed(self, key: Service, condition: ScalingCondition) -> None:
         service = self._store.get(SERVICE, *key)
         if service is not None:
-            self._events.record(service, "Normal" if note.active else "Warning", note.reason, note.message)
-            self.ask(key)
+            self._events.record(
+                service, "Normal" if condition.active else "Warning", condition.reason, condition.message
+            )
+            self.enqueue(key)
 
-    def _wake(self, key: Service, rise: Rise) -> None:
-        for each in self._objects.workloads(key):
-            if (kind_of(each), name_of(each)) == (rise.kind, rise.name):
-                self._objects.scale(key, each, rise.replicas)
+    def _scale_up(self, key: Service, scale_up: ScaleUp) -> None:
+        for workload in self._objects.workloads(key):
+            if (kind_of(workload), name_of(workload)) == (scale_up.kind, scale_up.name):
+                self._objects.scale(key, workload, scale_up.replicas)
 
     def _plan(self, key: Service, service: Document) -> Plan | Problem:
         try:
             return plan(service, self.facts, self._objects.of(key))
         except Exception:
-            log.exception("%s/%s cannot be planned", *key)
-            return Problem("", "this service cannot be planned", "look at the log of `headrace up`, and report it")
+            log.exception("Cannot plan %s/%s", *key)
+            return Problem("", "this service cannot be planned", "see the log of `headrace up`, and report it")
 
     def _route(self, key: Service, service: Document) -> str:
-        """Have the routers know who is ready. What is in the way, if anything is."""
+        """Update the backends of the routers; return the error message, if any."""
         objects = list(self._objects.of(key).values())
         try:
-            self._routers.want(key, needed(key, objects))
-            for name in needed(key, objects):
+            self._routers.ensure(key, proxied_services(key, objects))
+            for name in proxied_services(key, objects):
                 router = self._routers.get(key[0], name)
-                backends, split = backends_of(key, name, objects, self._kubelet.of(key))
+                backends, split = service_backends(key, name, objects, self._kubelet.pods_of(key))
                 if router is not None:
-                    router.tell(backends, split, activation_of(key, name, objects), lambda: self.ask(key))
+                    router.update(backends, split, activation_config(key, name, objects), lambda: self.enqueue(key))
         except HeadraceError as error:
             self._events.record(service, "Warning", "RouterFailed", error.message)
             return error.message
@@ -311,59 +327,113 @@ class Controller:
 
     def _status(self, key: Service, service: Document, planned: Plan) -> Document:
         objects = list(self._objects.of(key).values())
-        entry = entry_of(key[1], objects)
+        entry = entry_service(key[1], objects)
         router = self._routers.get(key[0], entry)
         url = router.url if router is not None else ""
-        # The way in is open when its router is there, and knows of those that are ready.
-        open_ = bool(url) and (router is None or router.leads or not any(each.ready for each in self._kubelet.of(key)))
-        seen = [each for each in objects if open_ or not (kind_of(each) == "Service" and name_of(each) == entry)]
+        # The entry is open when its router is up, and has the ready pods as backends.
+        is_open = bool(url) and (
+            router is None or router.has_backends or not any(pod.is_ready for pod in self._kubelet.pods_of(key))
+        )
+        visible = [
+            document
+            for document in objects
+            if is_open or not (kind_of(document) == "Service" and name_of(document) == entry)
+        ]
         components = component_urls(key, planned.urls.components, self._routers, url)
         if planned.objects:
             planned = replace(planned, urls=Urls(url, url, components))
-        pods = tuple(each.shown() for each in self._kubelet.of(key))
-        service, notes = rolled_on(service, planned, self._stepping.counted(key), self._now())
-        for each in notes:
-            self._events.record(service, each.kind, each.reason, each.message)
-        return status(service, planned, Observed(tuple(seen), pods), self._now())
+        pods = tuple(pod.to_document() for pod in self._kubelet.pods_of(key))
+        service, events = advance_rollouts(service, planned, self._rollouts.counted(key), self._now())
+        for event in events:
+            self._events.record(service, event.kind, event.reason, event.message)
+        return build_status(service, planned, Observed(tuple(visible), pods), self._now())
 
-    def _tell(self, service: Document, told: Document) -> None:
-        before, after = part(service, "status"), json.loads(json.dumps(told))
+    def _update_status(self, service: Document, new_status: Document) -> None:
+        before, after = get_mapping(service, "status"), json.loads(json.dumps(new_status))
         if before == after:
             return
-        current = self._store.get(SERVICE, text(service, "metadata", "namespace"), name_of(service))
+        current = self._store.get(SERVICE, get_str(service, "metadata", "namespace"), name_of(service))
         if current is None:
             return
-        self._store.told({**current, "status": after})
-        self._record(service, _ready(before), _ready(after))
+        self._store.update_status({**current, "status": after})
+        self._record_readiness(service, _ready_condition(before), _ready_condition(after))
 
-    def _record(self, service: Document, old: Document, new: Document) -> None:
-        """An event where Ready has changed. That a service is on its way is no news, unless it was there."""
-        was, now, reason = text(old, "status"), text(new, "status"), text(new, "reason")
+    def _record_readiness(self, service: Document, old: Document, new: Document) -> None:
+        """Record an event if Ready has changed. A service that starts is no event, unless it was ready before."""
+        was, now, reason = get_str(old, "status"), get_str(new, "status"), get_str(new, "reason")
         if now == "True" and was != "True":
             self._events.record(service, "Normal", "InferenceServiceReady", f"{name_of(service)} is ready")
         elif (
             now == "False"
-            and (was, text(old, "reason")) != (now, reason)
+            and (was, get_str(old, "reason")) != (now, reason)
             and (reason not in _STARTING or was == "True")
         ):
-            said = text(new, "message") or "it is not ready"
-            self._events.record(service, "Warning", reason or "InferenceServiceNotReady", said)
+            message = get_str(new, "message") or "it is not ready"
+            self._events.record(service, "Warning", reason or "InferenceServiceNotReady", message)
 
     def _remove(self, key: Service, service: Document | None) -> None:
-        """End all that a service has; when nothing is left, forget it."""
-        pods = self._kubelet.of(key)
-        for each in pods:
-            each.delete()
-        self._routers.want(key, ())
-        if pods or self._routers.ending(key):
+        """Delete the pods and routers of a service; when they are gone, remove it."""
+        pods = self._kubelet.pods_of(key)
+        for pod in pods:
+            pod.delete()
+        self._routers.ensure(key, ())
+        if pods or self._routers.is_stopping(key):
             return
         self._objects.remove(key)
-        self._units.forget(key)
+        self._workloads.forget(key)
         self._ready.pop(key, None)
         if service is not None:
             self._store.remove(service)
 
 
-def _ready(told: Document) -> Document:
-    found: Sequence[Any] = items(told, "conditions")
-    return next((each for each in found if text(each, "type") == "Ready"), {})
+def _yield_cpu() -> None:
+    """Let processes that serve requests run between two steps of the daemon."""
+    os.sched_yield()
+
+
+def _ready_condition(service_status: Document) -> Document:
+    conditions: Sequence[Any] = get_list(service_status, "conditions")
+    return next((condition for condition in conditions if get_str(condition, "type") == "Ready"), {})
+
+
+class RolloutMonitor:
+    """Polls the request counts of routers for services with a stepwise rollout, and has the controller reconcile them.
+
+    It keeps the last counts only: after a restart the daemon continues from the status, with the next counts. Used from the
+    loop's thread only.
+    """
+
+    def __init__(self, store: DocumentStore, routers: Routers, enqueue: Callable[[Service], None]) -> None:
+        """enqueue: has a service reconciled."""
+        self._store = store
+        self._routers = routers
+        self._enqueue = enqueue
+        self._counted: dict[Service, RouterStats | None] = {}
+
+    def counted(self, service: Service) -> RouterStats | None:
+        """Return the last counts of a service's routers; None until all routers have answered."""
+        return self._counted.get(service)
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            try:
+                await self._poll()
+            except Exception:
+                log.exception("Polling rollouts failed; trying again")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _poll(self) -> None:
+        services = [
+            (get_str(service, "metadata", "namespace"), name_of(service))
+            for service in self._store.all(SERVICE)
+            if is_in_progress(service)
+        ]
+        for removed in [service for service in self._counted if service not in services]:
+            del self._counted[removed]
+        for service in services:
+            routers = self._routers.routers_of(service)
+            answers = await asyncio.gather(*(router_status(router.port) for router in routers))
+            statuses = {router.name: answer for router, answer in zip(routers, answers, strict=True)}
+            self._counted[service] = parse_router_stats(statuses) if statuses else None
+            self._enqueue(service)

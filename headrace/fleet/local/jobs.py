@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One Job: a process that runs once, to its end. Made by `benchmarking`; a task of the daemon's.
+"""One Job: a process that runs once, to its end. The benchmark controller creates it.
 
-Its folder is made first and removed last: `job.json` says what it is, `process.json` which process, `exit` how that ended,
-`state.json` how it fares, `log` what it said. Another daemon goes on from there; what ended while there was none is known.
+Its folder is created first and removed last: `job.json` is its record, `process.json` identifies the process, `exit` has its
+exit code, `state.json` its state, `log` its output. The next daemon continues from there, also if the process has ended.
 """
 
 from __future__ import annotations
@@ -23,299 +23,319 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.core.errors import FailedPrecondition, ResourceExhausted
-from headrace.fleet.local import once
-from headrace.fleet.local.commands import CannotRun, Surroundings, line_of
-from headrace.fleet.local.processes import Command, headrace_words, passed_on
+from headrace.core.files import read_json, write_json
+from headrace.fleet.local.container_command import CommandContext, ContainerStartError, build_command
+from headrace.fleet.local.pod_status import UNSCHEDULABLE, load_state, terminated_state, update_state
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.sight import UNSCHEDULABLE, terminated
-from headrace.fleet.local.states import restated, state_in
-from headrace.fleet.local.store import read_json, write_json
 from headrace.fleet.local.system import System
-from headrace.fleet.local.volumes import mounted
-from headrace.fleet.status.conditions import time_text
-from headrace.fleet.words import Document, items, name_of, part, text, whole
-from headrace.platforms.logs import keep_end, last_lines
+from headrace.fleet.local.volumes import volume_mounts
+from headrace.fleet.status.conditions import format_time
+from headrace.platforms import process_stubs
+from headrace.platforms.kubernetes_client.objects import Document, get_int, get_list, get_mapping, get_str, name_of
+from headrace.platforms.log_files import last_lines, truncate_log
+from headrace.platforms.processes import Command, headrace_command, inherited_environment
 
 log = logging.getLogger("headrace.fleet")
 
 _GRACE_SECONDS = 10.0
-_SAID_LINES, _SAID_BYTES = 20, 2048
-_RESULTS = "--output"
+_TAIL_LINES, _TAIL_BYTES = 20, 2048
+_RESULTS_OPTION = "--output"
 
 
 @dataclass
 class JobState:
-    """How a Job is. Kept on disk beside it."""
+    """The state of a Job, stored in its folder."""
 
     unschedulable: str = ""
-    """Why there is no room for it."""
+    """Why it cannot be scheduled."""
     reason: str = ""
-    """Why it does not run, one word, while it does not."""
+    """Kubernetes' reason why it does not run, while it does not."""
     message: str = ""
     started_at: str = ""
-    """When it was started; "" while nothing runs."""
+    """When it was started; "" while it does not run."""
     last: dict[str, Any] = field(default_factory=dict)
     """How it ended: Kubernetes' `terminated`."""
     results: str = ""
-    """Where it writes, as this machine knows it."""
+    """Where it writes its results, as a path of this machine."""
     late: bool = False
-    """Whether it was ended because it took too long."""
+    """Whether it was stopped because it took too long."""
 
 
-class Site(Protocol):
-    """What a Job needs of the rest of the fleet."""
+class JobInterface(Protocol):
+    """What a Job needs of the kubelet."""
 
     @property
     def system(self) -> System:
-        """Where it runs."""
+        """The operating system."""
 
     def find(self, namespace: str, kind: str, name: str) -> Document | None:
-        """A ConfigMap or a Secret."""
+        """Return a ConfigMap or a Secret."""
 
     def hosts(self, namespace: str) -> Mapping[str, str]:
-        """Where Services are."""
+        """Return the addresses of Services, by host name."""
 
-    def room_for(self, uid: str, pod: Document) -> None:
-        """Whether it fits beside the pods. Raises ResourceExhausted."""
+    def check_fits(self, uid: str, pod: Document) -> None:
+        """Check that it fits beside the pods. Raises ResourceExhausted."""
 
 
-class JobRun:
-    """See the module. Used from the loop's thread only."""
+class Job:
+    """A Job and the task that runs it. Used from the loop's thread only."""
 
     def __init__(
-        self, folder: Path, record: Document, settings: LocalSettings, site: Site, changed: Callable[[], None]
+        self, folder: Path, record: Document, settings: LocalSettings, node: JobInterface, changed: Callable[[], None]
     ) -> None:
         self.folder = folder
-        self.job = part(record, "job")
-        self.state = state_in(folder, JobState())
-        self.ending = False
-        """Whether somebody removes it already."""
-        self._pod = part(record, "pod")
+        self.job = get_mapping(record, "job")
+        self.state = load_state(folder, JobState())
+        self.removing = False
+        """Whether its removal has started."""
+        self._pod = get_mapping(record, "pod")
         self._settings = settings
-        self._site = site
-        self._now = site.system.now
+        self._node = node
+        self._now = node.system.now
         self._changed = changed
-        self._process = site.system.found(read_json(folder / "process.json"))
-        self._again = asyncio.Event()
+        self._process = node.system.find_process(read_json(folder / "process.json"))
+        self._retry_requested = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         if self._process is not None and not self.state.started_at:
-            self._say(started_at=time_text(self._now()))
-        elif self._process is None and not self.ended and (self.state.started_at or self._code() is not None):
-            self._note_end()
-
-    # What others see
+            self._update(started_at=format_time(self._now()))
+        elif self._process is None and not self.has_ended and (self.state.started_at or self._exit_code() is not None):
+            self._record_end()
 
     @property
-    def ended(self) -> bool:
-        """Whether it has run, well or badly."""
+    def has_ended(self) -> bool:
+        """Whether it has run to its end, successfully or not."""
         return bool(self.state.last)
 
-    def shown(self) -> Document:
-        """The Job as Kubernetes would show it."""
+    def to_document(self) -> Document:
+        """Return the Job with its status, as Kubernetes reports it."""
         state, last = self.state, self.state.last
         status: dict[str, Any] = {"startTime": state.started_at} if state.started_at else {"active": 1}
         if last:
-            well = last["exitCode"] == 0
-            condition = {"type": "Complete" if well else "Failed", "status": "True"}
+            succeeded = last["exitCode"] == 0
+            condition = {"type": "Complete" if succeeded else "Failed", "status": "True"}
             if state.late:
                 condition |= {"reason": "DeadlineExceeded", "message": str(last.get("message", ""))}
             status = {"conditions": [{**condition, "lastTransitionTime": last["finishedAt"]}]}
             status |= {"startTime": last["startedAt"]} if last["startedAt"] else {}
-            status |= {"completionTime": last["finishedAt"]} if well else {}
+            status |= {"completionTime": last["finishedAt"]} if succeeded else {}
         return {**self.job, "status": status}
 
     def pods(self) -> list[Document]:
-        """Its pod, in the same way."""
-        state, (container,) = self.state, items(self._pod, "spec", "containers")
+        """Return its pod with its status."""
+        state, (container,) = self.state, get_list(self._pod, "spec", "containers")
         if state.unschedulable:
-            why = {"type": "PodScheduled", "status": "False", "reason": UNSCHEDULABLE, "message": state.unschedulable}
-            return [{**self._pod, "status": {"phase": "Pending", "conditions": [why]}}]
+            condition = {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": UNSCHEDULABLE,
+                "message": state.unschedulable,
+            }
+            return [{**self._pod, "status": {"phase": "Pending", "conditions": [condition]}}]
         if state.last:
-            phase, how = "Failed" if state.last["exitCode"] else "Succeeded", {"terminated": state.last}
+            phase, container_state = "Failed" if state.last["exitCode"] else "Succeeded", {"terminated": state.last}
         elif state.started_at:
-            phase, how = "Running", {"running": {"startedAt": state.started_at}}
+            phase, container_state = "Running", {"running": {"startedAt": state.started_at}}
         else:
-            phase, how = (
+            phase, container_state = (
                 "Pending",
                 {"waiting": {"reason": state.reason or "ContainerCreating", "message": state.message}},
             )
-        told = {"name": text(container, "name"), "image": text(container, "image"), "restartCount": 0, "state": how}
-        return [{**self._pod, "status": {"phase": phase, "containerStatuses": [told]}}]
+        status = {
+            "name": get_str(container, "name"),
+            "image": get_str(container, "image"),
+            "restartCount": 0,
+            "state": container_state,
+        }
+        return [{**self._pod, "status": {"phase": phase, "containerStatuses": [status]}}]
 
     def logs(self, tail: int) -> str:
-        """The last lines that it said."""
+        """Return the last lines of its log."""
         return last_lines(self.folder / "log", tail, 2 * self._settings.log_bytes)
 
-    # What others ask
-
-    def begin(self) -> None:
-        """Run it, or go on with what runs."""
-        if not self.ended and self._task is None:
+    def start(self) -> None:
+        """Start the task that runs it, or watches it."""
+        if not self.has_ended and self._task is None:
             self._task = asyncio.ensure_future(self._run())
 
-    def look_again(self) -> None:
-        """What it missed may be there now."""
-        self._again.set()
+    def retry(self) -> None:
+        """Try again to start it, if it waits."""
+        self._retry_requested.set()
 
-    def rotate(self) -> None:
-        """Keep its log short."""
+    def rotate_log(self) -> None:
+        """Drop the beginning of a long log."""
         with contextlib.suppress(OSError):
-            keep_end(self.folder / "log", self._settings.log_bytes)
+            truncate_log(self.folder / "log", self._settings.log_bytes)
 
     async def remove(self) -> None:
-        """Nothing is left of it after this, but for its results."""
-        await self._stop_following()
+        """Stop it and remove everything but its results."""
+        await self._cancel_task()
         if self._process is not None:
-            await self._process.end(_GRACE_SECONDS)
+            await self._process.stop(_GRACE_SECONDS)
         await asyncio.to_thread(shutil.rmtree, self.folder, True)
 
-    async def let_go(self) -> None:
-        """The daemon ends, and this runs on."""
-        await self._stop_following()
+    async def detach(self) -> None:
+        """Leave it running when the daemon ends."""
+        await self._cancel_task()
         if self._process is not None:
-            self._process.let_go()
+            self._process.detach()
 
     # The task
 
     async def _run(self) -> None:
         while self._process is None and not self._start():
-            self._again.clear()
+            self._retry_requested.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.retry_seconds):
-                    await self._again.wait()
+                    await self._retry_requested.wait()
         if self._process is None:
             return
         try:
-            async with asyncio.timeout(self._left()):
-                await self._process.ended()
+            async with asyncio.timeout(self._seconds_left()):
+                await self._process.wait()
         except TimeoutError:
-            self._say(late=True)  # first: whoever finds it ended is to know why
-            await self._process.end(_GRACE_SECONDS)
+            self._update(late=True)  # first, so that the reason of its end is known
+            await self._process.stop(_GRACE_SECONDS)
         await self._process.kill()
         self._process = None
-        self._note_end()
+        self._record_end()
 
     def _start(self) -> bool:
-        """Whether it runs now."""
+        """Start it; return whether it runs."""
         try:
-            self._site.room_for(text(self._pod, "metadata", "uid"), self._pod)
+            self._node.check_fits(get_str(self._pod, "metadata", "uid"), self._pod)
             command, results = self._command()
             path = self.folder / "process.json"
-            self._process = self._site.system.spawn(
-                command, self.folder / "log", lambda known: write_json(path, dict(known), lasting=False)
+            self._process = self._node.system.spawn(
+                command, self.folder / "log", lambda known: write_json(path, dict(known), durable=False)
             )
         except ResourceExhausted as error:
-            self._say(unschedulable=error.message)
+            self._update(unschedulable=error.message)
             return False
-        except CannotRun as error:
-            self._say(unschedulable="", reason=error.reason, message=error.message)
+        except ContainerStartError as error:
+            self._update(unschedulable="", reason=error.reason, message=error.message)
             return False
         except (OSError, FailedPrecondition) as error:
-            said = error.message if isinstance(error, FailedPrecondition) else os.strerror(error.errno or 0)
-            self._say(reason="CreateContainerError", message=f"{said}; its folder is {self.folder}")
+            message = error.message if isinstance(error, FailedPrecondition) else os.strerror(error.errno or 0)
+            self._update(reason="CreateContainerError", message=f"{message}; its folder is {self.folder}")
             return False
-        self._say(unschedulable="", reason="", message="", started_at=time_text(self._now()), results=results)
+        self._update(unschedulable="", reason="", message="", started_at=format_time(self._now()), results=results)
         return True
 
     def _command(self) -> tuple[Command, str]:
-        """What to run, and where it writes. Raises CannotRun, OSError."""
-        namespace = text(self._pod, "metadata", "namespace")
+        """Return the command, and where it writes its results. Raises ContainerStartError, OSError."""
+        namespace = get_str(self._pod, "metadata", "namespace")
 
         def find(kind: str, name: str) -> Document | None:
-            return self._site.find(namespace, kind, name)
+            return self._node.find(namespace, kind, name)
 
-        (container,) = items(self._pod, "spec", "containers")
-        paths = [(each.inside, each.here) for each in mounted(self._pod, container, self.folder, find, {})]
-        around = Surroundings(self._pod, self._settings.node, paths=paths, hosts=self._site.hosts(namespace), find=find)
-        line = line_of(around)
+        (container,) = get_list(self._pod, "spec", "containers")
+        paths = [
+            (mount.mount_path, mount.host_path) for mount in volume_mounts(self._pod, container, self.folder, find, {})
+        ]
+        context = CommandContext(
+            self._pod, self._settings.node, paths=paths, hosts=self._node.hosts(namespace), find=find
+        )
+        command = build_command(context)
         work = self.folder / "work"
         work.mkdir(exist_ok=True, mode=0o700)
         temporary = dict(paths).get("/tmp", str(work))  # noqa: S108  the container's
-        environment = passed_on(os.environ) | {"PYTHONUNBUFFERED": "1", "TMPDIR": temporary} | dict(line.variables)
-        waiter = (sys.executable, "-I", "-S", once.__file__, str(self.folder / "exit"))
-        return Command((*waiter, *headrace_words(), *line.words), environment, work), _after(line.words, _RESULTS)
+        environment = (
+            inherited_environment(os.environ, "XDG_")
+            | {"PYTHONUNBUFFERED": "1", "TMPDIR": temporary}
+            | dict(command.environment)
+        )
+        stub = (sys.executable, "-I", "-S", process_stubs.__file__, "wait", str(self.folder / "exit"))
+        return Command((*stub, *headrace_command(), *command.args), environment, work), _option_value(
+            command.args, _RESULTS_OPTION
+        )
 
-    # Small things
+    # Helpers
 
-    def _left(self) -> float | None:
-        """Seconds until it has taken too long."""
-        limit = whole(self.job, "spec", "activeDeadlineSeconds")
-        if limit is None:
+    def _seconds_left(self) -> float | None:
+        """Return the seconds until its deadline; None if it has none."""
+        deadline = get_int(self.job, "spec", "activeDeadlineSeconds")
+        if deadline is None:
             return None
-        return max(0.0, limit - (self._now() - _time(self.state.started_at)).total_seconds())
+        return max(0.0, deadline - (self._now() - _parse_time(self.state.started_at)).total_seconds())
 
-    def _code(self) -> int | None:
+    def _exit_code(self) -> int | None:
         try:
             return int((self.folder / "exit").read_text())
         except (OSError, ValueError):
             return None
 
-    def _note_end(self) -> None:
-        code = self._code()
-        said = last_lines(self.folder / "log", _SAID_LINES, _SAID_BYTES)
+    def _record_end(self) -> None:
+        code = self._exit_code()
+        message = last_lines(self.folder / "log", _TAIL_LINES, _TAIL_BYTES)
         if self.state.late:
             code = code or -signal.SIGTERM
-            said = f"it took longer than {whole(self.job, 'spec', 'activeDeadlineSeconds')} s and was ended"
+            message = f"it took longer than {get_int(self.job, 'spec', 'activeDeadlineSeconds')} s and was stopped"
         elif code is None:
-            said = "it was killed, or the machine was restarted: delete the benchmark and apply it again"
-        last = terminated(code, self.state.started_at, time_text(self._now()), said if code != 0 else "")
-        self._say(started_at="", last=last)
+            message = "it was killed, or the machine was restarted: delete the benchmark and apply it again"
+        last = terminated_state(code, self.state.started_at, format_time(self._now()), message if code != 0 else "")
+        self._update(started_at="", last=last)
 
-    def _say(self, **changes: Any) -> None:
-        if restated(self.state, self.folder, changes, lambda said: log.error("%s", said)):
+    def _update(self, **changes: Any) -> None:
+        if update_state(self.state, self.folder, changes, lambda message: log.error("%s", message)):
             self._changed()
 
-    async def _stop_following(self) -> None:
+    async def _cancel_task(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
 
-def make_job(
-    folder: Path, planned: Document, settings: LocalSettings, site: Site, changed: Callable[[], None]
-) -> JobRun:
-    """A new one, on disk before it is anything else. Raises FailedPrecondition."""
-    namespace, now = text(planned, "metadata", "namespace"), time_text(site.system.now())
-    job = {**planned, "metadata": {**part(planned, "metadata"), "uid": str(uuid.uuid4()), "creationTimestamp": now}}
-    template = part(planned, "spec", "template")
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name_of(job), "uid": text(job, "metadata", "uid")}
+def create_job(
+    folder: Path, planned: Document, settings: LocalSettings, node: JobInterface, changed: Callable[[], None]
+) -> Job:
+    """Return a new Job; its record is written first. Raises FailedPrecondition."""
+    namespace, now = get_str(planned, "metadata", "namespace"), format_time(node.system.now())
+    job = {
+        **planned,
+        "metadata": {**get_mapping(planned, "metadata"), "uid": str(uuid.uuid4()), "creationTimestamp": now},
+    }
+    template = get_mapping(planned, "spec", "template")
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name_of(job), "uid": get_str(job, "metadata", "uid")}
     metadata = {
         "name": f"{name_of(job)[:57]}-{uuid.uuid4().hex[:5]}",
         "namespace": namespace,
         "uid": str(uuid.uuid4()),
-        "labels": dict(part(template, "metadata", "labels")),
+        "labels": dict(get_mapping(template, "metadata", "labels")),
         "creationTimestamp": now,
         "ownerReferences": [{**owner, "controller": True}],
     }
-    spec = _with_claims(part(template, "spec"), settings.root / "claims" / namespace)
+    spec = _replace_claims(get_mapping(template, "spec"), settings.root / "claims" / namespace)
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
     record = {"job": job, "pod": pod}
     write_json(folder / "job.json", record)
-    return JobRun(folder, record, settings, site, changed)
+    return Job(folder, record, settings, node, changed)
 
 
-def found_job(folder: Path, settings: LocalSettings, site: Site, changed: Callable[[], None]) -> JobRun | None:
-    """One that is on disk; None for a folder that says nothing."""
+def load_job(folder: Path, settings: LocalSettings, node: JobInterface, changed: Callable[[], None]) -> Job | None:
+    """Return the Job in a folder; None if its record is missing or invalid."""
     record = read_json(folder / "job.json")
-    return JobRun(folder, record, settings, site, changed) if record and part(record, "job") else None
+    return Job(folder, record, settings, node, changed) if record and get_mapping(record, "job") else None
 
 
-def _with_claims(spec: Document, claims: Path) -> Document:
-    """A claim is a folder of the fleet's here, as a cluster would make a volume for it; what is read must be there."""
-    mounts = [each for one in items(spec, "containers") for each in items(one, "volumeMounts")]
-    read_only = {text(each, "name") for each in mounts if each.get("readOnly") is True}
+def _replace_claims(spec: Document, claims: Path) -> Document:
+    """Replace volume claims by folders of the fleet; a folder that is only read must exist."""
+    mounts = [mount for container in get_list(spec, "containers") for mount in get_list(container, "volumeMounts")]
+    read_only = {get_str(mount, "name") for mount in mounts if mount.get("readOnly") is True}
     volumes = []
-    for each in items(spec, "volumes"):
-        claim, name = text(each, "persistentVolumeClaim", "claimName"), text(each, "name")
-        kind = "" if name in read_only else "DirectoryOrCreate"
-        volumes.append({"name": name, "hostPath": {"path": str(claims / claim), "type": kind}} if claim else each)
+    for volume in get_list(spec, "volumes"):
+        claim, name = get_str(volume, "persistentVolumeClaim", "claimName"), get_str(volume, "name")
+        path_type = "" if name in read_only else "DirectoryOrCreate"
+        volumes.append(
+            {"name": name, "hostPath": {"path": str(claims / claim), "type": path_type}} if claim else volume
+        )
     return {**spec, "volumes": volumes}
 
 
-def _after(words: Sequence[str], option: str) -> str:
-    return next((value for name, value in pairwise(words) if name == option), "")
+def _option_value(args: Sequence[str], option: str) -> str:
+    return next((value for name, value in pairwise(args) if name == option), "")
 
 
-def _time(said: str) -> datetime:
-    return datetime.fromisoformat(said.replace("Z", "+00:00"))
+def _parse_time(text: str) -> datetime:
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))

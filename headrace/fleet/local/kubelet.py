@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All pods of this machine: made, found again, ended. Called by `controller`; each pod is a task of its own (`replica`)."""
+"""The kubelet: all pods of this machine, created, adopted from an earlier daemon, and deleted. Each pod is a task."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, ResourceExhausted
+from headrace.core.files import list_folders
 from headrace.fleet.local.container import Container
-from headrace.fleet.local.contract import Moments, Record
-from headrace.fleet.local.driving import Driver
+from headrace.fleet.local.container_runtime import ContainerRuntime
 from headrace.fleet.local.events import Events
-from headrace.fleet.local.machine import Machine, Placement
 from headrace.fleet.local.models import READY, Models
-from headrace.fleet.local.replica import Replica, found_replica, make_replica
-from headrace.fleet.local.routing import Routers
+from headrace.fleet.local.object_store import DocumentStore
+from headrace.fleet.local.pod import Pod, PodRecord, StartTimes, create_pod, load_pod
+from headrace.fleet.local.scheduler import Placement, Scheduler
+from headrace.fleet.local.service_proxy import Routers
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.store import Store, each_folder
 from headrace.fleet.local.system import System
-from headrace.fleet.planning.site import live_key
-from headrace.fleet.words import Document, kind_of, part, text
+from headrace.fleet.planning.context import live_key
+from headrace.platforms.kubernetes_client.objects import Document, get_mapping, get_str, kind_of
 
 log = logging.getLogger("headrace.fleet")
 
@@ -33,87 +33,87 @@ _ROTATE_SECONDS = 1.0
 
 
 class Kubelet:
-    """See the module; the `Around` of its pods."""
+    """All pods; implements `pod.NodeInterface` and `jobs.JobInterface`."""
 
     def __init__(
         self,
         settings: LocalSettings,
-        store: Store,
-        machine: Machine,
+        store: DocumentStore,
+        scheduler: Scheduler,
         routers: Routers,
         events: Events,
-        driver: Driver,
+        runtime: ContainerRuntime,
         system: System,
     ) -> None:
         self.system = system
         self._settings = settings
         self._folder = settings.root / "pods"
         self._store = store
-        self._machine = machine
+        self._scheduler = scheduler
         self._routers = routers
         self._events = events
-        self._driver = driver
-        self._models = Models(settings, self._secret, self._told_model)
+        self._runtime = runtime
+        self._models = Models(settings, self._secret, self._update_model_status)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._rotating: asyncio.Task[None] | None = None
         self._closing = False
-        self.replicas: dict[str, Replica] = {}
-        self.moments: dict[str, Moments] = {}
-        """Of pods that run, by their uids."""
+        self.pods: dict[str, Pod] = {}
+        self.start_times: dict[str, StartTimes] = {}
+        """Of pods that run, by uid."""
         self.on_change: Callable[[Service], None] = lambda _: None
         self.objects: Callable[[Service], Mapping[str, Document]] = lambda _: {}
         """The live objects of a service, by `live_key`."""
 
     def load(self) -> None:
-        """Find the pods of the daemon before, and go on with them."""
+        """Adopt the pods of an earlier daemon."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for folder in each_folder(self._folder):
-            replica = found_replica(folder, self._settings, self, self._driver)
-            if replica is None:
+        for folder in list_folders(self._folder):
+            pod = load_pod(folder, self._settings, self, self._runtime)
+            if pod is None:
                 if not (folder / "pod.json").exists():
-                    shutil.rmtree(folder, ignore_errors=True)  # its making was cut short
+                    shutil.rmtree(folder, ignore_errors=True)  # its creation was interrupted
                 continue
-            for each in replica.containers:
-                if each.runs is not None:
-                    log.info("%s runs already: %s, %s", replica.name, each.name, each.runs.label)
-            self._follow(replica)
-        self._rotating = asyncio.ensure_future(self._rotate())
+            for container in pod.containers:
+                if container.running is not None:
+                    log.info("Adopted %s: %s, %s", pod.name, container.name, container.running.label)
+            self._run_pod(pod)
+        self._rotating = asyncio.ensure_future(self._rotate_forever())
 
-    def create(self, record: Record) -> None:
-        """Make a pod. Raises FailedPrecondition where it cannot be written down."""
+    def create(self, record: PodRecord) -> None:
+        """Create a pod. Raises FailedPrecondition if its record cannot be written."""
         try:
-            self._follow(make_replica(self._folder / record.uid, record, self._settings, self, self._driver))
+            self._run_pod(create_pod(self._folder / record.uid, record, self._settings, self, self._runtime))
         except FailedPrecondition:
             shutil.rmtree(self._folder / record.uid, ignore_errors=True)
             raise
 
-    def of(self, service: Service) -> list[Replica]:
-        """The pods of a service, those that are being ended too, oldest first."""
-        found = [each for each in self.replicas.values() if each.record.service == service]
-        return sorted(found, key=lambda each: (text(each.record.document, "metadata", "creationTimestamp"), each.name))
+    def pods_of(self, service: Service) -> list[Pod]:
+        """Return the pods of a service, also those that are being deleted, oldest first."""
+        pods = [pod for pod in self.pods.values() if pod.record.service == service]
+        return sorted(pods, key=lambda pod: (get_str(pod.record.document, "metadata", "creationTimestamp"), pod.name))
 
-    def rotate(self) -> None:
-        """Keep logs short."""
-        for each in self.replicas.values():
-            each.rotate()
+    def rotate_logs(self) -> None:
+        """Drop the beginning of long logs."""
+        for pod in self.pods.values():
+            pod.rotate_logs()
 
     def progress(self, model: Document) -> list[Any]:
-        """See `Models.progress`."""
+        """Return the download progress of a model."""
         return list(self._models.progress(model))
 
-    def look_again(self, *, hurry: bool = False) -> None:
-        """Something that pods may wait for is there. `hurry`: what they fail of may be put right."""
-        for each in self.replicas.values():
-            each.look_again(hurry=hurry)
+    def retry(self, *, reset_backoff: bool = False) -> None:
+        """Let pods try again what they wait for. `reset_backoff`: also those in a crash loop."""
+        for pod in self.pods.values():
+            pod.retry(reset_backoff=reset_backoff)
 
-    async def end_all(self) -> None:
-        """Delete everything that runs."""
-        for each in list(self.replicas.values()):
-            each.delete()
+    async def delete_all(self) -> None:
+        """Delete all pods, and wait until they are gone."""
+        for pod in list(self.pods.values()):
+            pod.delete()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def close(self) -> None:
-        """Stop following; what runs goes on."""
+        """Stop the tasks; pods keep running."""
         self._closing = True
         if self._rotating is not None:
             self._rotating.cancel()
@@ -121,156 +121,159 @@ class Kubelet:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        for each in self.replicas.values():
-            each.let_go()
+        for pod in self.pods.values():
+            pod.detach()
         await self._models.close()
 
-    async def _rotate(self) -> None:
-        """Often: one that floods its log has a second to fill the disk."""
+    async def _rotate_forever(self) -> None:
+        """Rotate logs every second, so that a flooding container cannot fill the disk."""
         while True:
             await asyncio.sleep(_ROTATE_SECONDS)
-            self.rotate()
+            self.rotate_logs()
 
-    def _follow(self, replica: Replica) -> None:
-        uid = replica.record.uid
-        self.replicas[uid] = replica
-        task = asyncio.ensure_future(replica.run())
+    def _run_pod(self, pod: Pod) -> None:
+        uid = pod.record.uid
+        self.pods[uid] = pod
+        task = asyncio.ensure_future(pod.run())
         self._tasks[uid] = task
-        task.add_done_callback(lambda done: self._over(replica, done))
+        task.add_done_callback(lambda done: self._pod_ended(pod, done))
 
-    def _over(self, replica: Replica, done: asyncio.Task[None]) -> None:
+    def _pod_ended(self, pod: Pod, done: asyncio.Task[None]) -> None:
         if self._closing or done.cancelled():
             return
         if done.exception() is not None:
-            # A mistake of ours. The pod stays as it is, and is looked at again a little later.
-            log.error("%s cannot be followed", replica.name, exc_info=done.exception())
+            # A bug. The pod stays as it is, and its task is started again a little later.
+            log.error("The task of pod %s failed", pod.name, exc_info=done.exception())
             loop = asyncio.get_running_loop()
-            loop.call_later(self._settings.retry_seconds, lambda: None if self._closing else self._follow(replica))
+            loop.call_later(self._settings.retry_seconds, lambda: None if self._closing else self._run_pod(pod))
             return
-        uid = replica.record.uid
-        self.replicas.pop(uid, None)
-        self.moments.pop(uid, None)
+        uid = pod.record.uid
+        self.pods.pop(uid, None)
+        self.start_times.pop(uid, None)
         self._tasks.pop(uid, None)
-        self.look_again()
-        self.on_change(replica.record.service)
+        self.retry()
+        self.on_change(pod.record.service)
 
-    # What pods need: see `replica.Around`
+    # For pods and jobs
 
     def find(self, namespace: str, kind: str, name: str) -> Document | None:
-        """Of what users applied, and of what services were planned with."""
-        found = self._store.get(kind, namespace, name)
-        if found is not None:
-            return _plain(found) if kind == "Secret" else found
-        for service in {each.record.service for each in self.replicas.values() if each.record.service[0] == namespace}:
+        """Return a ConfigMap or Secret that a user applied, or that a service was planned with."""
+        document = self._store.get(kind, namespace, name)
+        if document is not None:
+            return _decode_secret(document) if kind == "Secret" else document
+        for service in {pod.record.service for pod in self.pods.values() if pod.record.service[0] == namespace}:
             live = self.objects(service).get(live_key(kind, name))
             if live is not None:
                 return live
         return None
 
-    def place(self, replica: Replica) -> Placement:
-        """See `Around.place`."""
-        others = [each.record.placement for each in self.replicas.values() if each is not replica]
-        taken = [each for each in others if each is not None]
-        record = replica.record
-        return self._machine.place(record.uid, record.document, taken, [*self.replicas, record.uid], record.serves)
+    def place(self, pod: Pod) -> Placement:
+        """Assign ports and GPUs to a pod."""
+        placements = [other.record.placement for other in self.pods.values() if other is not pod]
+        taken = [placement for placement in placements if placement is not None]
+        record = pod.record
+        return self._scheduler.place(record.uid, record.document, taken, [*self.pods, record.uid], record.serves)
 
-    def room_for(self, uid: str, pod: Document) -> None:
-        """See `jobs.Site.room_for`: a job shares what pods leave, and takes nothing from them for good."""
-        taken = [each.record.placement for each in self.replicas.values()]
-        self._machine.place(uid, pod, [each for each in taken if each is not None], [*self.replicas, uid], False)
+    def check_fits(self, uid: str, pod: Document) -> None:
+        """Check that a job fits beside the pods; it reserves nothing. Raises ResourceExhausted."""
+        placements = [other.record.placement for other in self.pods.values()]
+        taken = [placement for placement in placements if placement is not None]
+        self._scheduler.place(uid, pod, taken, [*self.pods, uid], False)
 
-    def release(self, replica: Replica) -> None:
-        """See `Around.release`."""
+    def release(self, pod: Pod) -> None:
+        """Release the ports of a pod."""
         try:
-            self._machine.release(replica.record.uid)
+            self._scheduler.release(pod.record.uid)
         except OSError as error:
-            log.warning("a port is not given back: %s", error)
+            log.warning("Cannot release a port: %s", error)
 
-    def models(self, replica: Replica) -> Mapping[str, str]:
-        """See `Around.models`: by the service that the pod is of."""
-        namespace, service = replica.record.service
+    def models(self, pod: Pod) -> Mapping[str, str]:
+        """Return the local folder of the model of a pod's service. Raises ResourceExhausted while it is missing."""
+        namespace, service = pod.record.service
         document = self._store.get("InferenceService", namespace, service)
-        told = part(document, "status", "model") or part(document, "spec", "model")
-        name = text(told, "name")
+        reference = get_mapping(document, "status", "model") or get_mapping(document, "spec", "model")
+        name = get_str(reference, "name")
         if not name:
             return {}
         model = self._store.get("BaseModel", namespace, name) or self._store.get("ClusterBaseModel", "", name)
         if model is None:
             raise ResourceExhausted(f"there is no model {name}: apply it")
-        known = self._models.use(model)
-        if known.state != READY:
-            raise ResourceExhausted(known.problem or f"model {name} is being brought to this machine")
-        return {text(model, "spec", "storage", "path"): known.path}
+        state = self._models.use(model)
+        if state.state != READY:
+            raise ResourceExhausted(state.problem or f"model {name} is being downloaded to this machine")
+        return {get_str(model, "spec", "storage", "path"): state.path}
 
     def hosts(self, namespace: str) -> Mapping[str, str]:
-        """See `Around.hosts`."""
+        """Return the addresses of Services, by host name."""
         return self._routers.hosts()
 
-    def leader_ports(self, replica: Replica) -> Mapping[int, int]:
-        """See `Around.leader_ports`."""
-        record = replica.record
+    def leader_ports(self, pod: Pod) -> Mapping[int, int]:
+        """Return the ports of the leader of a worker's group."""
+        record = pod.record
         if not record.index:
             return {}
-        for each in self.replicas.values():
-            other = each.record
+        for other_pod in self.pods.values():
+            other = other_pod.record
             if (other.service, other.owner, other.unit, other.index) == (record.service, record.owner, record.unit, 0):
                 if other.placement is None:
                     raise ResourceExhausted("it waits for its leader")
                 return other.placement.ports
         return {}
 
-    def changed(self, replica: Replica) -> None:
-        """See `Around.changed`."""
-        uid, now = replica.record.uid, self.system.clock.wall()
-        known = self.moments.get(uid, Moments())
-        if all(each.runs is None for each in replica.containers):
-            self.moments.pop(uid, None)
+    def pod_changed(self, pod: Pod) -> None:
+        """Record when a pod started and became ready, and report the change."""
+        uid, now = pod.record.uid, self.system.clock.wall()
+        times = self.start_times.get(uid, StartTimes())
+        if all(container.running is None for container in pod.containers):
+            self.start_times.pop(uid, None)
         else:
-            found = known.found or (now if replica.ready else 0.0)
-            self.moments[uid] = Moments(known.started or now, found)
-        self.on_change(replica.record.service)
+            ready = times.found or (now if pod.is_ready else 0.0)
+            self.start_times[uid] = StartTimes(times.started or now, ready)
+        self.on_change(pod.record.service)
 
-    def ended(self, replica: Replica, container: Container) -> None:
-        """See `Around.ended`."""
-        record = replica.record
+    def container_ended(self, pod: Pod, container: Container) -> None:
+        """Restart the other containers of a LeaderWorkerSet group."""
+        record = pod.record
         if record.owner[0] != "LeaderWorkerSet":
             return
-        for beside in replica.containers:
-            if beside is not container:
-                beside.restart()
-        for each in self.replicas.values():
-            other = each.record
-            if each is not replica and (other.service, other.owner, other.unit) == (
+        for other_container in pod.containers:
+            if other_container is not container:
+                other_container.restart()
+        for other_pod in self.pods.values():
+            other = other_pod.record
+            if other_pod is not pod and (other.service, other.owner, other.unit) == (
                 record.service,
                 record.owner,
                 record.unit,
             ):
-                each.restart()
+                other_pod.restart()
 
-    def tell(self, replica: Replica, kind: str, reason: str, message: str) -> None:
-        """See `Around.tell`."""
-        self._events.record(replica.shown(), kind, reason, message)
+    def record_event(self, pod: Pod, kind: str, reason: str, message: str) -> None:
+        """Record an event of a pod."""
+        self._events.record(pod.to_document(), kind, reason, message)
 
-    async def forgotten(self, replica: Replica) -> None:
-        """See `Around.forgotten`."""
-        placement = replica.record.placement
+    async def wait_drained(self, pod: Pod) -> None:
+        """Wait until no router sends requests to a pod."""
+        placement = pod.record.placement
         for port in placement.ports.values() if placement is not None else ():
-            await self._routers.forgotten(replica.record.service, port)
+            await self._routers.wait_drained(pod.record.service, port)
 
     def _secret(self, namespace: str, name: str) -> Document | None:
         return self._store.get("Secret", namespace, name)
 
-    def _told_model(self, model: Document, status: Mapping[str, Any]) -> None:
-        live = self._store.get(kind_of(model), text(model, "metadata", "namespace"), text(model, "metadata", "name"))
+    def _update_model_status(self, model: Document, status: Mapping[str, Any]) -> None:
+        live = self._store.get(
+            kind_of(model), get_str(model, "metadata", "namespace"), get_str(model, "metadata", "name")
+        )
         if live is not None:
-            self._store.told({**live, "status": {**part(live, "status"), **status}})
-        self.look_again()
+            self._store.update_status({**live, "status": {**get_mapping(live, "status"), **status}})
+        self.retry()
 
 
-def _plain(secret: Document) -> Document:
-    """A Secret whose values are texts."""
+def _decode_secret(secret: Document) -> Document:
+    """Return a Secret with decoded values."""
     data: dict[str, str] = {}
-    for name, value in part(secret, "data").items():
+    for name, value in get_mapping(secret, "data").items():
         try:
             data[name] = base64.b64decode(value, validate=True).decode()
         except (binascii.Error, TypeError, ValueError):

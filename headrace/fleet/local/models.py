@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on this machine: those that are here are used where they are, others are brought once, for all services.
+"""Models on this machine: a model that is here is used in place, another is downloaded once for all services.
 
-Asked by pods before they start, through `kubelet`. What is known of a model is told in its status, as a node's agent would.
+Pods ask for their model before they start. The state of a model is reported in its status, as the agent of a node does.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 from headrace.core.errors import HeadraceError, ResourceExhausted
 from headrace.core.telemetry.progress import ProgressEvent
-from headrace.fleet.agent.sources import Source, credentials_of, source_of
+from headrace.fleet.agent.model_sources import ModelSource, credentials_from, parse_source
 from headrace.fleet.client.contract import NodeProgress
+from headrace.fleet.documents import namespace_of
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.words import Document, kind_of, name_of, namespace_of, part, text
-from headrace.models.storage.bringing import BringSettings, bring
+from headrace.models.storage.fetch import FetchSettings, fetch_location
+from headrace.platforms.kubernetes_client.objects import Document, get_mapping, get_str, kind_of, name_of
 
 log = logging.getLogger("headrace.fleet")
 
@@ -29,13 +30,13 @@ Key = tuple[str, str, str]
 
 
 @dataclass
-class Known:
-    """How it stands with one model."""
+class ModelState:
+    """The state of one model."""
 
     uri: str
     state: str = IN_TRANSIT
     path: str = ""
-    """Where it is here."""
+    """Its local folder."""
     problem: str = ""
     done: int = 0
     total: int = 0
@@ -50,114 +51,114 @@ class Models:
         self,
         settings: LocalSettings,
         secret: Callable[[str, str], Document | None],
-        told: Callable[[Document, Mapping[str, Any]], None],
+        update_status: Callable[[Document, Mapping[str, Any]], None],
     ) -> None:
         self._settings = settings
         self._secret = secret
-        self._told = told
-        self._known: dict[Key, Known] = {}
+        self._update_status = update_status
+        self._states: dict[Key, ModelState] = {}
 
-    def use(self, model: Document) -> Known:
-        """Make sure that it is here, or on its way. `state` says how far."""
-        key, uri = _key(model), text(model, "spec", "storage", "storageUri")
-        known = self._known.get(key)
-        if known is None or known.uri != uri:
-            if known is not None and known.task is not None:
-                known.task.cancel()
-            known = self._known[key] = Known(uri)
+    def use(self, model: Document) -> ModelState:
+        """Return the state of a model; starts its download if it is missing."""
+        key, uri = _key(model), get_str(model, "spec", "storage", "storageUri")
+        state = self._states.get(key)
+        if state is None or state.uri != uri:
+            if state is not None and state.task is not None:
+                state.task.cancel()
+            state = self._states[key] = ModelState(uri)
         now = asyncio.get_running_loop().time()
-        if known.state == READY and Path(known.path).exists():
-            return known
-        if known.task is not None or (known.tried and now - known.tried < self._settings.retry_seconds):
-            return known
-        known.tried = now
-        self._try(model, known)
-        return known
+        if state.state == READY and Path(state.path).exists():
+            return state
+        if state.task is not None or (state.tried and now - state.tried < self._settings.retry_seconds):
+            return state
+        state.tried = now
+        self._locate(model, state)
+        return state
 
     def progress(self, model: Document) -> list[NodeProgress]:
-        """For `headrace describe`."""
-        known = self._known.get(_key(model))
-        if known is None or not known.total:
-            return []  # it is here already, or nobody knows how much is to come
-        state = {IN_TRANSIT: "Updating"}.get(known.state, known.state)
-        return [NodeProgress(self._settings.node, state, known.done, known.total, "")]
+        """Return the download progress, for `headrace describe`."""
+        current = self._states.get(_key(model))
+        if current is None or not current.total:
+            return []  # it is here already, or its size is unknown
+        state = {IN_TRANSIT: "Updating"}.get(current.state, current.state)
+        return [NodeProgress(self._settings.node, state, current.done, current.total, "")]
 
     async def close(self) -> None:
-        """End what is under way; what has come stays."""
-        tasks = [each.task for each in self._known.values() if each.task is not None]
-        for each in tasks:
-            each.cancel()
+        """Cancel the downloads; downloaded files stay."""
+        tasks = [entry.task for entry in self._states.values() if entry.task is not None]
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _try(self, model: Document, known: Known) -> None:
+    def _locate(self, model: Document, entry: ModelState) -> None:
         try:
-            source = source_of(model)
+            source = parse_source(model)
         except HeadraceError as error:
-            self._set(model, known, FAILED, problem=error.message)
+            self._set(model, entry, FAILED, problem=error.message)
             return
-        places = [self._below_root(source.path), source.path]
-        places.append(source.uri.partition("://")[2] if source.way == "here" else "")
-        here = next((each for each in places if each.startswith("/") and Path(each).exists()), "")
-        if here:
-            self._set(model, known, READY, here)
-        elif source.way == "download":
-            self._set(model, known, IN_TRANSIT)
-            known.task = asyncio.ensure_future(self._bring(model, known, source))
+        candidates = [self._below_root(source.path), source.path]
+        candidates.append(source.uri.partition("://")[2] if source.kind == "here" else "")
+        folder = next((path for path in candidates if path.startswith("/") and Path(path).exists()), "")
+        if folder:
+            self._set(model, entry, READY, folder)
+        elif source.kind == "download":
+            self._set(model, entry, IN_TRANSIT)
+            entry.task = asyncio.ensure_future(self._download(model, entry, source))
         else:
-            said = f"{source.path or source.uri} is not on this machine: put the model's files there"
-            self._set(model, known, FAILED, problem=said)
+            message = f"{source.path or source.uri} is not on this machine: put the model's files there"
+            self._set(model, entry, FAILED, problem=message)
 
     def _below_root(self, path: str) -> str:
-        """Where a model would be in the folder that stands for /mnt/models."""
+        """Return the path of a model in the folder that is used as /mnt/models."""
         root = self._settings.models_root
         return str(root / path.removeprefix(_ROOT)) if root is not None and path.startswith(_ROOT) else ""
 
-    async def _bring(self, model: Document, known: Known, source: Source) -> None:
+    async def _download(self, model: Document, entry: ModelState, source: ModelSource) -> None:
         loop = asyncio.get_running_loop()
         stop = False
 
-        def heard(event: ProgressEvent) -> None:
-            known.done, known.total = max(known.done, int(event.done)), int(event.total or 0)
+        def on_progress(event: ProgressEvent) -> None:
+            entry.done, entry.total = max(entry.done, int(event.done)), int(event.total or 0)
 
-        def blocking() -> Path:
+        def fetch() -> Path:
             if source.place is None:
-                raise ResourceExhausted(f"{source.uri} is nothing to download")
-            credentials = credentials_of(source, self._secret(namespace_of(model), source.key) if source.key else None)
+                raise ResourceExhausted(f"{source.uri} cannot be downloaded")
+            credentials = credentials_from(
+                source, self._secret(namespace_of(model), source.key) if source.key else None
+            )
             folder = self._settings.root / "models"
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            settings = BringSettings(hub_files=source.files)
-            return bring(source.place, folder, credentials, heard, lambda: stop, settings)
+            settings = FetchSettings(hub_files=source.files)
+            return fetch_location(source.place, folder, credentials, on_progress, lambda: stop, settings)
 
         try:
-            brought = await loop.run_in_executor(None, blocking)
+            folder = await loop.run_in_executor(None, fetch)
         except HeadraceError as error:
-            self._set(model, known, FAILED, problem=error.message)
+            self._set(model, entry, FAILED, problem=error.message)
         except OSError as error:
-            log.warning("%s cannot be brought: %s", source.uri, error)
+            log.warning("Cannot download %s: %s", source.uri, error)
             self._set(
-                model, known, FAILED, problem=f"{source.uri} cannot be written to {self._settings.root}; make room"
+                model, entry, FAILED, problem=f"{source.uri} cannot be written to {self._settings.root}; make room"
             )
         except asyncio.CancelledError:
             stop = True
             raise
         except Exception:
-            log.exception("%s cannot be brought", source.uri)
-            self._set(
-                model, known, FAILED, problem=f"{source.uri} cannot be brought; the log of `headrace up` says why"
-            )
+            log.exception("Cannot download %s", source.uri)
+            self._set(model, entry, FAILED, problem=f"{source.uri} cannot be downloaded; see the log of `headrace up`")
         else:
-            self._set(model, known, READY, str(brought))
+            self._set(model, entry, READY, str(folder))
         finally:
-            known.task = None
+            entry.task = None
 
-    def _set(self, model: Document, known: Known, state: str, path: str = "", problem: str = "") -> None:
-        if problem and problem != known.problem:
-            log.warning("model %s: %s", name_of(model), problem)
-        known.state, known.path, known.problem = state, path, problem
+    def _set(self, model: Document, entry: ModelState, state: str, path: str = "", problem: str = "") -> None:
+        if problem and problem != entry.problem:
+            log.warning("Model %s: %s", name_of(model), problem)
+        entry.state, entry.path, entry.problem = state, path, problem
         node = [self._settings.node]
         status = {"state": state, "nodesReady": node if state == READY else [], "nodesFailed": node if problem else []}
-        if {name: part(model, "status").get(name) for name in status} != status:
-            self._told(model, status)
+        if {name: get_mapping(model, "status").get(name) for name in status} != status:
+            self._update_status(model, status)
 
 
 def _key(model: Document) -> Key:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fleet of a machine is told, and where it lies."""
+"""Settings of the local fleet, and its state folder."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from pathlib import Path
 from typing import Literal
 
 STATE_DIR = "HEADRACE_STATE_DIR"
-"""The variable that names its folder, for the daemon and for the verbs."""
+"""Variable with the state folder, for the daemon and its clients."""
 SOCKET = "control.sock"
 
 
 @dataclass(frozen=True)
 class LocalSettings:
-    """See the module."""
+    """Settings of the daemon."""
 
     root: Path
-    """Its folder: documents, pods, logs, models."""
+    """The state folder: documents, pods, logs, models."""
     port: int = 8080
-    """The first port for services; the next one gets the next that is free."""
+    """Port of the first service; later services take the next free ports."""
     host: str = "127.0.0.1"
-    """Where everything listens."""
+    """The address that everything listens on."""
     pod_ports: tuple[int, int] = (22_000, 31_999)
     models_root: Path | None = None
-    """A folder that stands for /mnt/models: where files of models are that nobody brings."""
+    """Local folder to use as /mnt/models; models found there are not downloaded."""
     node: str = field(default_factory=socket.gethostname)
     log_bytes: int = 4 << 20
-    """Kept of each log; it may grow to twice as much."""
+    """Bytes kept of each log; it may grow to twice as much."""
     events: int = 1000
-    """Kept in all."""
+    """Maximum number of events."""
     back_off_seconds: float = 10.0
-    """Before the second restart; each further one waits twice as long."""
+    """Pause before the second restart; each further one waits twice as long."""
     back_off_most_seconds: float = 300.0
     healthy_seconds: float = 600.0
-    """Who runs for so long starts anew with the back-off."""
+    """A container that runs this long resets its back-off."""
     quick_seconds: float = 0.02
-    """Between two looks at who is not ready yet. A look counts as a failure once in its probe's own period."""
+    """Pause between probes of a container that is not ready. A failure counts once per period of the probe."""
     retry_seconds: float = 2.0
-    """Between two looks for room, and at models that could not be brought."""
+    """Pause between attempts to place a pod, and to download a model."""
     forget_seconds: float = 5.0
-    """The longest wait for routers to send nothing more to who is about to be ended."""
+    """Maximum wait until routers send no more requests to a pod that is deleted."""
     trace_endpoint: str = ""
-    """An OTLP/HTTP collector that routers send cold starts to; "": none."""
+    """OTLP/HTTP collector for cold starts; "": none."""
     driver: Literal["process", "docker"] = "process"
-    """What runs containers: processes of this machine, or its Docker engine."""
+    """The container runtime: processes of this machine, or its Docker engine."""
     max_processes: int = 0
-    """Processes and threads that a container may have; 0: any number."""
+    """Maximum processes and threads per container (0: unlimited)."""
     drain_seconds: float = 300.0
-    """The longest wait for the answers that it still owes to clients of those routers."""
+    """Maximum wait until a pod that is deleted has answered its open requests."""
     ephemeral: bool = False
-    """End everything that runs when the daemon ends."""
+    """Stop all services when the daemon ends."""
 
 
-def state_dir(said: str = "", environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of this user's fleet."""
-    found = said or environ.get(STATE_DIR, "")
-    if found:
-        return Path(found).expanduser().absolute()
+def state_dir(given: str = "", environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the state folder of this user's fleet."""
+    folder = given or environ.get(STATE_DIR, "")
+    if folder:
+        return Path(folder).expanduser().absolute()
     base = environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser().absolute() / "headrace" / "fleet"

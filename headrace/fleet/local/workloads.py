@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deployments and LeaderWorkerSets of this machine: which replicas to make and to end, and the status that they have. Pure.
+"""Deployments and LeaderWorkerSets: which replicas to create and delete, and the status of a workload. Pure.
 
-A unit is one replica: a pod, or a group of them. While units are replaced, a quarter more than wanted may be there, and no
-fewer than wanted that answer: old ones go when new ones are ready.
+A replica is a pod, or a group of pods. During a rolling update there may be a quarter more replicas than desired, and no
+fewer ready ones: old replicas are deleted when new ones are ready.
 """
 
 from __future__ import annotations
@@ -12,118 +12,131 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from headrace.fleet.words import Document, kind_of, name_of, part, text, whole
+from headrace.platforms.kubernetes_client.objects import Document, get_int, get_mapping, get_str, kind_of, name_of
 
 HPA, KEDA = "HorizontalPodAutoscaler", "ScaledObject"
 _SURGE = 0.25
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One replica of a workload that is not being ended."""
+class Replica:
+    """One replica of a workload that is not being deleted."""
 
     name: str
     hash: str
-    """Of the template it was made of."""
+    """Hash of the template that it was created from."""
     ready: bool
     created: str = ""
 
 
 @dataclass(frozen=True)
-class Steps:
-    """What to do now."""
+class ReplicaChanges:
+    """Replicas to create and to delete now."""
 
     create: int = 0
     delete: tuple[str, ...] = ()
 
 
-def steps(wanted: int, newest: str, units: Sequence[Unit], *, leaving: int = 0, recreate: bool = False) -> Steps:
-    """What brings the units nearer to `wanted` of the `newest` template. `leaving`: those that are still being ended."""
-    new = sorted((each for each in units if each.hash == newest), key=_worth)
-    old = sorted((each for each in units if each.hash != newest), key=_worth)
-    gone = [each.name for each in new[: max(0, len(new) - wanted)]]
-    missing = max(0, wanted - len(new))
+def plan_replicas(
+    desired: int, newest: str, replicas: Sequence[Replica], *, terminating: int = 0, recreate: bool = False
+) -> ReplicaChanges:
+    """Return the next step towards `desired` replicas of the `newest` template. `terminating`: replicas being deleted."""
+    new = sorted((replica for replica in replicas if replica.hash == newest), key=_deletion_order)
+    old = sorted((replica for replica in replicas if replica.hash != newest), key=_deletion_order)
+    surplus = [replica.name for replica in new[: max(0, len(new) - desired)]]
+    missing = max(0, desired - len(new))
     if recreate:
-        return Steps(0 if old or leaving else missing, (*gone, *(each.name for each in old)))
-    ready = sum(each.ready for each in new)
-    # An old one that does not answer helps nobody, unless the new ones have not been made yet.
-    idle = [each.name for each in old if not each.ready] if not missing or ready else []
-    spare = max(0, min(ready, wanted) + sum(each.ready for each in old) - wanted)
-    replaced = [each.name for each in old if each.ready][:spare]
-    room = wanted + ceil(wanted * _SURGE) - len(new) - len(old) if old else missing
-    return Steps(max(0, min(missing, room)), (*gone, *idle, *replaced))
+        return ReplicaChanges(0 if old or terminating else missing, (*surplus, *(replica.name for replica in old)))
+    ready = sum(replica.ready for replica in new)
+    # An old replica that is not ready is useless, unless the new ones have not been created yet.
+    not_ready = [replica.name for replica in old if not replica.ready] if not missing or ready else []
+    replaceable = max(0, min(ready, desired) + sum(replica.ready for replica in old) - desired)
+    replaced = [replica.name for replica in old if replica.ready][:replaceable]
+    room = desired + ceil(desired * _SURGE) - len(new) - len(old) if old else missing
+    return ReplicaChanges(max(0, min(missing, room)), (*surplus, *not_ready, *replaced))
 
 
-def _worth(unit: Unit) -> tuple[bool, str, str]:
-    """Who goes first: those that do not answer, then the oldest."""
-    return unit.ready, unit.created, unit.name
+def _deletion_order(replica: Replica) -> tuple[bool, str, str]:
+    """Sort key: replicas that are not ready first, then the oldest."""
+    return replica.ready, replica.created, replica.name
 
 
 def workload_status(
-    workload: Document, wanted: int, newest: str, units: Sequence[Unit], stuck: str = "", least: int | None = None
+    workload: Document,
+    desired: int,
+    newest: str,
+    replicas: Sequence[Replica],
+    stuck: str = "",
+    minimum: int | None = None,
 ) -> dict[str, Any]:
-    """What Kubernetes would tell. `stuck`: why nothing has moved for too long. `least`: replicas that must answer.
+    """Return the status as Kubernetes reports it. `stuck`: why there is no progress. `minimum`: replicas that must be ready.
 
-    What a load asked for beyond the least is no reason to say that a service does not answer.
+    Replicas that the autoscaler added beyond the minimum do not make a workload unavailable while they start.
     """
-    ready = sum(each.ready for each in units)
-    updated = sum(each.hash == newest for each in units)
-    made: dict[str, Any] = {
-        "observedGeneration": whole(workload, "metadata", "generation") or 1,
-        "replicas": len(units),
+    ready = sum(replica.ready for replica in replicas)
+    updated = sum(replica.hash == newest for replica in replicas)
+    status: dict[str, Any] = {
+        "observedGeneration": get_int(workload, "metadata", "generation") or 1,
+        "replicas": len(replicas),
         "updatedReplicas": updated,
         "readyReplicas": ready,
     }
     kind = kind_of(workload)
     if kind == "Deployment":
-        made |= {"availableReplicas": ready, "unavailableReplicas": max(0, wanted - ready)}
-    up = ready >= (wanted if least is None else min(wanted, least))
-    word = "MinimumReplicasAvailable" if up else "MinimumReplicasUnavailable"
-    said = f"{kind} has minimum availability." if up else f"{kind} does not have minimum availability."
-    made["conditions"] = [{"type": "Available", "status": "True" if up else "False", "reason": word, "message": said}]
+        status |= {"availableReplicas": ready, "unavailableReplicas": max(0, desired - ready)}
+    is_available = ready >= (desired if minimum is None else min(desired, minimum))
+    reason = "MinimumReplicasAvailable" if is_available else "MinimumReplicasUnavailable"
+    message = f"{kind} has minimum availability." if is_available else f"{kind} does not have minimum availability."
+    status["conditions"] = [
+        {"type": "Available", "status": "True" if is_available else "False", "reason": reason, "message": message}
+    ]
     if stuck:
-        made["conditions"].append(
+        status["conditions"].append(
             {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": stuck}
         )
     else:
-        word = "NewReplicaSetAvailable" if up and updated == len(units) == wanted else "ReplicaSetUpdated"
-        made["conditions"].append({"type": "Progressing", "status": "True", "reason": word})
-    return made
+        reason = (
+            "NewReplicaSetAvailable" if is_available and updated == len(replicas) == desired else "ReplicaSetUpdated"
+        )
+        status["conditions"].append({"type": "Progressing", "status": "True", "reason": reason})
+    return status
 
 
-def wanted_of(workload: Document, scaler: Document | None) -> int:
-    """How many there should be: what was asked for, within what its autoscaler allows. It rests at zero."""
-    asked = whole(workload, "spec", "replicas")
-    if scaler is None:
-        return 1 if asked is None else asked
-    least, most = bounds_of(scaler)
-    # A HorizontalPodAutoscaler rests at zero; KEDA does where zero is its least.
-    if asked == 0 and not whole(scaler, "spec", "minReplicaCount"):
+def desired_replicas(workload: Document, autoscaler: Document | None) -> int:
+    """Return the desired replicas: those that were set, within the bounds of the autoscaler; 0 stays 0."""
+    replicas = get_int(workload, "spec", "replicas")
+    if autoscaler is None:
+        return 1 if replicas is None else replicas
+    minimum, maximum = replica_bounds(autoscaler)
+    # A HorizontalPodAutoscaler keeps zero replicas; KEDA does if zero is its minimum.
+    if replicas == 0 and not get_int(autoscaler, "spec", "minReplicaCount"):
         return 0
-    return max(least, min(asked if asked is not None else least, most))
+    return max(minimum, min(replicas if replicas is not None else minimum, maximum))
 
 
-def bounds_of(scaler: Document) -> tuple[int, int]:
-    """The fewest and the most replicas that an autoscaler makes of what runs."""
-    least, most = ("minReplicas", "maxReplicas") if kind_of(scaler) != KEDA else ("minReplicaCount", "maxReplicaCount")
-    few = whole(scaler, "spec", least) or 1
-    return few, max(few, whole(scaler, "spec", most) or 1)
+def replica_bounds(autoscaler: Document) -> tuple[int, int]:
+    """Return the minimum and maximum replicas of an autoscaler, for a workload that runs."""
+    min_field, max_field = (
+        ("minReplicas", "maxReplicas") if kind_of(autoscaler) != KEDA else ("minReplicaCount", "maxReplicaCount")
+    )
+    minimum = get_int(autoscaler, "spec", min_field) or 1
+    return minimum, max(minimum, get_int(autoscaler, "spec", max_field) or 1)
 
 
-def scaler_of(workload: Document, objects: Sequence[Document]) -> Document | None:
-    """The autoscaler of a workload: a HorizontalPodAutoscaler, or KEDA's ScaledObject."""
-    for each in objects:
-        if kind_of(each) in (HPA, KEDA):
-            target = part(each, "spec", "scaleTargetRef")
-            if (text(target, "kind"), text(target, "name")) == (kind_of(workload), name_of(workload)):
-                return each
+def autoscaler_of(workload: Document, objects: Sequence[Document]) -> Document | None:
+    """Return the autoscaler of a workload: a HorizontalPodAutoscaler, or KEDA's ScaledObject."""
+    for autoscaler in objects:
+        if kind_of(autoscaler) in (HPA, KEDA):
+            target = get_mapping(autoscaler, "spec", "scaleTargetRef")
+            if (get_str(target, "kind"), get_str(target, "name")) == (kind_of(workload), name_of(workload)):
+                return autoscaler
     return None
 
 
-def templates_of(workload: Document) -> Sequence[Mapping[str, Any]]:
-    """The pods of one unit, as templates: one, or a leader and its workers."""
+def pod_templates(workload: Document) -> Sequence[Mapping[str, Any]]:
+    """Return the pod templates of one replica: one, or a leader and its workers."""
     if kind_of(workload) != "LeaderWorkerSet":
-        return [part(workload, "spec", "template")]
-    group = part(workload, "spec", "leaderWorkerTemplate")
-    leader = part(group, "leaderTemplate") or part(group, "workerTemplate")
-    return [leader, *[part(group, "workerTemplate")] * ((whole(group, "size") or 1) - 1)]
+        return [get_mapping(workload, "spec", "template")]
+    group = get_mapping(workload, "spec", "leaderWorkerTemplate")
+    leader = get_mapping(group, "leaderTemplate") or get_mapping(group, "workerTemplate")
+    return [leader, *[get_mapping(group, "workerTemplate")] * ((get_int(group, "size") or 1) - 1)]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging: what a runtime offers and what a service asks for, made into the pods of each component.
+"""Merging: combine a runtime and a service into the pods of each component.
 
-Pure. `components` is the way in; every field of a pod has an origin: runtime, service, accelerator or default.
+`merge_components` is the entry point. Every field of a pod has an origin: runtime, service, accelerator or default.
 """
 
 from __future__ import annotations
 
-from headrace.fleet.merging.components import components
-from headrace.fleet.merging.parts import Component, Extension
+from headrace.fleet.merging.component_specs import Component, Extension
+from headrace.fleet.merging.components import merge_components
 
-__all__ = ["Component", "Extension", "components"]
+__all__ = ["Component", "Extension", "merge_components"]

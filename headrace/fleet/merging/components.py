@@ -1,36 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The components of a service: runtime and service merged, the mode of each, and its pods with all that they need.
-
-Called by planning with a service whose defaults are in, and with the runtime that selection chose. A component exists only
-if the service names it, be it `{}`; what a runtime has for another stays unused.
-"""
+"""Merge the runtime and the service into components: the deployment mode of each, and its complete pods."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from headrace.fleet.merging.accelerating import add_accelerator, add_parallelism
-from headrace.fleet.merging.drafts import PodDraft
-from headrace.fleet.merging.metadata import annotations_for, labels_for
-from headrace.fleet.merging.models import add_model, claim_problem
-from headrace.fleet.merging.modes import Mode, mode_of
-from headrace.fleet.merging.origins import Origins, Sources
-from headrace.fleet.merging.parts import Component
-from headrace.fleet.merging.placeholders import Placeholders, unknown
-from headrace.fleet.merging.sides import base_of, extension_of, patch_of, pod_of
-from headrace.fleet.merging.strategic import merged
-from headrace.fleet.merging.tables import COMPONENT
-from headrace.fleet.names import COMPONENTS, MAIN_CONTAINER, MULTI_NODE, MULTI_NODE_RAY, ROUTER, ROUTER_CONTAINER
-from headrace.fleet.selection.accelerators import Choice, choose
+from headrace.fleet.documents import ClusterFacts, Problem, namespace_of
+from headrace.fleet.merging.component_specs import (
+    Component,
+    pod_spec_of,
+    read_extension,
+    runtime_component,
+    service_component,
+)
+from headrace.fleet.merging.metadata import Placeholders, annotations_for, find_placeholder, labels_for
+from headrace.fleet.merging.pod_builder import PodBuilder, add_accelerator, add_model, add_parallelism, claim_problem
+from headrace.fleet.merging.strategic_merge import COMPONENT, MergeSources, Origins, merge
+from headrace.fleet.names import (
+    COMPONENTS,
+    DECODER,
+    DEPLOYMENT_MODE,
+    ENGINE,
+    MAIN_CONTAINER,
+    MULTI_NODE,
+    MULTI_NODE_RAY,
+    RAW,
+    ROUTER,
+    ROUTER_CONTAINER,
+    SERVERLESS,
+    VIRTUAL,
+)
+from headrace.fleet.selection.accelerators import AcceleratorChoice, choose_accelerator
 from headrace.fleet.selection.runtimes import matching_entry
-from headrace.fleet.words import NOTHING, ClusterFacts, Document, Problem, items, namespace_of, part, text, whole
+from headrace.platforms.kubernetes_client.objects import (
+    EMPTY,
+    Document,
+    annotations_of,
+    get_int,
+    get_list,
+    get_mapping,
+    get_str,
+)
 
 
 @dataclass(frozen=True)
-class _Case:
-    """What the components of one service have in common."""
+class _MergeContext:
+    """Inputs that all components of a service share."""
 
     service: Document
     runtime: Document | None
@@ -45,8 +62,8 @@ class _Case:
 
 
 @dataclass(frozen=True)
-class _Sides:
-    """A component as the runtime has it, as the service has it, and as it is."""
+class _ComponentInputs:
+    """A component of the runtime, of the service, and merged."""
 
     name: str
     base: Document
@@ -58,28 +75,32 @@ class _Sides:
         return ROUTER_CONTAINER if self.name == ROUTER else MAIN_CONTAINER
 
 
-def components(
+def merge_components(
     service: Document,
     runtime: Document | None,
     model: Document | None,
     weights: Sequence[Document],
     facts: ClusterFacts,
 ) -> dict[str, Component]:
-    """The components that the service names, by name, in the order they are made."""
-    case = _Case(service, runtime, model, weights, facts, Placeholders(service))
-    named = part(service, "spec")
-    return {name: _component(name, case) for name in COMPONENTS if isinstance(named.get(name), Mapping)}
+    """Merge the components that the service names, in the order of their creation."""
+    context = _MergeContext(service, runtime, model, weights, facts, Placeholders(service))
+    named = get_mapping(service, "spec")
+    return {name: _component(name, context) for name in COMPONENTS if isinstance(named.get(name), Mapping)}
 
 
-def _component(name: str, case: _Case) -> Component:
-    base, patch = base_of(case.runtime, name), patch_of(case.service, name)
-    sides = _Sides(name, base, patch, merged(base, patch, COMPONENT))
-    mode = mode_of(name, sides.both, case.service, case.facts)
-    layout = _layout(sides.both, mode)
-    workers = _workers(sides.both, layout)
-    choice = choose(case.service, case.runtime, name, case.facts) if name != ROUTER else Choice()
-    noted = annotations_for(sides.both, case.service, case.runtime, case.model, case.weights)
-    drafts = {role: _drafted(sides, path, case, choice, workers, noted) for role, path in layout.items()}
+def _component(name: str, context: _MergeContext) -> Component:
+    base, patch = runtime_component(context.runtime, name), service_component(context.service, name)
+    inputs = _ComponentInputs(name, base, patch, merge(base, patch, COMPONENT))
+    mode = choose_mode(name, inputs.both, context.service, context.facts)
+    layout = _layout(inputs.both, mode)
+    workers = _worker_count(inputs.both, layout)
+    choice = (
+        choose_accelerator(context.service, context.runtime, name, context.facts)
+        if name != ROUTER
+        else AcceleratorChoice()
+    )
+    noted = annotations_for(inputs.both, context.service, context.runtime, context.model, context.weights)
+    drafts = {role: _build_pod(inputs, path, context, choice, workers, noted) for role, path in layout.items()}
     first = drafts.get("pod") or drafts["leader"]
     return Component(
         name=name,
@@ -89,82 +110,162 @@ def _component(name: str, case: _Case) -> Component:
         leader=drafts["leader"].pod if "leader" in drafts else None,
         worker=drafts["worker"].pod if "worker" in drafts else None,
         worker_size=workers,
-        extension=extension_of(sides.base, sides.both, case.service, name),
-        labels=labels_for(name, sides.both, case.service, case.runtime, case.model, case.weights),
+        extension=read_extension(inputs.base, inputs.both, context.service, name),
+        labels=labels_for(name, inputs.both, context.service, context.runtime, context.model, context.weights),
         annotations=noted,
-        origins=Origins(lambda: _sources(sides, layout, drafts)),
-        config={key: value for key, value in part(sides.both, "config").items() if isinstance(value, str)},
+        origins=Origins(lambda: _merge_sources(inputs, layout, drafts)),
+        config={key: value for key, value in get_mapping(inputs.both, "config").items() if isinstance(value, str)},
         accelerator=choice.name,
         accelerator_reason=choice.reason,
-        problems=tuple(_problems(sides, drafts, case, choice)),
+        problems=tuple(_problems(inputs, drafts, context, choice)),
     )
 
 
 def _layout(both: Document, mode: Mode) -> dict[str, tuple[str, ...]]:
-    """The pods of a component, and where in it each is described. A leader that is not described is the component's pod."""
+    """Return the pods of a component, and the path of each. A leader without containers is the component's own pod."""
     if mode.mode not in (MULTI_NODE, MULTI_NODE_RAY):
         return {"pod": ()}
-    leader = part(both, "leader")
-    described = bool(part(leader, "runner") or items(leader, "containers"))
+    leader = get_mapping(both, "leader")
+    described = bool(get_mapping(leader, "runner") or get_list(leader, "containers"))
     layout: dict[str, tuple[str, ...]] = {"leader": ("leader",) if described else ()}
     if isinstance(both.get("worker"), Mapping):
         layout["worker"] = ("worker",)
     return layout
 
 
-def _workers(both: Document, layout: Mapping[str, Any]) -> int:
+def _worker_count(both: Document, layout: Mapping[str, Any]) -> int:
     if "worker" not in layout:
         return 0
-    size = whole(both, "worker", "size")
-    # Who describes a worker and does not count it means one; OME makes a group of a leader alone.
+    size = get_int(both, "worker", "size")
+    # A worker without a size means one; OME creates a group with only a leader.
     return 1 if size is None else max(0, size)
 
 
-def _drafted(
-    sides: _Sides, path: tuple[str, ...], case: _Case, choice: Choice, workers: int, noted: Mapping[str, str]
-) -> PodDraft:
-    """One pod with its model, its accelerator and its variables."""
-    main = text(part(sides.both, *path), "runner", "name") or sides.default_main
-    draft = PodDraft(pod_of(sides.both, path, main), main, pod_of(sides.patch, path, main))
-    serves = sides.name != ROUTER
+def _build_pod(
+    inputs: _ComponentInputs,
+    path: tuple[str, ...],
+    context: _MergeContext,
+    choice: AcceleratorChoice,
+    workers: int,
+    noted: Mapping[str, str],
+) -> PodBuilder:
+    """Build a pod with its model, accelerator and variables."""
+    main = get_str(get_mapping(inputs.both, *path), "runner", "name") or inputs.default_main
+    draft = PodBuilder(pod_spec_of(inputs.both, path, main), main, pod_spec_of(inputs.patch, path, main))
+    serves = inputs.name != ROUTER
     if not serves:
-        # Sorted: an order that changes with each reconcile would roll the pods out each time.
-        config = part(sides.both, "config")
+        # Sorted: a changing order would roll out the pods at each reconciliation.
+        config = get_mapping(inputs.both, "config")
         for key in sorted(config):
             if isinstance(config[key], str):
                 draft.set_variable(key, config[key], keep=True)
-    add_model(draft, case.model, case.weights, noted, serves=serves, pinning=case.facts.settings.node_pinning)
+    add_model(draft, context.model, context.weights, noted, serves=serves, pinning=context.facts.settings.node_pinning)
     if serves:
         if choice.accelerator is not None:
             entry = None
-            if case.runtime is not None and case.model is not None:
-                entry = matching_entry(case.runtime, case.model, case.facts)
-            add_accelerator(draft, choice.accelerator, entry, upstream=case.upstream)
-        add_parallelism(draft, choice.accelerator, workers, upstream=case.upstream)
+            if context.runtime is not None and context.model is not None:
+                entry = matching_entry(context.runtime, context.model, context.facts)
+            add_accelerator(draft, choice.accelerator, entry, upstream=context.upstream)
+        add_parallelism(draft, choice.accelerator, workers, upstream=context.upstream)
     if draft.main is not None:
-        filled = case.placeholders.filled(draft.main)
+        filled = context.placeholders.filled(draft.main)
         if filled is not draft.main:
             draft.main.update(filled)
     return draft
 
 
-def _sources(
-    sides: _Sides, layout: Mapping[str, tuple[str, ...]], drafts: Mapping[str, PodDraft]
-) -> dict[str, Sources]:
-    made = {}
+def _merge_sources(
+    inputs: _ComponentInputs, layout: Mapping[str, tuple[str, ...]], drafts: Mapping[str, PodBuilder]
+) -> dict[str, MergeSources]:
+    sources = {}
     for role, path in layout.items():
         draft = drafts[role]
-        main = text(part(sides.both, *path), "runner", "name") or sides.default_main
-        made[role] = Sources(draft.pod, draft.service, pod_of(sides.base, path, main), tuple(draft.accelerated))
-    return made
+        main = get_str(get_mapping(inputs.both, *path), "runner", "name") or inputs.default_main
+        sources[role] = MergeSources(
+            draft.pod, draft.service, pod_spec_of(inputs.base, path, main), tuple(draft.accelerated)
+        )
+    return sources
 
 
-def _problems(sides: _Sides, drafts: Mapping[str, PodDraft], case: _Case, choice: Choice) -> list[Problem]:
-    found = [each for each in (choice.problem, claim_problem(case.model, namespace_of(case.service))) if each]
-    if case.upstream:
+def _problems(
+    inputs: _ComponentInputs, drafts: Mapping[str, PodBuilder], context: _MergeContext, choice: AcceleratorChoice
+) -> list[Problem]:
+    problems = [
+        problem for problem in (choice.problem, claim_problem(context.model, namespace_of(context.service))) if problem
+    ]
+    if context.upstream:
         for draft in drafts.values():
-            left = unknown(draft.main if draft.main is not None else NOTHING)
+            left = find_placeholder(draft.main if draft.main is not None else EMPTY)
             if left:
-                said = f"OME takes {left[:60]!a} for a placeholder of its own and fails"
-                found.append(Problem(f"spec.{sides.name}.runner", said, "remove it, or set upstream_selection: false"))
-    return found
+                message = f"OME takes {left[:60]!a} for a placeholder of its own and fails"
+                problems.append(
+                    Problem(f"spec.{inputs.name}.runner", message, "remove it, or set upstream_selection: false")
+                )
+    return problems
+
+
+_ENGINE_MODES = (SERVERLESS, RAW, MULTI_NODE_RAY, MULTI_NODE, VIRTUAL)
+"""Modes that an engine's annotation may choose."""
+
+
+class Mode(NamedTuple):
+    """A deployment mode and its reason."""
+
+    mode: str
+    rule: str
+
+
+def choose_mode(name: str, component: Document, service: Document, facts: ClusterFacts) -> Mode:
+    """Choose the deployment mode of a component."""
+    if annotations_of(service).get(DEPLOYMENT_MODE) == VIRTUAL:
+        return Mode(VIRTUAL, f"the service's annotation {DEPLOYMENT_MODE} is {VIRTUAL}")
+    if name == DECODER:
+        return _multi_node_mode(component) or Mode(RAW, "a decoder without leader and worker is a Deployment")
+    if name != ENGINE:
+        return _replica_mode(name, component, service, facts)
+    mode = _engine_mode(component, service, facts)
+    if mode.mode == SERVERLESS and "decoder" in get_mapping(service, "spec"):
+        return Mode(RAW, f"{mode.rule}, but with a decoder there is no {SERVERLESS}")
+    return mode
+
+
+def _engine_mode(component: Document, service: Document, facts: ClusterFacts) -> Mode:
+    value = get_str(component, "annotations", DEPLOYMENT_MODE)
+    if value in _ENGINE_MODES:
+        return Mode(value, f"the engine's annotation {DEPLOYMENT_MODE} is {value}")
+    requested = annotations_of(service).get(DEPLOYMENT_MODE, "")
+    if not facts.settings.upstream_selection and requested == MULTI_NODE_RAY:
+        # Admission writes the other modes by the rules below; this one was written by the user.
+        return Mode(requested, f"the service's annotation {DEPLOYMENT_MODE} is {requested}")
+    return _multi_node_mode(component) or _replica_mode("engine", component, service, facts)
+
+
+def _multi_node_mode(component: Document) -> Mode | None:
+    for field in ("leader", "worker"):
+        if isinstance(component.get(field), dict):
+            return Mode(MULTI_NODE, f"it has a {field}")
+    return None
+
+
+def _replica_mode(name: str, component: Document, service: Document, facts: ClusterFacts) -> Mode:
+    """Choose between Serverless and RawDeployment. OME only checks minReplicas."""
+    upstream = facts.settings.upstream_selection
+    scales_to_zero = get_int(component, "minReplicas") == 0
+    requested = annotations_of(service).get(DEPLOYMENT_MODE, "")
+    # For an engine that scales to zero admission writes no mode: the user wants it without Knative.
+    if scales_to_zero and not upstream and requested == RAW and get_int(service, "spec", "engine", "minReplicas") == 0:
+        message = f"minReplicas is 0 and the service's annotation {DEPLOYMENT_MODE} is {RAW}"
+        return Mode(RAW, f"{message}: a Deployment that our router scales up from zero")
+    if scales_to_zero and (upstream or "knative" in facts.capabilities):
+        return Mode(SERVERLESS, "minReplicas is 0")
+    if scales_to_zero:
+        return Mode(
+            RAW, "minReplicas is 0 and the cluster has no Knative: a Deployment that our router scales up from zero"
+        )
+    if upstream:
+        return Mode(RAW, "no other mode is requested")
+    if requested == SERVERLESS:
+        return Mode(SERVERLESS, f"the service's annotation {DEPLOYMENT_MODE} is {SERVERLESS}")
+    if not requested and facts.settings.default_mode == SERVERLESS:
+        return Mode(SERVERLESS, f"the operator's default is {SERVERLESS}")
+    return Mode(RAW, "no other mode is requested" if name == ENGINE else f"a {name} is a Deployment")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serverless: a Knative Service, with the traffic of its two last revisions in a canary."""
+"""Serverless: a Knative Service, with traffic to its last two revisions during a canary."""
 
 from __future__ import annotations
 
@@ -14,51 +14,53 @@ from headrace.fleet.names import (
     KNATIVE_ROLLOUT_DURATION,
     trunc63,
 )
-from headrace.fleet.planning.pods import completed, main_container
+from headrace.fleet.planning.context import REVISION_LABEL, Object, PlanContext, app_labels, full_name
+from headrace.fleet.planning.pod_templates import complete_pod, main_container
 from headrace.fleet.planning.revisions import Rollout, revision_of
-from headrace.fleet.planning.site import REVISION_LABEL, Object, Site, app_labels, full_name
-from headrace.fleet.rollouts.policy import Policy
-from headrace.fleet.rollouts.state import PROMOTED, asked_share, share_of, state_of
-from headrace.fleet.words import Document, items, labels_of, part, text, whole
+from headrace.fleet.rollouts.policy import RolloutPolicy
+from headrace.fleet.rollouts.state import PROMOTED, current_share, effective_share, read_state
+from headrace.platforms.kubernetes_client.objects import Document, get_int, get_list, get_mapping, get_str, labels_of
 
 KNATIVE = ("serving.knative.dev/v1", "Service")
-_CLASS, _TARGET, _METRIC = (f"autoscaling.knative.dev/{each}" for each in ("class", "target", "metric"))
+_CLASS, _TARGET, _METRIC = (f"autoscaling.knative.dev/{name}" for name in ("class", "target", "metric"))
 _PORT_NAMES = ("http1", "h2c")
 
 
-def knative_rollout(component: Component, live: Document | None, told: Document, policy: Policy | None) -> Rollout:
-    """Which share the newest revision gets. Knative keeps the revisions; which it has of ours, a label of it says."""
-    latest, state = revision_of(component), state_of(told)
+def knative_rollout(
+    component: Component, live: Document | None, status: Document, policy: RolloutPolicy | None
+) -> Rollout:
+    """Return the share of the newest revision. Knative keeps the revisions; a label has the digest of the newest."""
+    latest, state = revision_of(component), read_state(status)
     if policy is None:
-        asked = asked_share(None, state, latest, component.extension.canary_traffic_percent)
-        return Rollout("single", latest, latest, asked)
+        requested = effective_share(None, state, latest, component.extension.canary_traffic_percent)
+        return Rollout("single", latest, latest, requested)
     alone = Rollout("single", latest, latest, policy=policy)
     running = labels_of(live).get(REVISION_LABEL, "") if live is not None else ""
-    if not running or not text(told, "latestRolledoutRevision"):
+    if not running or not get_str(status, "latestRolledoutRevision"):
         return alone
     mine = running == latest
     known = state is not None and state.revision == latest
-    # Of one that is there already, and of which nobody has told, its traffic says whether it is on trial.
-    trial = known or not mine or len(items(live, "spec", "traffic")) > 1
+    # For an existing revision without a rollout state, its traffic shows whether it is on trial.
+    trial = known or not mine or len(get_list(live, "spec", "traffic")) > 1
     if not trial or (state is not None and known and state.phase == PROMOTED):
         return alone
-    share = share_of(policy, state, latest)
-    settled, stuck = (_settled(live), _stuck(live)) if mine else (False, "")
+    share = current_share(policy, state, latest)
+    settled, stuck = (_is_settled(live), _stuck_reason(live)) if mine else (False, "")
     return replace(alone, asked=share, trial=True, settled=settled, stuck=stuck)
 
 
-def knative_service(site: Site, component: Component, roll: Rollout) -> Object:
-    """The Knative Service of a component."""
-    name = full_name(site, component)
+def knative_service(context: PlanContext, component: Component, roll: Rollout) -> Object:
+    """Return the Knative Service of a component."""
+    name = full_name(context, component)
     own = {key: value for key, value in component.annotations.items() if key != KNATIVE_ROLLOUT_DURATION}
-    spec: Object = _served(completed(component.pod))
+    spec: Object = _knative_pod(complete_pod(component.pod))
     extension = component.extension
     if extension.container_concurrency is not None:
         spec["containerConcurrency"] = extension.container_concurrency
     if extension.timeout_seconds is not None:
         spec["timeoutSeconds"] = spec["responseStartTimeoutSeconds"] = extension.timeout_seconds
     duration = component.annotations.get(KNATIVE_ROLLOUT_DURATION)
-    return site.made(
+    return context.new_object(
         KNATIVE,
         trunc63(name),
         {**component.labels, REVISION_LABEL: roll.latest} if roll.policy is not None else component.labels,
@@ -68,7 +70,7 @@ def knative_service(site: Site, component: Component, roll: Rollout) -> Object:
                 "metadata": {"labels": app_labels(component, name), "annotations": {**own, **_scaling(component)}},
                 "spec": spec,
             },
-            "traffic": _traffic(site, component, roll.asked),
+            "traffic": _traffic(context, component, roll.asked),
         },
     )
 
@@ -89,26 +91,26 @@ def _scaling(component: Component) -> dict[str, str]:
     return scaling
 
 
-def _settled(live: Document | None) -> bool:
-    """Whether the newest revision is the one that answers."""
-    status = part(live, "status")
-    seen, generation = whole(status, "observedGeneration"), whole(live, "metadata", "generation")
-    if seen is not None and generation is not None and seen < generation:
+def _is_settled(live: Document | None) -> bool:
+    """Whether the newest revision is the ready one."""
+    status = get_mapping(live, "status")
+    observed, generation = get_int(status, "observedGeneration"), get_int(live, "metadata", "generation")
+    if observed is not None and generation is not None and observed < generation:
         return False
-    created = text(status, "latestCreatedRevisionName")
-    return bool(created) and created == text(status, "latestReadyRevisionName")
+    created = get_str(status, "latestCreatedRevisionName")
+    return bool(created) and created == get_str(status, "latestReadyRevisionName")
 
 
-def _stuck(live: Document | None) -> str:
-    for each in items(live, "status", "conditions"):
-        if (text(each, "type"), text(each, "status")) == ("ConfigurationsReady", "False"):
-            return text(each, "message") or text(each, "reason") or "its revision does not become ready"
+def _stuck_reason(live: Document | None) -> str:
+    for condition in get_list(live, "status", "conditions"):
+        if (get_str(condition, "type"), get_str(condition, "status")) == ("ConfigurationsReady", "False"):
+            return get_str(condition, "message") or get_str(condition, "reason") or "its revision does not become ready"
     return ""
 
 
-def _traffic(site: Site, component: Component, share: int | None) -> list[Object]:
-    before = text(site.service, "status", "components", component.name, "latestRolledoutRevision")
-    tag = {"tag": "latest"} if site.annotations.get(ENABLE_TAG_ROUTING) == "true" else {}
+def _traffic(context: PlanContext, component: Component, share: int | None) -> list[Object]:
+    before = get_str(context.service, "status", "components", component.name, "latestRolledoutRevision")
+    tag = {"tag": "latest"} if context.annotations.get(ENABLE_TAG_ROUTING) == "true" else {}
     if share is None or share >= 100 or not before:
         return [{"latestRevision": True, "percent": 100, **tag}]
     return [
@@ -117,17 +119,22 @@ def _traffic(site: Site, component: Component, share: int | None) -> list[Object
     ]
 
 
-def _served(pod: Object) -> Object:
-    """The pod as Knative takes it: one port in all, which it names itself."""
-    main = text(main_container(pod), "name")
-    return {**pod, "containers": [_one_port(each, text(each, "name") == main) for each in items(pod, "containers")]}
+def _knative_pod(pod: Object) -> Object:
+    """Return the pod as Knative accepts it: with one port in total."""
+    main = get_str(main_container(pod), "name")
+    return {
+        **pod,
+        "containers": [
+            _single_port(container, get_str(container, "name") == main) for container in get_list(pod, "containers")
+        ],
+    }
 
 
-def _one_port(container: Any, serves: bool) -> Document:
+def _single_port(container: Any, serves: bool) -> Document:
     changed = {key: value for key, value in container.items() if key != "ports"}
-    ports = items(container, "ports")
+    ports = get_list(container, "ports")
     if serves and ports:
-        port = {key: value for key, value in part(ports[0]).items() if key in ("containerPort", "protocol")}
-        named = text(ports[0], "name")
+        port = {key: value for key, value in get_mapping(ports[0]).items() if key in ("containerPort", "protocol")}
+        named = get_str(ports[0], "name")
         changed["ports"] = [{**port, **({"name": named} if named in _PORT_NAMES else {})}]
     return changed

@@ -1,127 +1,178 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a service: admission, selection, merging, and then one module for each kind of object."""
+"""Plan a service: admission, selection, merging, and then the objects of each component."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from headrace.fleet import admission
-from headrace.fleet.merging import Component, components
-from headrace.fleet.names import DEPLOYMENT_MODE, ROUTER, SERVERLESS, VIRTUAL
-from headrace.fleet.planning.model_config import model_config
-from headrace.fleet.planning.parts import Part, Rise, part_objects, part_of, part_problems, rises_of, sleeper_of
+from headrace.fleet.documents import ClusterFacts, Problem
+from headrace.fleet.merging import Component, merge_components
+from headrace.fleet.names import DEPLOYMENT_MODE, ROUTER, SERVERLESS, SERVICE_LABEL, VIRTUAL, model_config_name, trunc63
+from headrace.fleet.planning.component_plan import (
+    ComponentPlan,
+    ScaleUp,
+    activation_target,
+    component_objects,
+    component_problems,
+    plan_component,
+    scale_ups_of,
+)
+from headrace.fleet.planning.context import Object, PlanContext, plan_context
+from headrace.fleet.planning.ingress import Routing, Urls, plan_routing, routing_objects, routing_problems, service_urls
 from headrace.fleet.planning.revisions import Rollout
-from headrace.fleet.planning.routers import access_objects, brings_none, prepared
-from headrace.fleet.planning.routes import Routing, Urls, routing, routing_objects, routing_problems, urls
-from headrace.fleet.planning.site import Object, Site, site_of
+from headrace.fleet.planning.router_component import access_objects, has_no_image, prepare_router
 from headrace.fleet.selection import Selection, select
-from headrace.fleet.words import NOTHING, ClusterFacts, Document, Problem, items, part, text
+from headrace.platforms.kubernetes_client.objects import EMPTY, Document, get_list, get_mapping, get_str, name_of
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one service needs."""
+    """The plan of one service."""
 
     service: Document
-    """The service after admission."""
+    """The service with its defaults."""
     objects: list[Object] = field(default_factory=list)
-    """All objects, in the order to apply them; what the service owns beside them is to be deleted. None with problems."""
+    """All objects, in the order to apply them; other objects of the service are deleted. Empty with problems."""
     components: Mapping[str, Component] = field(default_factory=dict)
-    """As planned: their modes are those that this cluster can do."""
+    """Components with the modes that this cluster supports."""
     selection: Selection | None = None
     problems: list[Problem] = field(default_factory=list)
-    """With any of these nothing may be changed or deleted: what runs goes on."""
+    """With any problem nothing is changed or deleted."""
     urls: Urls = field(default_factory=Urls)
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
-    """Revisions by component."""
+    """Rollouts by component."""
     model: Document | None = None
-    rises: list[Rise] = field(default_factory=list)
-    """What is to be scaled up before the objects are applied."""
+    scale_ups: list[ScaleUp] = field(default_factory=list)
+    """Workloads to scale up before the objects are applied."""
     notes: list[str] = field(default_factory=list)
-    """What a reader should know that is no mistake."""
+    """Remarks that are no problems."""
     counted: frozenset[str] = frozenset()
-    """Components whose requests a router of ours splits, and counts by revision."""
+    """Components whose requests our own router splits and counts by revision."""
 
     @property
     def modes(self) -> dict[str, str]:
-        """Mode by component."""
-        return {name: each.mode for name, each in self.components.items()}
+        """Modes by component."""
+        return {name: item.mode for name, item in self.components.items()}
 
 
-def plan(service: Document, facts: ClusterFacts, live: Mapping[str, Document] = NOTHING) -> Plan:
-    """The objects of a service as its user wrote it. `live`: objects that it owns already, by `live_key(kind, name)`."""
-    admitted = admission.defaulted(service, facts)
-    problems = admission.problems(admitted, facts)
-    site = site_of(admitted, facts, live)
+def plan(service: Document, facts: ClusterFacts, live: Mapping[str, Document] = EMPTY) -> Plan:
+    """Plan a service. `live`: the objects that it owns already, by `live_key(kind, name)`."""
+    admitted = admission.with_defaults(service, facts)
+    problems = admission.validate(admitted, facts)
+    context = plan_context(admitted, facts, live)
     if problems:
         return Plan(admitted, problems=problems)
-    if site.annotations.get(DEPLOYMENT_MODE) == VIRTUAL:
-        url = f"http://{site.host(site.name)}"
+    if context.annotations.get(DEPLOYMENT_MODE) == VIRTUAL:
+        url = f"http://{context.host(context.name)}"
         return Plan(admitted, urls=Urls(url, url))
     selection = select(admitted, facts)
     if selection.problem is not None:
         return Plan(admitted, selection=selection, problems=[selection.problem])
-    return _planned(site, selection)
+    return _plan_components(context, selection)
 
 
-def _planned(site: Site, selection: Selection) -> Plan:
-    spec, facts = part(site.service, "spec"), site.facts
-    name = text(spec, "model", "name")
-    model = facts.model(site.namespace, name, text(spec, "model", "kind")) if name else None
-    weights = [found for each in items(spec, "model", "fineTunedWeights") if (found := facts.weight(each)) is not None]
-    merged = components(site.service, selection.runtime, model, weights, facts)
-    parts = {name: part_of(site, each) for name, each in merged.items() if name != ROUTER}
+def _plan_components(context: PlanContext, selection: Selection) -> Plan:
+    spec, facts = get_mapping(context.service, "spec"), context.facts
+    name = get_str(spec, "model", "name")
+    model = facts.model(context.namespace, name, get_str(spec, "model", "kind")) if name else None
+    weights = [
+        document
+        for weight in get_list(spec, "model", "fineTunedWeights")
+        if (document := facts.weight(weight)) is not None
+    ]
+    merged = merge_components(context.service, selection.runtime, model, weights, facts)
+    parts = {name: plan_component(context, item) for name, item in merged.items() if name != ROUTER}
     ours = False
     if ROUTER in merged:
-        ours = brings_none(merged[ROUTER]) and "decoder" not in merged and "engine" in parts
+        ours = has_no_image(merged[ROUTER]) and "decoder" not in merged and "engine" in parts
         shares, revisions = (parts["engine"].shares, parts["engine"].revisions) if ours else ([], {})
-        parts[ROUTER] = part_of(site, prepared(site, merged[ROUTER], shares, revisions))
-    planned = {name: replace(each.component, mode=each.mode, rule=_rule(each)) for name, each in parts.items()}
-    problems = [problem for each in parts.values() for problem in part_problems(site, each)]
+        parts[ROUTER] = plan_component(context, prepare_router(context, merged[ROUTER], shares, revisions))
+    planned = {name: replace(item.component, mode=item.mode, rule=_mode_rule(item)) for name, item in parts.items()}
+    problems = [problem for part in parts.values() for problem in component_problems(context, part)]
     if "engine" not in parts and not problems:
         problems = [Problem("spec.engine", "nothing would be served", "add spec.engine, if only 'engine: {}'")]
-    base = Plan(site.service, components=planned, selection=selection, model=model, problems=problems)
+    base = Plan(context.service, components=planned, selection=selection, model=model, problems=problems)
     if problems:
         return base
-    sleepers = [sleeper for each in parts.values() if (sleeper := sleeper_of(each)) is not None]
-    routes = routing(site, parts, sleepers)
+    activation_targets = [target for part in parts.values() if (target := activation_target(part)) is not None]
+    routes = plan_routing(context, parts, activation_targets)
     problems = list(routing_problems(routes))
     if problems:
         return replace(base, problems=problems)
-    objects = model_config(site, model, weights)
-    for name, each in parts.items():
+    objects = model_config(context, model, weights)
+    for name, item in parts.items():
         if name == ROUTER:
-            objects += access_objects(site, each.component)
-        objects += part_objects(site, each, routes.port, not ours and each is not routes.entry)
+            objects += access_objects(context, item.component)
+        objects += component_objects(context, item, routes.port, not ours and item is not routes.entry)
     return replace(
         base,
         objects=[*objects, *routing_objects(routes)],
-        urls=urls(routes),
-        rollouts={name: each.rollout for name, each in parts.items()},
-        rises=[rise for each in parts.values() for rise in rises_of(site, each)],
+        urls=service_urls(routes),
+        rollouts={name: item.rollout for name, item in parts.items()},
+        scale_ups=[scale_up for part in parts.values() for scale_up in scale_ups_of(context, part)],
         notes=[] if ours else _notes(parts, routes.entry),
-        counted=frozenset(_counted(routes, ours)),
+        counted=frozenset(_counted_components(routes, ours)),
     )
 
 
-def _counted(routes: Routing, ours: bool) -> Iterator[str]:
+def _counted_components(routes: Routing, ours: bool) -> Iterator[str]:
     if ours:
         yield "engine"
-    elif routes.fronted and routes.entry.mode != SERVERLESS:
+    elif routes.needs_front and routes.entry.mode != SERVERLESS:
         yield routes.entry.component.name
 
 
-def _rule(each: Part) -> str:
-    if each.mode == each.component.mode:
-        return each.component.rule
-    return f"{each.component.rule}; without Knative, so our router wakes it"
+def _mode_rule(part: ComponentPlan) -> str:
+    if part.mode == part.component.mode:
+        return part.component.rule
+    return f"{part.component.rule}; without Knative, so our router scales it up from zero"
 
 
-def _notes(parts: Mapping[str, Part], entry: Part) -> list[str]:
+def _notes(parts: Mapping[str, ComponentPlan], entry: ComponentPlan) -> list[str]:
     return [
-        f"{each.name} has two revisions behind a router that finds pods by their labels: the share of the newest is that of"
+        f"{part.name} has two revisions behind a router that finds pods by their labels: the share of the newest is that of"
         " its pods"
-        for each in parts.values()
-        if each.rollout.two and each is not entry
+        for part in parts.values()
+        if part.rollout.two and part is not entry
     ]
+
+
+_CONFIG_MAP = ("v1", "ConfigMap")
+
+
+def model_config(context: PlanContext, model: Document | None, weights: Sequence[Document]) -> list[Object]:
+    """Return the ConfigMap that describes a service's model; none for a service without a model."""
+    if model is None:
+        return []
+    entry: dict[str, Any] = {"modelName": name_of(model), "modelSpec": _model_summary(model)}
+    if weights:
+        entry["fineTunedWeightSpec"] = _model_summary(weights[0])
+    data = {"models.json": json.dumps([entry], sort_keys=True)}
+    return [
+        context.new_object(
+            _CONFIG_MAP, model_config_name(context.name), {SERVICE_LABEL: trunc63(context.name)}, data=data
+        )
+    ]
+
+
+def _model_summary(model: Document) -> dict[str, Any]:
+    spec = get_mapping(model, "spec")
+    storage = get_mapping(spec, "storage")
+    summary: dict[str, Any] = {
+        "storageUri": get_str(storage, "storageUri"),
+        "path": get_str(storage, "path"),
+        "schemaPath": get_str(storage, "schemaPath"),
+        # Without the token: everyone in the namespace may read a ConfigMap.
+        "parameters": {name: value for name, value in get_mapping(storage, "parameters").items() if name != "token"},
+        "storageKey": get_str(storage, "key"),
+        "modelFormatName": get_str(spec, "modelFormat", "name"),
+        "modelFormatVersion": get_str(spec, "modelFormat", "version"),
+        "modelType": get_str(spec, "modelType"),
+        "modelFrameworkName": get_str(spec, "modelFramework", "name"),
+        "modelFrameworkVersion": get_str(spec, "modelFramework", "version"),
+    }
+    return {name: value for name, value in summary.items() if value}

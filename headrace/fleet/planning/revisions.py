@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two revisions of a component at once, where Knative does not keep them: canary, promotion, rollback.
+"""Two revisions of a component at once, without Knative: canary, promotion, rollback.
 
-The component's own workload has the revision that was rolled out; a second one, named `...-canary`, has what the service
-asks for now, as long as `canaryTrafficPercent` is below 100. What to do follows from the service and what is live, and from
-nothing that has to be remembered:
+The component's main workload has the stable revision; a second one, named `...-canary`, has the revision of the current
+spec, as long as `canaryTrafficPercent` is below 100. The plan follows from the service and its live objects alone:
 
-- the percentage is removed, or 100: *promotion*. The component's own workload gets the new pods; the canary keeps its share
-  of the requests until they are all up, and goes.
-- the service asks for what was rolled out again, or the percentage is 0: *rollback*. All requests go to the old pods.
+- the percentage is removed, or 100: *promotion*. The main workload gets the new pods; the canary keeps its share of the
+  requests until all of them are ready, and is deleted.
+- the service has the stable revision again, or the percentage is 0: *rollback*. All requests go to the stable pods.
 
-Pods that are to go get no requests first, and go when whoever splits the requests knows of that: the share that a canary was
-given last is written on it.
+Pods lose their requests before they are deleted, and are deleted only after the router has applied that: an annotation of
+the canary has the share that it was given last.
 
-Where a service has steps (`fleet.rollouts`), the percentage is the step's that its status tells of.
+For a service with steps (`fleet.rollouts`), the percentage is that of the step in its status.
 """
 
 from __future__ import annotations
@@ -22,44 +21,53 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from headrace.fleet.merging import Component
-from headrace.fleet.planning.site import REVISION_LABEL, available, digest_of
-from headrace.fleet.rollouts.policy import Policy
-from headrace.fleet.rollouts.state import asked_share, state_of
-from headrace.fleet.words import NOTHING, Document, annotations_of, items, labels_of, part, text, whole
+from headrace.fleet.planning.context import REVISION_LABEL, available_replicas, digest_of
+from headrace.fleet.rollouts.policy import RolloutPolicy
+from headrace.fleet.rollouts.state import effective_share, read_state
+from headrace.platforms.kubernetes_client.objects import (
+    EMPTY,
+    Document,
+    annotations_of,
+    get_int,
+    get_list,
+    get_mapping,
+    get_str,
+    labels_of,
+)
 
 SHARE = "ome.io/canary-traffic-percent"
-"""Annotation of a canary's workload: the share that it was given last."""
+"""Annotation of a canary's workload: its last share of the requests."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Which revisions a component has, and which share of the requests the newest gets."""
+    """The revisions of a component, and the share of the newest."""
 
     state: Literal["single", "canary", "promoting"]
     latest: str
-    """The revision that the service asks for."""
+    """The revision of the current spec."""
     stable: str
-    """The one under the component's own name; the same as `latest` but in a canary."""
+    """The revision of the main workload; differs from `latest` only in a canary."""
     asked: int | None = None
     """`canaryTrafficPercent`, or the share of the step."""
     percent: int = 100
-    """What `latest` gets now: nothing before one of its pods answers."""
+    """Current share of `latest`: 0 before one of its pods is available."""
     kept: Document | None = None
     """The live workload whose pods stay as they are."""
-    policy: Policy | None = None
-    """Its steps, if it has any."""
+    policy: RolloutPolicy | None = None
+    """The policy of a rollout by steps."""
     settled: bool = False
-    """In a canary: whether all pods of the newest answer."""
+    """In a canary: whether all pods of the newest revision are available."""
     stuck: str = ""
-    """In a canary: why they will not, as far as one can tell."""
+    """In a canary: why they will not become available, if known."""
     held: int | None = None
-    """Replicas of a canary that gets no more requests, as long as some may still be on their way to it."""
+    """Replicas of a canary that gets no more requests, while some may still be on their exposure to it."""
     trial: bool = False
-    """Knative has the newest beside the one before, and its steps judge it."""
+    """Knative runs the newest revision next to the previous one, in a rollout by steps."""
 
     @property
     def judged(self) -> bool:
-        """Whether the newest revision stands beside the one before, and may yet be taken back."""
+        """Whether the newest revision runs next to the previous one and may be rolled back."""
         return self.trial or self.state == "canary"
 
     @property
@@ -69,89 +77,94 @@ class Rollout:
 
 
 def revision_of(component: Component) -> str:
-    """Ten characters that stand for the pods of a component. Labels and replicas make no revision."""
+    """Return a digest of the pods of a component. Labels and replicas make no new revision."""
     pods = [component.pod, component.leader, component.worker, component.worker_size]
     return digest_of(json.dumps(pods, sort_keys=True, default=str))
 
 
-def rollout(
+def plan_rollout(
     component: Component,
     stable: Document | None,
     canary: Document | None,
-    told: Document = NOTHING,
-    policy: Policy | None = None,
-    calm: bool = True,
+    status: Document = EMPTY,
+    policy: RolloutPolicy | None = None,
+    split_settled: bool = True,
 ) -> Rollout:
-    """What to do with a component, by its live workloads and what its status told last.
+    """Plan the revisions of a component, from its live workloads and its last status.
 
-    calm: who splits the requests does so as it was told last.
+    split_settled: the router has applied its last shares.
     """
     latest = revision_of(component)
-    asked = asked_share(policy, state_of(told), latest, component.extension.canary_traffic_percent)
-    found = _rollout(latest, asked, stable, canary, told, calm)
-    idle = found.two and found.percent == 0 and canary is not None and not _drained(canary, calm)
-    return replace(found, policy=policy, held=whole(canary, "spec", "replicas") if idle else None)
+    requested = effective_share(policy, read_state(status), latest, component.extension.canary_traffic_percent)
+    planned = _rollout(latest, requested, stable, canary, status, split_settled)
+    idle = planned.two and planned.percent == 0 and canary is not None and not _is_drained(canary, split_settled)
+    return replace(planned, policy=policy, held=get_int(canary, "spec", "replicas") if idle else None)
 
 
 def _rollout(
-    latest: str, asked: int | None, stable: Document | None, canary: Document | None, told: Document, calm: bool
+    latest: str,
+    requested: int | None,
+    stable: Document | None,
+    canary: Document | None,
+    status: Document,
+    split_settled: bool,
 ) -> Rollout:
-    if stable is None or _never_answered(stable, told):
-        return Rollout("single", latest, latest, asked)
+    if stable is None or _was_never_ready(stable, status):
+        return Rollout("single", latest, latest, requested)
     running = labels_of(stable).get(REVISION_LABEL, "")
     second = labels_of(canary).get(REVISION_LABEL, "") if canary is not None else ""
     if running == latest:
-        if canary is not None and second == latest and not settled(stable):
-            return Rollout("promoting", latest, latest, asked, _share(stable, canary))
-        if canary is not None and second == latest and not _drained(canary, calm):
-            return Rollout("promoting", latest, latest, asked, 0)
-        return Rollout("single", latest, latest, asked)
-    if asked is not None and asked < 100:
+        if canary is not None and second == latest and not is_settled(stable):
+            return Rollout("promoting", latest, latest, requested, _promotion_share(stable, canary))
+        if canary is not None and second == latest and not _is_drained(canary, split_settled):
+            return Rollout("promoting", latest, latest, requested, 0)
+        return Rollout("single", latest, latest, requested)
+    if requested is not None and requested < 100:
         mine = canary if second == latest else None
-        ready = available(mine) > 0
-        whole_one = mine is not None and ready and settled(mine)
-        percent = asked if ready else 0
+        ready = available_replicas(mine) > 0
+        complete = mine is not None and ready and is_settled(mine)
+        percent = requested if ready else 0
         return Rollout(
-            "canary", latest, running, asked, percent, kept=stable, settled=whole_one, stuck=stuck_because(mine)
+            "canary", latest, running, requested, percent, kept=stable, settled=complete, stuck=stuck_reason(mine)
         )
     if second == latest:
-        return Rollout("promoting", latest, latest, asked, _share(stable, canary))
-    return Rollout("single", latest, latest, asked)
+        return Rollout("promoting", latest, latest, requested, _promotion_share(stable, canary))
+    return Rollout("single", latest, latest, requested)
 
 
-def settled(live: Document) -> bool:
-    """Whether all pods of a live workload are the newest, and answer."""
-    status, wanted = part(live, "status"), whole(live, "spec", "replicas")
+def is_settled(live: Document) -> bool:
+    """Whether all pods of a live workload are of its latest template and available."""
+    status, wanted = get_mapping(live, "status"), get_int(live, "spec", "replicas")
     wanted = 1 if wanted is None else wanted
-    seen, generation = whole(status, "observedGeneration"), whole(live, "metadata", "generation")
-    if seen is not None and generation is not None and seen < generation:
+    observed, generation = get_int(status, "observedGeneration"), get_int(live, "metadata", "generation")
+    if observed is not None and generation is not None and observed < generation:
         return False
-    return (whole(status, "updatedReplicas") or 0) >= wanted and available(live) >= wanted
+    return (get_int(status, "updatedReplicas") or 0) >= wanted and available_replicas(live) >= wanted
 
 
-def stuck_because(live: Document | None) -> str:
-    """Why the pods of a live workload will not come, where it says so; "" while they may."""
-    for each in items(live, "status", "conditions"):
-        if (text(each, "type"), text(each, "status")) == ("Progressing", "False"):
-            return text(each, "message") or text(each, "reason") or "its pods do not come up"
+def stuck_reason(live: Document | None) -> str:
+    """Return why the pods of a live workload will not become available; "" if they may."""
+    for condition in get_list(live, "status", "conditions"):
+        if (get_str(condition, "type"), get_str(condition, "status")) == ("Progressing", "False"):
+            return get_str(condition, "message") or get_str(condition, "reason") or "its pods do not come up"
     return ""
 
 
-def _never_answered(stable: Document, told: Document) -> bool:
-    """Whether a workload is broken from its beginning: there is nothing to keep, and what comes next takes its place."""
-    if not told or text(told, "latestRolledoutRevision") or text(told, "latestReadyRevision"):
+def _was_never_ready(stable: Document, status: Document) -> bool:
+    """Whether a workload was never available: there is nothing to keep, and the next revision replaces it."""
+    if not status or get_str(status, "latestRolledoutRevision") or get_str(status, "latestReadyRevision"):
         return False
-    return available(stable) == 0 and whole(stable, "spec", "replicas") != 0
+    return available_replicas(stable) == 0 and get_int(stable, "spec", "replicas") != 0
 
 
-def _drained(canary: Document, calm: bool) -> bool:
-    """Whether a canary was told to get nothing at an earlier look, and that has arrived."""
-    return available(canary) == 0 or (calm and annotations_of(canary).get(SHARE) == "0")
+def _is_drained(canary: Document, split_settled: bool) -> bool:
+    """Whether a canary was given no requests in an earlier plan, and the router has applied that."""
+    return available_replicas(canary) == 0 or (split_settled and annotations_of(canary).get(SHARE) == "0")
 
 
-def _share(stable: Document, canary: Document | None) -> int:
-    """What a canary has during its promotion: what it had, or all while nobody else answers (a group that is replaced)."""
-    if available(canary) > 0 and available(stable) == 0:
+def _promotion_share(stable: Document, canary: Document | None) -> int:
+    """Return the share of a canary during its promotion: the last one, or all if no stable pod is available."""
+    if available_replicas(canary) > 0 and available_replicas(stable) == 0:
         return 100
     share = annotations_of(canary).get(SHARE, "") if canary is not None else ""
     return min(int(share), 100) if share.isdecimal() and share.isascii() and len(share) < 4 else 0

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts by steps: a new revision gets more and more of the requests, and all of them or none in the end.
+"""Rollouts by steps: a new revision gets a growing share of the requests, and in the end all or none.
 
-Pure, and the same for a cluster and for one machine. `policy` reads what a service asks for, `state` how far it is,
-`counts` what routers saw of each revision; `deciding` says what follows from the three, `advancing` makes the next state of
-it, and `looking` is how a controller calls that. The state stands in `status.components.NAME.rollout`, so that whoever is
-killed in a step finds it again; `planning` reads the share of the requests there. May not live here: who asks routers, who
-writes the status, and how requests are split.
+Pure, and the same for a cluster and for a local fleet. `policy` parses a service's annotations, `revision_stats` the
+statistics of the routers, `state` the progress; `controller` computes the next state. The state is stored in
+`status.components.NAME.rollout`, so that a restarted controller continues it; `planning` reads the traffic share from there.
 """

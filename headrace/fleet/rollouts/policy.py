@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a service asks of its rollouts: annotations that begin with `ome.io/rollout-`, read and checked.
+"""The rollout policy of a service: its annotations `ome.io/rollout-*`, parsed and validated.
 
-Read by `planning` and by `looking`, checked by `admission`. Reading never fails: what admission would refuse counts as if
-it were not there.
+Parsing never fails: a value that admission would refuse is ignored.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
 
+from headrace.fleet.documents import Problem
 from headrace.fleet.names import ROLLOUT as PREFIX
-from headrace.fleet.words import Document, Problem, annotations_of, whole
+from headrace.platforms.kubernetes_client.objects import Document, annotations_of, get_int
 
 STEPS = f"{PREFIX}steps"
 STEP_SECONDS = f"{PREFIX}step-seconds"
@@ -23,124 +23,124 @@ MAX_LATENCY_RATIO = f"{PREFIX}max-latency-ratio"
 MIN_REQUESTS = f"{PREFIX}min-requests"
 PAUSED = f"{PREFIX}paused"
 COMMAND = f"{PREFIX}command"
-"""What somebody asked for in the middle: `promote 2026-11-16T10:00:00Z`. Obeyed once; another time makes it another one."""
+"""A command of the user: `promote 2026-11-16T10:00:00Z`. Executed once; the time makes it a new command."""
 
 PROMOTE, UNDO, RETRY = "promote", "undo", "retry"
 COMMANDS = (PROMOTE, UNDO, RETRY)
 STEPPED = ("engine", "decoder")
-"""The components that have steps. A router is told the shares: its own pods are replaced at once."""
-_MOST_STEPS = 20
+"""Components that are rolled out by steps. A router has no steps: its own pods are replaced at once."""
+_MAX_STEPS = 20
 _DAY = 86_400
 _SWITCH = ("true", "false")
 
 
 @dataclass(frozen=True)
-class Policy:
-    """How a new revision comes."""
+class RolloutPolicy:
+    """How a new revision is rolled out."""
 
     steps: tuple[int, ...]
-    """Its shares of the requests, in percent, rising; all of them follow the last."""
+    """Rising shares of the requests, in percent; after the last step it gets all."""
     step_seconds: float = 300.0
     max_error_percent: float = 1.0
     max_latency_ratio: float = 2.0
-    """How many times as long as the old revision it may take; 0: any."""
+    """Maximum latency relative to the old revision; 0: unlimited."""
     min_requests: int = 50
-    """Fewer say nothing: a step lasts until there were so many."""
+    """Minimum number of requests of a step."""
     paused: bool = False
     command: str = ""
 
 
-def policy_of(annotations: Mapping[str, str]) -> Policy | None:
-    """What a service asks for; None where it has no steps."""
+def parse_policy(annotations: Mapping[str, str]) -> RolloutPolicy | None:
+    """Parse the policy of a service; None if it has no steps."""
     steps = _steps(annotations.get(STEPS, ""))
     if steps is None:
         return None
-    read = {name: _READERS[key][0](annotations[key]) for key, name in _FIELDS.items() if key in annotations}
+    read = {name: _PARSERS[key][0](annotations[key]) for key, name in _FIELDS.items() if key in annotations}
     given = {name: value for name, value in read.items() if value is not None}
     paused, command = annotations.get(PAUSED) == "true", annotations.get(COMMAND, "")
-    return Policy(steps, paused=paused, command=command, **given)  # type: ignore[arg-type]
+    return RolloutPolicy(steps, paused=paused, command=command, **given)  # type: ignore[arg-type]
 
 
 def rollout_problems(service: Document) -> Iterator[Problem]:
-    """What cannot be meant so, by the names of the annotations."""
+    """Yield the problems of the rollout annotations."""
     annotations = annotations_of(service)
     mine = {name: value for name, value in annotations.items() if name.startswith(PREFIX)}
     for name, value in mine.items():
-        if name not in _READERS:
-            near = get_close_matches(name, _READERS, 1, 0.6)
-            fix = f"did you mean {near[0]}?" if near else f"write one of {', '.join(_READERS)}"
-            yield Problem(_place(name), "is not known, and would do nothing", fix)
+        if name not in _PARSERS:
+            near = get_close_matches(name, _PARSERS, 1, 0.6)
+            fix = f"did you mean {near[0]}?" if near else f"write one of {', '.join(_PARSERS)}"
+            yield Problem(_field(name), "is unknown, and would have no effect", fix)
             continue
-        read, takes, example = _READERS[name]
+        read, takes, example = _PARSERS[name]
         if read(value) is None:
             yield Problem(
-                _place(name), f"takes {takes}, not {value[:40]!a}", f'write it in quotes, such as "{example}"'
+                _field(name), f"takes {takes}, not {value[:40]!a}", f'write it in quotes, such as "{example}"'
             )
         elif STEPS not in mine and name != COMMAND:
-            yield Problem(_place(name), f"does nothing without {STEPS}", f'add {STEPS}, such as "10,25,50"')
+            yield Problem(_field(name), f"has no effect without {STEPS}", f'add {STEPS}, such as "10,25,50"')
     if STEPS in mine:
         for component in STEPPED:
-            share = whole(service, "spec", component, "canaryTrafficPercent")
+            share = get_int(service, "spec", component, "canaryTrafficPercent")
             if share is not None and share < 100:
-                said = f"stands beside the annotation {STEPS}, which says the shares"
-                yield Problem(f"spec.{component}.canaryTrafficPercent", said, "remove one of them")
+                message = f"conflicts with the annotation {STEPS}, which sets the shares"
+                yield Problem(f"spec.{component}.canaryTrafficPercent", message, "remove one of them")
 
 
-def verb_of(command: str, component: str) -> str:
-    """What a command asks of a component: its first word, if its second names no other component."""
+def command_for(command: str, component: str) -> str:
+    """Return the command for a component: its first word, unless the second names another component."""
     words = command.split()
     if not words or words[0] not in COMMANDS:
         return ""
     return words[0] if words[1:2] in ([], [component]) or words[1] not in (*STEPPED, "router") else ""
 
 
-def _place(name: str) -> str:
+def _field(name: str) -> str:
     return f"metadata.annotations[{name}]"
 
 
-def _steps(said: str) -> tuple[int, ...] | None:
-    words = [each.strip() for each in said.split(",")]
-    if len(words) > _MOST_STEPS or not all(_is_whole(each, 2) for each in words):
+def _steps(value: str) -> tuple[int, ...] | None:
+    words = [word.strip() for word in value.split(",")]
+    if len(words) > _MAX_STEPS or not all(_is_integer(word, 2) for word in words):
         return None
-    found = tuple(map(int, words))
-    rising = all(low < high for low, high in pairwise(found))
-    return found if rising and found[0] >= 1 else None
+    steps = tuple(map(int, words))
+    rising = all(low < high for low, high in pairwise(steps))
+    return steps if rising and steps[0] >= 1 else None
 
 
 def _number(least: float, most: float) -> Callable[[str], float | None]:
-    def read(said: str) -> float | None:
+    def parse(text: str) -> float | None:
         try:
-            value = float(said)
+            value = float(text)
         except ValueError:
             return None
         return value if math.isfinite(value) and least <= value <= most else None
 
-    return read
+    return parse
 
 
-def _ratio(said: str) -> float | None:
-    value = _number(0, 1000)(said)
+def _ratio(text: str) -> float | None:
+    value = _number(0, 1000)(text)
     return value if value is None or value == 0 or value >= 1 else None
 
 
-def _requests(said: str) -> int | None:
-    return int(said) if _is_whole(said, 9) else None
+def _requests(value: str) -> int | None:
+    return int(value) if _is_integer(value, 9) else None
 
 
-def _switch(said: str) -> bool | None:
-    return said == "true" if said in _SWITCH else None
+def _switch(value: str) -> bool | None:
+    return value == "true" if value in _SWITCH else None
 
 
-def _command(said: str) -> str | None:
-    return said if said.partition(" ")[0] in COMMANDS else None
+def _command(value: str) -> str | None:
+    return value if value.partition(" ")[0] in COMMANDS else None
 
 
-def _is_whole(said: str, digits: int) -> bool:
-    return said.isascii() and said.isdecimal() and len(said) <= digits
+def _is_integer(value: str, digits: int) -> bool:
+    return value.isascii() and value.isdecimal() and len(value) <= digits
 
 
-_READERS: dict[str, tuple[Callable[[str], object | None], str, str]] = {
-    STEPS: (_steps, f"rising whole numbers from 1 to 99, at most {_MOST_STEPS}, with commas", "10,25,50"),
+_PARSERS: dict[str, tuple[Callable[[str], object | None], str, str]] = {
+    STEPS: (_steps, f"rising whole numbers from 1 to 99, at most {_MAX_STEPS}, with commas", "10,25,50"),
     STEP_SECONDS: (_number(1, 30 * _DAY), "seconds, 1 to 2592000", "300"),
     MAX_ERROR_PERCENT: (_number(0, 100), "a number from 0 to 100", "1"),
     MAX_LATENCY_RATIO: (_ratio, "a number of 1 or more, or 0 for any", "2"),
@@ -148,7 +148,7 @@ _READERS: dict[str, tuple[Callable[[str], object | None], str, str]] = {
     PAUSED: (_switch, "true or false", "true"),
     COMMAND: (_command, f"one of {', '.join(COMMANDS)}, and a time", "promote 2026-01-15T10:30:00Z"),
 }
-"""By annotation: how it is read, what it takes, and an example."""
+"""By annotation: its parser, the values it takes, and an example."""
 _FIELDS = {
     STEP_SECONDS: "step_seconds",
     MAX_ERROR_PERCENT: "max_error_percent",

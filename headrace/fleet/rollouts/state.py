@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a rollout is, as `status.components.NAME.rollout` has it. Read with care: others may write there, too."""
+"""The state of a rollout, as stored in `status.components.NAME.rollout`. Invalid values are tolerated."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 
-from headrace.fleet.rollouts.counts import Counts, Seen
-from headrace.fleet.rollouts.policy import Policy
-from headrace.fleet.words import Document, items, part, text, whole
+from headrace.fleet.rollouts.policy import RolloutPolicy
+from headrace.fleet.rollouts.revision_stats import RequestStats, StatsKey
+from headrace.platforms.kubernetes_client.objects import Document, get_int, get_list, get_mapping, get_str
 
 Phase = Literal["Waiting", "Stepping", "RolledBack", "Promoted"]
 WAITING: Final = "Waiting"
@@ -21,69 +21,71 @@ PHASES: tuple[str, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True)
-class State:
-    """Of one component."""
+class RolloutState:
+    """State of the rollout of one component."""
 
     revision: str
-    """The digest of the pods that come."""
+    """Digest of the new pods."""
     phase: Phase = WAITING
     step: int = 0
-    """From 0."""
+    """Index of the step, from 0."""
     since: datetime | None = None
-    """When the step began, or the rollout ended; None while the pods of a first step are not ready."""
+    """When the step began or the rollout ended; None while the pods of the first step are not ready."""
     message: str = ""
     command: str = ""
-    """The last one that was seen: it is not obeyed again."""
-    counts: Mapping[Seen, Counts] = field(default_factory=dict)
-    """What routers had counted when the step began."""
+    """The last command that was executed."""
+    counts: Mapping[StatsKey, RequestStats] = field(default_factory=dict)
+    """Statistics of the routers when the step began."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing more happens by itself."""
+        """Whether the rollout has ended."""
         return self.phase in (ROLLED_BACK, PROMOTED)
 
 
-def state_of(told: Document) -> State | None:
-    """Of a component's entry in `status.components`; None where nothing of use is said."""
-    said = part(told, "rollout")
-    revision, phase = text(said, "revision"), text(said, "phase")
+def read_state(component: Document) -> RolloutState | None:
+    """Read the state from a component's status; None if there is no valid one."""
+    value = get_mapping(component, "rollout")
+    revision, phase = get_str(value, "revision"), get_str(value, "phase")
     if not revision or phase not in PHASES:
         return None
-    step = max(0, (whole(said, "step") or 1) - 1)
-    since = _moment(text(said, "since"))
+    step = max(0, (get_int(value, "step") or 1) - 1)
+    since = _parse_time(get_str(value, "since"))
     if phase == STEPPING and since is None:
         phase = WAITING
-    found = [each for each in items(said, "counts") if isinstance(each, Mapping)]
-    counts = {(text(each, "router"), text(each, "revision")): _counts(each) for each in found}
-    return State(revision, phase, step, since, text(said, "message"), text(said, "command"), counts)  # type: ignore[arg-type]
+    stored = [count for count in get_list(value, "counts") if isinstance(count, Mapping)]
+    counts = {(get_str(item, "router"), get_str(item, "revision")): _parse_stats(item) for item in stored}
+    return RolloutState(revision, phase, step, since, get_str(value, "message"), get_str(value, "command"), counts)  # type: ignore[arg-type]
 
 
-def told_of(state: State, policy: Policy | None) -> dict[str, Any]:
-    """As the status has it."""
-    told: dict[str, Any] = {"revision": state.revision, "phase": state.phase, "step": state.step + 1}
+def state_to_json(state: RolloutState, policy: RolloutPolicy | None) -> dict[str, Any]:
+    """Return the state as it is stored in the status."""
+    document: dict[str, Any] = {"revision": state.revision, "phase": state.phase, "step": state.step + 1}
     if policy is not None:
-        told |= {"steps": list(policy.steps), "percent": share_of(policy, state, state.revision)}
+        document |= {"steps": list(policy.steps), "percent": current_share(policy, state, state.revision)}
     if state.since is not None:
-        told["since"] = _written(state.since)
-    told |= {name: value for name, value in (("message", state.message), ("command", state.command)) if value}
+        document["since"] = _format_time(state.since)
+    document |= {name: value for name, value in (("message", state.message), ("command", state.command)) if value}
     if state.counts:
-        told["counts"] = [_told(seen, each) for seen, each in sorted(state.counts.items())]
-    return told
+        document["counts"] = [_stats_to_json(key, item) for key, item in sorted(state.counts.items())]
+    return document
 
 
-def asked_share(policy: Policy | None, state: State | None, latest: str, asked: int | None) -> int | None:
-    """What takes the place of `canaryTrafficPercent`: by the steps, where there are any.
+def effective_share(
+    policy: RolloutPolicy | None, state: RolloutState | None, latest: str, requested: int | None
+) -> int | None:
+    """Return the share to use for `canaryTrafficPercent`: that of the current step, if there are steps.
 
-    What was taken back stays back when the steps are removed: only a share that somebody wrote brings it.
+    A revision that was rolled back stays so when the steps are removed, until the user writes a share.
     """
     if policy is not None:
-        return share_of(policy, state, latest)
+        return current_share(policy, state, latest)
     back = state is not None and state.revision == latest and state.phase == ROLLED_BACK
-    return 0 if back and asked is None else asked
+    return 0 if back and requested is None else requested
 
 
-def share_of(policy: Policy, state: State | None, latest: str) -> int:
-    """The share of the requests that a revision is to get now."""
+def current_share(policy: RolloutPolicy, state: RolloutState | None, latest: str) -> int:
+    """Return the current share of a revision."""
     if state is None or state.revision != latest:
         return policy.steps[0]
     if state.over:
@@ -91,34 +93,36 @@ def share_of(policy: Policy, state: State | None, latest: str) -> int:
     return policy.steps[min(state.step, len(policy.steps) - 1)]
 
 
-def _told(seen: Seen, counts: Counts) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "router": seen[0],
-        "revision": seen[1],
+def _stats_to_json(key: StatsKey, counts: RequestStats) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "router": key[0],
+        "revision": key[1],
         "requests": counts.requests,
         "errors": counts.errors,
         "seconds": round(counts.seconds, 6),
     }
-    if counts.times:  # an API server of 1.20 takes an empty string for null, and refuses it
-        told["times"] = ",".join(map(str, counts.times))
-    return told
+    if counts.times:  # an API server of 1.20 reads an empty string as null, and refuses it
+        document["times"] = ",".join(map(str, counts.times))
+    return document
 
 
-def _counts(said: Document) -> Counts:
-    words = [each for each in text(said, "times").split(",") if each.isascii() and each.isdecimal() and len(each) < 16]
+def _parse_stats(value: Document) -> RequestStats:
+    words = [
+        word for word in get_str(value, "times").split(",") if word.isascii() and word.isdecimal() and len(word) < 16
+    ]
     times = tuple(map(int, words))
-    seconds = part(said).get("seconds")
+    seconds = get_mapping(value).get("seconds")
     took = float(seconds) if isinstance(seconds, int | float) else 0.0
-    return Counts(whole(said, "requests") or 0, whole(said, "errors") or 0, sum(times), took, times)
+    return RequestStats(get_int(value, "requests") or 0, get_int(value, "errors") or 0, sum(times), took, times)
 
 
-def _moment(said: str) -> datetime | None:
+def _parse_time(value: str) -> datetime | None:
     try:
-        found = datetime.fromisoformat(said)
+        time = datetime.fromisoformat(value)
     except ValueError:
         return None
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
-def _written(moment: datetime) -> str:
+def _format_time(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The balancing proxy: which server gets a request, and how it gets there and back.
+"""The router: a load-balancing reverse proxy for HTTP and gRPC.
 
-Put together by `apps.router`. Knows the wire, and nothing of models: whatever speaks HTTP can stand behind it.
+It knows HTTP and nothing of models: any server that speaks HTTP can be a backend. `programs.router` runs it. A request
+passes `proxied_request` (or `grpc.proxy`), which asks `backends` or `chooser` for a backend and sends it on a connection of
+`upstream`.
 """

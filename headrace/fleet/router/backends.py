@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers behind a router: which of them get requests, and which one gets the next.
+"""The backends of a router: which of them get requests, and which one gets the next request.
 
-Both proxies (`flows` for HTTP/1.1, `h2` for gRPC) ask `Backends.pick`, tell `begin` when they give a request to the
-backend, and `end` once with how it went. Timers call `tick`, checks call `checked`. Pure: it has no sockets, and time is
-passed in.
+The HTTP and the gRPC proxy call `Backends.pick`, `begin` when they send a request, and `end` once with its outcome. Timers
+call `tick`, health checks call `checked`. Pure: no sockets, and time is passed in.
 
-    backend = backends.pick(exclude=tried)        # None: nobody is left
+    backend = backends.pick(exclude=tried)        # None: no backend is left
     backends.begin(backend)
     ...
     backends.end(backend, Outcome.OK, now)        # exactly once for each begin
@@ -15,83 +14,101 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.core.errors import Unavailable
-from headrace.fleet.router.backend import Backend, Outcome
-from headrace.fleet.router.health import Health
+from headrace.fleet.router.backend import Backend, Health, Outcome
 from headrace.fleet.router.policies import Policy, SmoothWeighted, make_policy
+from headrace.fleet.router.request_queue import RequestQueue
 
 if TYPE_CHECKING:
-    from headrace.fleet.router.choosing.chooser import Chooser
+    from headrace.fleet.router.policies import RequestView
     from headrace.fleet.router.settings import BackendAddress, RouterSettings
 
 log = logging.getLogger("headrace.router")
 
-_SMALLEST_RAMP = 0.1
-"""Where a slow start begins: less would leave a backend idle, and an idle backend proves nothing."""
+_MIN_RAMP = 0.1
+"""Where a slow start begins. With less, the backend would stay idle, and an idle backend proves nothing."""
+
+
+class RequestChooser(Protocol):
+    """Chooses a backend where the choice depends on the request. Implemented by `chooser.Chooser`."""
+
+    def pick(self, request: RequestView, exclude: Collection[Backend] = (), reason: str = "") -> Backend | None:
+        """Choose a backend that is not in `exclude`."""
+
+    def candidates(self, exclude: Collection[Backend] = ()) -> Sequence[Backend]:
+        """Return the backends that can take a request."""
+
+    def decide(
+        self, request: RequestView, live: Sequence[Backend], pick_by_load: Callable[[Sequence[Backend]], Backend]
+    ) -> tuple[Backend, str]:
+        """Return one of `live` and the reason for the choice; change nothing."""
+
+    def explain(self, request: RequestView, live: Sequence[Backend]) -> dict[str, Any]:
+        """Return what the choice depends on, for people."""
 
 
 class Backends:
-    """All servers of a router. Used from the loop's thread only."""
+    """All backends of a router. Used from the loop's thread only."""
 
     def __init__(self, settings: RouterSettings, policy: Policy | None = None) -> None:
         self._outliers = settings.outliers
         self._slow_start = settings.slow_start_seconds
         self._checks = settings.health
         self.policy = policy or make_policy(settings.policy)
-        self._choose = self.policy.pick
+        self._pick = self.policy.pick
         self.all: tuple[Backend, ...] = tuple(
             Backend(address, Health(settings.health, settings.outliers)) for address in settings.backends
         )
         self.live: list[Backend] = list(self.all)
         self.on_change: Callable[[Backend], None] | None = None
         """Called when a backend starts or stops getting requests."""
-        self.joined: list[Callable[[Backend], None]] = []
-        """Called when a backend has come, before it gets requests."""
-        self.left: list[Callable[[Backend], None]] = []
-        """Called when a backend has gone and has answered all it had."""
-        self.chooser: Chooser | None = None
-        """Who chooses where that takes a look at the request (`choosing`); both proxies ask it instead."""
-        self.leaving: list[Backend] = []
-        """Those that have gone and still have requests."""
-        self._departed_requests = 0
+        self.on_added: list[Callable[[Backend], None]] = []
+        """Called when a backend was added, before it gets requests."""
+        self.on_removed: list[Callable[[Backend], None]] = []
+        """Called when a backend was removed and its last request has ended."""
+        self.chooser: RequestChooser | None = None
+        """Used instead of `pick` by both proxies, where the choice depends on the request."""
+        self.draining: list[Backend] = []
+        """Removed backends that still have open requests."""
+        self._removed_requests = 0
 
     def pick(self, exclude: Collection[Backend] = ()) -> Backend | None:
-        """The backend for the next request, not among `exclude`; None when there is none."""
+        """Choose the backend for the next request, not in `exclude`; None if there is none."""
         live: Sequence[Backend] = self.live
         if exclude:
             live = [backend for backend in live if backend not in exclude]
         if not live:
             return None
-        return self._choose(live) if len(live) > 1 else live[0]
+        return self._pick(live) if len(live) > 1 else live[0]
 
-    def give(self) -> Backend | None:
-        """`pick` and `begin` in one, for a request that was never tried before."""
+    def pick_and_begin(self) -> Backend | None:
+        """Run `pick` and `begin` in one, for the first attempt of a request."""
         live = self.live
         if len(live) == 1:
             backend = live[0]
         elif live:
-            backend = self._choose(live)
+            backend = self._pick(live)
         else:
             return None
         backend.outstanding += 1
         return backend
 
-    def choose(self, live: Sequence[Backend]) -> Backend:
-        """One of these by the policy, which is told nothing of the request."""
-        return self._choose(live) if len(live) > 1 else live[0]
+    def pick_by_load(self, live: Sequence[Backend]) -> Backend:
+        """Choose one of these by the policy, which knows nothing of the request."""
+        return self._pick(live) if len(live) > 1 else live[0]
 
     def begin(self, backend: Backend, *, retry: bool = False) -> None:
-        """A request is given to the backend."""
+        """Count a request that is sent to the backend."""
         backend.outstanding += 1
         if retry:
             backend.stats.retries += 1
 
     def end(self, backend: Backend, outcome: int, now: float) -> None:
-        """That request is over. Call once for each `begin`."""
+        """Count the outcome of a request. Call once for each `begin`."""
         if outcome == Outcome.OK:
-            self.ended_well(backend)
+            self.end_ok(backend)
             return
         backend.outstanding -= 1
         stats = backend.stats
@@ -106,161 +123,202 @@ class Backends:
         else:
             stats.failed += 1
         why = "it refused requests" if outcome == Outcome.REFUSED else "requests to it failed"
-        self._failed(backend, now, why)
+        self._request_failed(backend, now, why)
 
-    def ended_well(self, backend: Backend) -> None:
-        """`end`, with `Outcome.OK`."""
+    def end_ok(self, backend: Backend) -> None:
+        """Run `end` with `Outcome.OK`."""
         backend.outstanding -= 1
         backend.stats.ok += 1
 
     def checked(self, backend: Backend, healthy: bool, now: float, why: str = "") -> None:
-        """An active check has its answer; `why` it is bad, for people."""
+        """Record the result of an active check; `why` it failed, for people."""
         if backend.health.checked(healthy, now, why):
-            self._renew(backend, now)
+            self._update_live(backend, now)
 
     def tick(self, now: float) -> None:
-        """Let time pass: ejections end, windows close, slow starts go on. Call about once a second or more often."""
+        """Let time pass: end ejections, close windows, advance slow starts. Call at least once a second."""
         for backend in self.all:
-            if backend.health.tick(now, backend.stats.well):
-                self._renew(backend, now)
+            if backend.health.tick(now, backend.stats.healthy):
+                self._update_live(backend, now)
             if backend.ramp < 1.0:
                 self._set_ramp(backend, now)
-        if self.leaving:
-            self._let_leave()
+        if self.draining:
+            self._remove_drained()
 
-    def change(self, addresses: Sequence[BackendAddress], now: float) -> None:
-        """These are the servers from now on.
+    def set_addresses(self, addresses: Sequence[BackendAddress], now: float) -> None:
+        """Replace the backends.
 
-        Those that are new wait for a check, if there are checks. Those that are not among them get no more requests, and
-        answer the ones they have.
+        A new backend waits for its first check, if there are checks. A removed one gets no more requests and drains.
         """
-        resting = any(each.resting for each in self.all)
-        gone = {_place(each.address): each for each in self.all}
+        suspended = any(backend.suspended for backend in self.all)
+        removed = {_key(backend.address): backend for backend in self.all}
         kept: list[Backend] = []
-        came: list[Backend] = []
+        added: list[Backend] = []
         for address in addresses:
-            backend = gone.pop(_place(address), None)
+            backend = removed.pop(_key(address), None)
             if backend is None:
                 backend = Backend(address, Health(self._checks, self._outliers))
-                backend.live, backend.resting = False, resting
+                backend.live, backend.suspended = False, suspended
                 if self._checks.path:
-                    backend.health.not_known()
-                came.append(backend)
+                    backend.health.set_unchecked()
+                added.append(backend)
             elif backend.address != address:
                 backend.address, backend.weight = address, address.weight
                 backend.share = backend.weight * backend.ramp
             kept.append(backend)
         self.all = tuple(kept)
-        self.leaving += gone.values()
-        for backend in gone.values():
+        self.draining += removed.values()
+        for backend in removed.values():
             backend.live = False
-        self.live = [each for each in kept if each.live]
-        for backend in came:
-            log.info("%s has come", backend.name)
-            for tell in self.joined:
-                tell(backend)
+        self.live = [backend for backend in kept if backend.live]
+        for backend in added:
+            log.info("Backend %s added", backend.name)
+            for on_added in self.on_added:
+                on_added(backend)
             backend.health.since = now
-            self._renew(backend, now)
-        for backend in gone.values():
-            log.info("%s has gone; it has %d requests to answer", backend.name, backend.outstanding)
+            self._update_live(backend, now)
+        for backend in removed.values():
+            log.info("Backend %s removed; waiting for %d open requests", backend.name, backend.outstanding)
             if self.on_change is not None:
                 self.on_change(backend)
-        self._let_leave()
+        self._remove_drained()
 
-    def renew(self, settings: RouterSettings, now: float) -> None:
-        """Other settings, for the same servers."""
+    def update_settings(self, settings: RouterSettings, now: float) -> None:
+        """Apply new settings to the same backends."""
         self._outliers, self._checks = settings.outliers, settings.health
         self._slow_start = settings.slow_start_seconds
         self.policy = make_policy(settings.policy)
-        self._choose = self.policy.pick
+        self._pick = self.policy.pick
         for backend in self.all:
-            backend.health.renew(settings.health, settings.outliers)
-            self._renew(backend, now)
+            backend.health.update_settings(settings.health, settings.outliers)
+            self._update_live(backend, now)
 
     @property
     def queued(self) -> int:
-        """Requests that wait until a backend has room (`choosing.limits`)."""
+        """Requests that wait until a backend has capacity."""
         return 0
 
     @property
-    def departed_requests(self) -> int:
-        """Requests that were given to those that have gone, retries not counted."""
-        return self._departed_requests + sum(each.stats.requests - each.stats.retries for each in self.leaving)
+    def removed_requests(self) -> int:
+        """Requests that were sent to removed backends, without retries."""
+        draining = sum(backend.stats.requests - backend.stats.retries for backend in self.draining)
+        return self._removed_requests + draining
 
-    def rest(self) -> None:
-        """Nobody gets requests until `rise`: what answers is asleep (`waking`)."""
+    def suspend(self) -> None:
+        """Send no requests to any backend until `resume`: the service is scaled to zero."""
         for backend in self.all:
-            backend.resting = True
+            backend.suspended = True
         live, self.live = self.live, []
         for backend in live:
             backend.live = False
             if self.on_change is not None:
                 self.on_change(backend)
 
-    def rise(self, up: Collection[Backend], now: float) -> None:
-        """The end of `rest`. Those in `up` have just answered: what was held against them is over."""
+    def resume(self, up: Collection[Backend], now: float) -> None:
+        """End `suspend`. The backends in `up` have just answered: their earlier failures are forgotten."""
         for backend in self.all:
-            backend.resting = False
+            backend.suspended = False
             if backend in up:
-                backend.health.found_up(now)
-            self._renew(backend, now)
+                backend.health.set_up(now)
+            self._update_live(backend, now)
 
     def unavailable(self) -> Unavailable:
-        """What a client is told when nobody can take its request: which backends there are, and why not."""
-        told = "; ".join(f"{backend.name} is {backend.state}{_because(backend)}" for backend in self.all)
-        told = told or "there is none yet; look whether what it should be found by names any"
-        return Unavailable(f"no backend can take the request: {told}", retry_after_seconds=self.retry_after())
+        """Return the error for a request that no backend can take: it lists the backends and their states."""
+        states = "; ".join(f"{backend.name} is {backend.state}{_because(backend)}" for backend in self.all)
+        states = states or "there is none yet; check the discovery settings of the router"
+        return Unavailable(f"no backend can take the request: {states}", retry_after_seconds=self.retry_after())
 
     def retry_after(self) -> float:
-        """When it may be worth asking again."""
+        """Return after how many seconds a client may try again."""
         return max(1.0, self.all[0].health.recovery_seconds if self.all else 1.0)
 
-    def _failed(self, backend: Backend, now: float, why: str) -> None:
-        if not backend.health.failed(backend.stats.well):
+    def _request_failed(self, backend: Backend, now: float, why: str) -> None:
+        if not backend.health.failed(backend.stats.healthy):
             return
-        ejected = sum(each.health.ejected for each in self.all)
+        ejected = sum(other.health.ejected for other in self.all)
         if (ejected + 1) * 2 > len(self.all):
-            # Half of them have to do: an error that all share is not cured by having nobody.
-            backend.health.spare()
+            # At most half of them are ejected: if all fail alike, ejecting them does not help.
+            backend.health.reset_failures()
             return
         backend.health.eject(now, why)
-        self._renew(backend, now)
+        self._update_live(backend, now)
 
-    def _renew(self, backend: Backend, now: float) -> None:
-        live = backend.health.up and not backend.health.ejected and not backend.resting
+    def _update_live(self, backend: Backend, now: float) -> None:
+        live = backend.health.up and not backend.health.ejected and not backend.suspended
         if live == backend.live:
             return
         backend.live = live
-        # A new list: one who is going through the old one is not disturbed.
-        self.live = [each for each in self.all if each.live]
+        # A new list: code that iterates over the old one is not disturbed.
+        self.live = [other for other in self.all if other.live]
         if live:
             self._set_ramp(backend, now)
-            log.info("%s is up", backend.name)
+            log.info("Backend %s is up", backend.name)
         else:
-            log.warning("%s is %s: %s", backend.name, backend.state, backend.health.reason)
+            log.warning("Backend %s is %s: %s", backend.name, backend.state, backend.health.reason)
         if self.on_change is not None:
             self.on_change(backend)
 
-    def _let_leave(self) -> None:
-        done = [each for each in self.leaving if not each.outstanding]
-        for backend in done:
-            self.leaving.remove(backend)
-            self._departed_requests += backend.stats.requests - backend.stats.retries
+    def _remove_drained(self) -> None:
+        drained = [backend for backend in self.draining if not backend.outstanding]
+        for backend in drained:
+            self.draining.remove(backend)
+            self._removed_requests += backend.stats.requests - backend.stats.retries
             if isinstance(self.policy, SmoothWeighted):
-                self.policy.forget(backend)
-            for tell in self.left:
-                tell(backend)
+                self.policy.remove(backend)
+            for on_removed in self.on_removed:
+                on_removed(backend)
 
     def _set_ramp(self, backend: Backend, now: float) -> None:
         if self._slow_start > 0:
-            backend.ramp = min(1.0, max(_SMALLEST_RAMP, (now - backend.health.since) / self._slow_start))
+            backend.ramp = min(1.0, max(_MIN_RAMP, (now - backend.health.since) / self._slow_start))
         else:
             backend.ramp = 1.0
         backend.share = backend.weight * backend.ramp
 
 
-def _place(address: BackendAddress) -> tuple[str, str, int]:
-    """What makes two addresses the same server."""
+class LimitedBackends(Backends):
+    """Backends with at most `max_outstanding` requests each; more requests wait in a queue until one ends."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        super().__init__(settings)
+        self.limit = settings.max_outstanding
+        self.queue = RequestQueue(settings.queue, self._has_capacity)
+
+    @property
+    def queued(self) -> int:
+        """Requests in the queue."""
+        return self.queue.length
+
+    def pick(self, exclude: Collection[Backend] = ()) -> Backend | None:
+        """Choose a backend that has capacity."""
+        full = [backend for backend in self.live if backend.outstanding >= self.limit]
+        return super().pick((*exclude, *full) if full else exclude)
+
+    def pick_and_begin(self) -> Backend | None:
+        """Run `pick` and `begin` in one."""
+        backend = self.pick()
+        if backend is not None:
+            self.begin(backend)
+        return backend
+
+    def end(self, backend: Backend, outcome: int, now: float) -> None:
+        """Count the outcome and start a queued request."""
+        super().end(backend, outcome, now)
+        if outcome != Outcome.OK and self.queue.length:
+            self.queue.dispatch()
+
+    def end_ok(self, backend: Backend) -> None:
+        """Count the outcome and start a queued request."""
+        super().end_ok(backend)
+        if self.queue.length:
+            self.queue.dispatch()
+
+    def _has_capacity(self) -> bool:
+        return any(backend.outstanding < self.limit for backend in self.live)
+
+
+def _key(address: BackendAddress) -> tuple[str, str, int]:
+    """Return what identifies a server."""
     return address.url, address.grpc_host, address.grpc_port
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router put together: backends, pools, checks and the handlers, from settings to routes.
+"""The HTTP half of a router: makes backends, pools, health checks and handlers from settings, and applies new settings.
 
-Made by `apps.router`, started in its loop. The gRPC half (`h2`) takes `backends`, `budget` and `clock` from here.
+`programs.router` makes it and starts it in its event loop. The gRPC half (`grpc.proxy`) shares `backends`, `budget`, `queue`
+and `activator`.
 """
 
 from __future__ import annotations
@@ -9,38 +10,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import InvalidArgument
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.telemetry.tracing import NO_TRACING, Tracer
-from headrace.fleet.router.answers import Answers
-from headrace.fleet.router.backends import Backends
-from headrace.fleet.router.checks import HealthChecks
-from headrace.fleet.router.choosing.chooser import Chooser, make_chooser, reads_bodies
-from headrace.fleet.router.choosing.hedging import Hedger
-from headrace.fleet.router.choosing.limits import LimitedBackends
-from headrace.fleet.router.discovery.discoverer import Discoverer, Source, make_sources
-from headrace.fleet.router.explaining import Explaining
-from headrace.fleet.router.forwarding import Forwarder
-from headrace.fleet.router.pairing.pairs import Pairs
-from headrace.fleet.router.pools import CoarseClock, Pool
+from headrace.fleet.router.activation import Activator
+from headrace.fleet.router.backends import Backends, LimitedBackends
+from headrace.fleet.router.chooser import Chooser, make_chooser, reads_bodies
+from headrace.fleet.router.discovery import Discoverer, Source, make_sources
+from headrace.fleet.router.health_checks import HealthChecker
+from headrace.fleet.router.hedging import HedgedRequest, Hedger
+from headrace.fleet.router.prefill_decode import PrefillDecode, PrefillFirst
+from headrace.fleet.router.proxied_request import Forwarder
+from headrace.fleet.router.responses import UpstreamHeadParser
 from headrace.fleet.router.retries import RetryBudget
-from headrace.fleet.router.status import RouterStatus
-from headrace.fleet.router.waking.activator import Activator
-from headrace.fleet.router.waking.settings import never_idle
+from headrace.fleet.router.settings import without_scaling
+from headrace.fleet.router.status import ExplainEndpoint, RouterStatus
+from headrace.fleet.router.upstream import CoarseClock, ConnectionPool
 
 if TYPE_CHECKING:
     from headrace.fleet.router.backend import Backend
+    from headrace.fleet.router.scale_targets import Scaler
     from headrace.fleet.router.settings import BackendAddress, RouterSettings
-    from headrace.fleet.router.waking.scaler import Scaler
     from headrace.net.http.routes import Routes
 
 MakeScaler = Callable[["RouterSettings"], "Scaler | None"]
 _TICK_SECONDS = 0.25
 _READ_BYTES = 1 << 20
-"""Where a choice looks into bodies, those up to this size are there before it is made."""
+"""Where a choice depends on bodies, bodies up to this size are complete before it is made."""
 FIXED = (
     "keep_host",
     "trust_forwarded",
@@ -51,13 +51,13 @@ FIXED = (
     "max_outstanding",
     "queue",
 )
-"""Settings that connections and requests under way have taken for granted: they need a new start."""
-_WORK = ("health", "outliers", "policy", "slow_start_seconds")
-_CHOICES = ("policy", "cache_aware", "prefix_hash", "sticky", "hedging", "pairing", "paired")
+"""Settings that need a restart: open connections and requests depend on them."""
+_BACKEND_SETTINGS = ("health", "outliers", "policy", "slow_start_seconds")
+_CHOICE_SETTINGS = ("policy", "cache_aware", "prefix_hash", "sticky", "hedging", "pairing", "paired")
 
 
 class RouterProxy:
-    """See the module. Used from the loop's thread only."""
+    """The HTTP proxy with all its parts. Used from the loop's thread only."""
 
     def __init__(
         self,
@@ -66,165 +66,180 @@ class RouterProxy:
         tracer: Tracer = NO_TRACING,
         make_scaler: MakeScaler | None = None,
     ) -> None:
-        """make_scaler: for what is to sleep by settings that come later."""
+        """make_scaler: makes the scaler if new settings add activation."""
         check_backends(settings)
         self.settings = settings
         self._tracer = tracer
         self._make_scaler = make_scaler or (lambda _: None)
         limited = LimitedBackends(settings) if settings.max_outstanding else None
         self.backends = limited or Backends(settings)
-        self.line = limited.line if limited is not None else None
-        """Where requests wait when every backend has all it may have; for the gRPC half, too."""
+        self.queue = limited.queue if limited is not None else None
+        """Requests that wait while every backend has `max_outstanding` requests."""
         self.budget = RetryBudget(settings.retries)
         self.clock = CoarseClock()
         self.registry = Registry(SystemClock())
-        self._answers = Answers()
-        self.pools = {backend: Pool(backend, settings, self._answers, self.clock) for backend in self.backends.all}
-        self._checks = HealthChecks(settings, self.backends)
-        self.waking = self._made_waking(scaler)
-        """Who holds requests while what is behind the backends sleeps; for the gRPC half, too."""
-        self._status = RouterStatus(self.registry, self.backends, self.pools, self.budget, settings, self.waking)
+        self._head_parser = UpstreamHeadParser()
+        self.pools = {backend: self._make_pool(backend) for backend in self.backends.all}
+        self._checker = HealthChecker(settings, self.backends)
+        self.activator = self._make_activator(scaler)
+        """Holds requests while the service is scaled to zero."""
+        self._status = RouterStatus(self.registry, self.backends, self.pools, self.budget, settings, self.activator)
         self._forwarder = Forwarder(settings, self.backends, self.pools, self.budget, self.clock)
-        self._forwarder.waking = self.waking
-        self._forwarder.line = self.line
+        self._forwarder.activator = self.activator
+        self._forwarder.queue = self.queue
         self.chooser: Chooser | None = None
-        """Who chooses, where that takes a look at the request."""
-        self._consider()
+        """Chooses backends, where the choice depends on the request."""
+        self.hedger: Hedger | None = None
+        self.prefill_decode: PrefillDecode | None = None
+        self._make_strategies()
         self._discoverer: Discoverer | None = None
-        self.on_renew: list[Callable[[RouterSettings], None]] = []
-        """Called with other settings while it runs; for the gRPC half."""
-        self.backends.joined.append(self._join)
-        self.backends.left.append(self._leave)
+        self.on_update: list[Callable[[RouterSettings], None]] = []
+        """Called with new settings."""
+        self.backends.on_added.append(self._backend_added)
+        self.backends.on_removed.append(self._backend_removed)
         self._timer: asyncio.TimerHandle | None = None
-        self.backends.on_change = self._changed
+        self.backends.on_change = self._backend_changed
 
     def add_to(self, routes: Routes) -> None:
-        """Answer everything: what is under `/router/` here, the rest by a backend."""
+        """Register the router's own endpoints, and forward everything else to backends."""
         self._status.add_to(routes)
-        Explaining(self.backends, lambda: self.settings).add_to(routes)
+        ExplainEndpoint(self.backends, lambda: self.settings).add_to(routes)
         whole_bytes = self.settings.whole_bytes
         if reads_bodies(self.settings):
             whole_bytes = max(whole_bytes, _READ_BYTES)
         routes.fallback(self._forwarder.whole, self._forwarder.streamed, whole_bytes=whole_bytes)
 
     async def start(self) -> None:
-        """Find out who is up, and keep time from now on."""
+        """Discover and check the backends, and start the timers."""
         self._tick()
         if self.settings.discovery.wanted:
             await self._discover(make_sources(self.settings.discovery))
-        if self.waking is not None:
-            # First: of what sleeps no check need say that it is down.
-            await self.waking.start()
-        await self._checks.start()
+        if self.activator is not None:
+            # Before the checks: a suspended backend need not be reported as down.
+            await self.activator.start()
+        await self._checker.start()
 
     async def close(self) -> None:
-        """Let go of the backends."""
+        """Stop all tasks and close all connections to backends."""
         if self._timer is not None:
             self._timer.cancel()
         if self._discoverer is not None:
             await self._discoverer.close()
-        if self.line is not None:
-            self.line.close()
-        if self.waking is not None:
-            await self.waking.close()
-        await self._checks.close()
+        if self.queue is not None:
+            self.queue.close()
+        if self.activator is not None:
+            await self.activator.close()
+        await self._checker.close()
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))
 
-    def stop_being_ready(self, grace_seconds: float = 0.0) -> None:
-        """The router is to end within so long: who asks after its health is told so."""
+    def drain(self, grace_seconds: float = 0.0) -> None:
+        """Report not ready: the router stops within so many seconds."""
         self._status.ready = False
-        if self.waking is not None:
-            self.waking.drain(grace_seconds)
+        if self.activator is not None:
+            self.activator.drain(grace_seconds)
 
-    async def renew(self, settings: RouterSettings) -> list[str]:
-        """Other settings, while requests come. Returns the names of those that need a new start, which are left alone."""
+    async def update_settings(self, settings: RouterSettings) -> list[str]:
+        """Apply new settings while requests run. Returns the names of settings that need a restart; they are ignored."""
         check_backends(settings)
         old = self.settings
-        wanted, fixed = with_fixed(old, settings)
-        elsewhere = wanted.discovery != old.discovery or wanted.backends != old.backends
-        # Before anything is changed: it may turn out that this cannot be.
-        sources = make_sources(wanted.discovery) if elsewhere else []
-        scaler = self._make_scaler(wanted) if wanted.activation is not None and self.waking is None else None
-        self.settings = self._forwarder.settings = wanted
-        if any(getattr(wanted, name) != getattr(old, name) for name in _WORK):
-            self.backends.renew(wanted, asyncio.get_running_loop().time())
-        if wanted.health != old.health:
-            self._checks.renew(wanted)
-        if wanted.retries != old.retries:
-            self.budget.renew(wanted.retries)
+        new, fixed = with_fixed(old, settings)
+        backends_changed = new.discovery != old.discovery or new.backends != old.backends
+        # Before anything changes: these may raise.
+        sources = make_sources(new.discovery) if backends_changed else []
+        scaler = self._make_scaler(new) if new.activation is not None and self.activator is None else None
+        self.settings = self._forwarder.settings = new
+        if any(getattr(new, name) != getattr(old, name) for name in _BACKEND_SETTINGS):
+            self.backends.update_settings(new, asyncio.get_running_loop().time())
+        if new.health != old.health:
+            self._checker.update_settings(new)
+        if new.retries != old.retries:
+            self.budget.update(new.retries)
         for pool in self.pools.values():
-            pool.timeouts = wanted.timeouts
-        if any(getattr(wanted, name) != getattr(old, name) for name in _CHOICES):
-            self._consider()
-        if elsewhere:
+            pool.timeouts = new.timeouts
+        if any(getattr(new, name) != getattr(old, name) for name in _CHOICE_SETTINGS):
+            self._make_strategies()
+        if backends_changed:
             await self._discover(sources)
-        if wanted.activation != old.activation:
-            await self._renew_waking(wanted, scaler)
-        for tell in self.on_renew:
-            tell(wanted)
+        if new.activation != old.activation:
+            await self._update_activation(new, scaler)
+        for on_update in self.on_update:
+            on_update(new)
         return fixed
 
     async def _discover(self, sources: Sequence[Source]) -> None:
-        """Look for backends there from now on; those that are up go on meanwhile."""
+        """Replace the discovery; current backends are used until the new sources have results."""
         before, settings = self._discoverer, self.settings
-        found: list[Sequence[BackendAddress]] = []
-        made = Discoverer(settings.backends, sources, found.append)
-        await made.start()
-        self._discoverer = made
+        results: list[Sequence[BackendAddress]] = []
+        discoverer = Discoverer(settings.backends, sources, results.append)
+        await discoverer.start()
+        self._discoverer = discoverer
         if before is not None:
             await before.close()
-        self._change(found[-1] if found else settings.backends)
-        made.tell = self._change
+        self._set_addresses(results[-1] if results else settings.backends)
+        discoverer.on_backends = self._set_addresses
 
-    def _change(self, addresses: Sequence[BackendAddress]) -> None:
+    def _set_addresses(self, addresses: Sequence[BackendAddress]) -> None:
         now = asyncio.get_running_loop().time()
-        self.backends.change(addresses, now)
+        self.backends.set_addresses(addresses, now)
         if self.chooser is not None:
-            self.chooser.keep(now)
+            self.chooser.tick(now)
 
-    def _consider(self) -> None:
-        pairs = Pairs(self.settings, self.backends) if self.settings.paired else None
-        made = pairs.chooser if pairs is not None else make_chooser(self.settings, self.backends)
-        self.chooser = self.backends.chooser = made
-        hedging = self.settings.hedging
-        self._forwarder.consider(made, Hedger(hedging) if hedging.wanted else None, pairs)
-        self._status.choices.pairs = pairs
-        self._status.choices.renew(self.settings.policy, self.chooser, self._forwarder.hedger)
+    def _make_strategies(self) -> None:
+        """Make what the settings need to choose backends by request, to hedge, and to separate prefill and decode."""
+        settings = self.settings
+        pairs = self.prefill_decode = PrefillDecode(settings, self.backends) if settings.paired else None
+        hedger = self.hedger = Hedger(settings.hedging) if settings.hedging.wanted else None
+        self.chooser = pairs.chooser if pairs is not None else make_chooser(settings, self.backends)
+        self.backends.chooser = self._forwarder.chooser = self.chooser
+        if pairs is not None:
+            self._forwarder.make_strategy = partial(PrefillFirst, pairs)
+        else:
+            self._forwarder.make_strategy = partial(HedgedRequest, hedger) if hedger is not None else None
+        self._status.choices.update(settings.policy, self.chooser, hedger, pairs)
 
-    def _join(self, backend: Backend) -> None:
-        self.pools[backend] = Pool(backend, self.settings, self._answers, self.clock)
-        self._status.join(backend)
-        self._checks.join(backend)
+    def _make_pool(self, backend: Backend) -> ConnectionPool:
+        return ConnectionPool(backend, self.settings, self._head_parser, self.clock)
 
-    def _leave(self, backend: Backend) -> None:
+    def _backend_added(self, backend: Backend) -> None:
+        self.pools[backend] = self._make_pool(backend)
+        self._status.add_backend(backend)
+        self._checker.add(backend)
+
+    def _backend_removed(self, backend: Backend) -> None:
         pool = self.pools.pop(backend)
-        self._status.leave(backend)
+        self._status.remove_backend(backend)
         for connection in tuple(pool.all):
             connection.close()
 
-    async def _renew_waking(self, settings: RouterSettings, scaler: Scaler | None) -> None:
-        if self.waking is not None:
-            self.waking.renew(settings.activation or never_idle(self.waking.settings))
-            return
-        self.waking = self._forwarder.waking = self._made_waking(scaler)
-        if self.waking is not None:
-            self._status.wakes(self.waking)
-            await self.waking.start()
+    def _backend_changed(self, backend: Backend) -> None:
+        if not backend.live:
+            self.pools[backend].close_idle()
+            if backend in self.backends.draining:
+                self._checker.remove(backend)
 
-    def _made_waking(self, scaler: Scaler | None) -> Activator | None:
+    async def _update_activation(self, settings: RouterSettings, scaler: Scaler | None) -> None:
+        if self.activator is not None:
+            self.activator.update(settings.activation or without_scaling(self.activator.settings))
+            return
+        self.activator = self._forwarder.activator = self._make_activator(scaler)
+        if self.activator is not None:
+            self._status.set_activator(self.activator)
+            await self.activator.start()
+
+    def _make_activator(self, scaler: Scaler | None) -> Activator | None:
         activation = self.settings.activation
         if activation is None:
             return None
         if scaler is None:
-            raise InvalidArgument("activation needs somebody who starts what sleeps: give the router a scaler")
-        made = Activator(activation, self.backends, scaler, self._checks.answers, self._tracer)
-        made.look_around = self._look_around
-        self.backends.joined.append(lambda _: made.joined())
-        return made
+            raise InvalidArgument("activation needs a scaler for its targets: give the router one")
+        activator = Activator(activation, self.backends, scaler, self._checker.is_answering, self._tracer)
+        activator.refresh_discovery = self._refresh_discovery
+        self.backends.on_added.append(lambda _: activator.backend_added())
+        return activator
 
-    def _look_around(self) -> None:
+    def _refresh_discovery(self) -> None:
         if self._discoverer is not None:
-            self._discoverer.hurry()
+            self._discoverer.refresh()
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -234,19 +249,13 @@ class RouterProxy:
         for pool in self.pools.values():
             pool.sweep(now)
         if self.chooser is not None:
-            self.chooser.keep(now)
-        if self.line is not None:
-            self.line.sweep(now)
-
-    def _changed(self, backend: Backend) -> None:
-        if not backend.live:
-            self.pools[backend].close_idle()
-            if backend in self.backends.leaving:
-                self._checks.leave(backend)
+            self.chooser.tick(now)
+        if self.queue is not None:
+            self.queue.sweep(now)
 
 
 def check_backends(settings: RouterSettings) -> None:
-    """Raises InvalidArgument for backends that cannot be meant so."""
+    """Check that there are backends, each once. Raises InvalidArgument."""
     if not settings.backends and not settings.discovery.wanted:
         raise InvalidArgument("a router needs a backend: add --backend http://host:8000")
     if len({address.url for address in settings.backends}) != len(settings.backends):
@@ -254,11 +263,11 @@ def check_backends(settings: RouterSettings) -> None:
 
 
 def with_fixed(old: RouterSettings, new: RouterSettings) -> tuple[RouterSettings, list[str]]:
-    """The new settings with what cannot change as it was, and the names of what would have."""
+    """Return the new settings with the old values of those that need a restart, and the names of these."""
     kept: dict[str, Any] = {name: getattr(old, name) for name in FIXED if getattr(old, name) != getattr(new, name)}
     names = sorted(kept)
     if new.retries.inference != old.retries.inference:
-        # It is part of what is known of each head.
+        # It is part of the cached plan of each request head.
         kept["retries"] = replace(new.retries, inference=old.retries.inference)
         names.append("retries.inference")
     if old.activation and new.activation and old.activation.local != new.activation.local:

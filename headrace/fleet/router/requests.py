@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head of a request as a backend gets it: framed anew, without what belongs to the client's connection alone.
+"""Build the request head for a backend: no hop-by-hop fields, new framing, and forwarding fields.
 
-`forwarding` asks `plan_of` once for each distinct head; the wire keeps heads that clients repeat, and the plan with them.
-Nothing of the client's framing is passed on: lengths and codings are written here, from what the wire has read.
+`plan_request` runs once per distinct head: the server side keeps heads that clients repeat, and their plan with them. The
+client's framing is never copied: lengths and transfer codings are written here, from what the HTTP parser has read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.core.handing import HEADER
+from headrace.core.kv_transfer import TRANSFER_HEADER
 
 if TYPE_CHECKING:
     from headrace.fleet.router.settings import RouterSettings
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 VIA_NAME = b"headrace-router"
 JOIN_BYTES = 16 * 1024
-"""A request up to this size is joined and written in one piece."""
-_MOST_HOPS = 8
-"""Routers in a row. More are a circle: a router that has itself for a backend."""
+"""A request with a body up to this size is joined and written in one piece."""
+_MAX_HOPS = 8
+"""Routers in a chain. More mean a loop: a router that is its own backend."""
 
 HOP_BY_HOP = frozenset(
     (
@@ -36,15 +36,15 @@ HOP_BY_HOP = frozenset(
         b"http2-settings",
     )
 )
-"""Of the connection, and not of the message (RFC 9110, 7.6.1)."""
+"""Fields of the connection, not of the message (RFC 9110, 7.6.1)."""
 
 _OWN = frozenset((b"host", b"content-length", b"expect", b"x-forwarded-for"))
-"""Written here, if at all. The wire has said "100 Continue" itself by the time a body comes."""
+"""Fields that this module writes, if at all. The server side has sent "100 Continue" itself before a body comes."""
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-proto", b"x-forwarded-host", b"x-forwarded-port", b"x-real-ip"))
-"""What only a proxy of ours may say."""
+"""Fields that are copied from trusted proxies only."""
 
-_TICKETS = frozenset((HEADER,))
-"""What a router says that pairs backends, and no client."""
+_TRANSFER_TOKENS = frozenset((TRANSFER_HEADER,))
+"""Fields that only the router itself may send to a decode backend."""
 
 _NONE: frozenset[bytes] = frozenset()
 _NEVER = HOP_BY_HOP | _OWN
@@ -62,14 +62,14 @@ _INFERENCE = re.compile(
 
 
 class RequestPlan:
-    """What is known of a request before a backend is chosen. Shared by all requests with the same head."""
+    """How requests with one head are forwarded. Shared by all requests with the same head."""
 
     __slots__ = (
         "hostless",
+        "is_head",
         "is_short",
         "length",
         "repeatable",
-        "silent",
         "streamed",
         "upgrade",
         "whole",
@@ -78,39 +78,39 @@ class RequestPlan:
 
     def __init__(self, whole: bytes, streamed: bytes, length: int) -> None:
         self.whole = whole
-        """The head for a body that is sent in one piece, up to the client's address in X-Forwarded-For."""
+        """Head for a body that is sent in one piece, up to the client's address in X-Forwarded-For."""
         self.streamed = streamed
-        """The same for a body that is sent as it comes."""
+        """Head for a body that is streamed."""
         self.length = length
-        """The body's length by its head; -1 where it is not told (and 0 if there is no body)."""
+        """Content-Length; -1 if unknown, 0 without a body."""
         self.whole_length = max(length, 0)
-        """How long a body that is sent in one piece has to be."""
+        """Required length of a body that is sent in one piece."""
         self.repeatable = False
-        """Whether a backend may get it twice."""
+        """Whether it may be sent again after a backend may have seen it."""
         self.upgrade = False
-        """Whether it asks for a WebSocket."""
-        self.silent = False
-        """Whether its answer has no body: it is HEAD."""
+        """Whether it is a WebSocket handshake."""
+        self.is_head = False
+        """Whether it is HEAD: the response has no body."""
         self.hostless = False
-        """Whether the client named no host."""
+        """Whether the client sent no host."""
         self.is_short = False
-        """Whether nothing about it is unusual: it names a host, wants no WebSocket, and is written in one piece."""
+        """Whether it takes the short path: it has a host, is no WebSocket handshake, and is written in one piece."""
 
 
-def plan_of(head: RequestHead, settings: RouterSettings) -> RequestPlan:
-    """Work out what a backend gets. Raises `InvalidArgument` for what must not be passed on."""
+def plan_request(head: RequestHead, settings: RouterSettings) -> RequestPlan:
+    """Plan how requests with this head are forwarded. Raises `InvalidArgument` for a head that must not be."""
     method, path, by_name = head.method, head.path, head.by_name
     target = b"%b?%b" % (path, head.query) if head.query else path
     if not _TARGET.fullmatch(target) or not _METHOD.fullmatch(method):
-        raise InvalidArgument("the request line has characters that may not be there: percent-encode them")
+        raise InvalidArgument("the request line has invalid characters: percent-encode them")
     host = by_name.get(b"host", b"") or head.authority
     if not _HOST.fullmatch(host):
         raise InvalidArgument("the Host header is not a host name or an address, with or without a port")
-    upgrade = _asks_for_websocket(head)
+    upgrade = _is_websocket_upgrade(head)
     lines = [b"%b %b HTTP/1.1" % (method, target)]
     if settings.keep_host and host:
         lines.append(b"host: " + host)
-    forwarded_for = _pass_on(head, settings, lines)
+    forwarded_for = _copy_fields(head, settings, lines)
     if upgrade:
         lines.append(b"connection: upgrade\r\nupgrade: websocket")
     lines.append(b"via: %b %b" % (head.version.encode(), VIA_NAME))
@@ -121,23 +121,23 @@ def plan_of(head: RequestHead, settings: RouterSettings) -> RequestPlan:
     text = b"\r\n".join(lines)
     breaks = len(lines) - 1 + upgrade
     if text.count(b"\n") != breaks or text.count(b"\r") != breaks or b"\0" in text:
-        # The wire lets no such thing through; but one that came would be a request of its own.
-        raise InvalidArgument("a header field has characters that may not be there")
+        # The HTTP parser rejects these. If one came through, it would be request smuggling.
+        raise InvalidArgument("a header field has invalid characters")
     length = _length_of(head)
-    # The addresses last, for the one that follows is the client's.
-    told = b"\r\ncontent-length: %d" % length if length >= 0 else b"\r\ntransfer-encoding: chunked"
-    whole = told if length > 0 else b"\r\ncontent-length: 0" if method in _BODY_METHODS else b""
+    # X-Forwarded-For goes last: the client's address is appended to it.
+    framing = b"\r\ncontent-length: %d" % length if length >= 0 else b"\r\ntransfer-encoding: chunked"
+    whole = framing if length > 0 else b"\r\ncontent-length: 0" if method in _BODY_METHODS else b""
     repeatable = method in _IDEMPOTENT or (
         settings.retries.inference and method == b"POST" and _INFERENCE.fullmatch(path) is not None
     )
     plan = RequestPlan(
         b"%b%b\r\nx-forwarded-for: %b" % (text, whole, forwarded_for),
-        b"%b%b\r\nx-forwarded-for: %b" % (text, told, forwarded_for),
+        b"%b%b\r\nx-forwarded-for: %b" % (text, framing, forwarded_for),
         length,
     )
     plan.repeatable = repeatable and not upgrade
     plan.upgrade = upgrade
-    plan.silent = method == b"HEAD"
+    plan.is_head = method == b"HEAD"
     plan.hostless = not host
     plan.is_short = bool(host) and not upgrade and plan.whole_length <= JOIN_BYTES
     return plan
@@ -147,52 +147,52 @@ def _length_of(head: RequestHead) -> int:
     by_name = head.by_name
     if b"transfer-encoding" in by_name:
         return -1
-    # The wire has refused lengths that differ, or that are no numbers.
+    # The HTTP parser has rejected lengths that differ or are not numbers.
     length = by_name.get(b"content-length")
     if length is None:
         return -1 if head.version == "2" else 0
     return int(length)
 
 
-def _pass_on(head: RequestHead, settings: RouterSettings, lines: list[bytes]) -> bytes:
-    """Add the fields for the backend; returns the addresses that came in X-Forwarded-For, each with a comma after it."""
-    left_out = _NEVER if settings.trust_forwarded else _UNTRUSTED
+def _copy_fields(head: RequestHead, settings: RouterSettings, lines: list[bytes]) -> bytes:
+    """Add the client's fields. Returns the addresses of its X-Forwarded-For, each followed by a comma."""
+    dropped = _NEVER if settings.trust_forwarded else _UNTRUSTED
     if settings.paired:
-        left_out = left_out | _TICKETS
+        dropped = dropped | _TRANSFER_TOKENS
     if b"connection" in head.by_name:
-        left_out = left_out | nominated_fields(head.by_name[b"connection"], head.fields)
+        dropped = dropped | nominated_fields(head.by_name[b"connection"], head.fields)
     forwarded_for = b""
     hops = 0
     for name, value in head.fields:
-        if name in left_out:
+        if name in dropped:
             if name == b"x-forwarded-for":
                 addresses = value.strip(b" ,")
                 if addresses and _ADDRESSES.fullmatch(addresses):
                     forwarded_for += addresses + b", "
             continue
-        # Some servers read `_` as `-`: what may not be said with one may not be said with the other.
-        if b"_" in name and name.replace(b"_", b"-") in left_out:
+        # Some servers read `_` as `-`: both spellings of a dropped field are dropped.
+        if b"_" in name and name.replace(b"_", b"-") in dropped:
             continue
         if name == b"via":
             hops += value.count(VIA_NAME)
         lines.append(b"%b: %b" % (name, value))
-    if hops >= _MOST_HOPS:
-        raise FailedPrecondition("the request goes in a circle: a router has itself among its backends")
+    if hops >= _MAX_HOPS:
+        raise FailedPrecondition("the request goes in a loop: a router is one of its own backends")
     return forwarded_for
 
 
 def nominated_fields(connection: bytes | None, fields: Fields) -> frozenset[bytes]:
-    """The fields that `Connection` names: they are meant for the next hop alone."""
+    """Return the fields that `Connection` names: they are for the next hop only."""
     if connection is None:
         return _NONE
     named: set[bytes] = set()
     for name, value in fields:
         if name == b"connection":
-            named.update(each.strip().lower() for each in value.split(b","))
+            named.update(field.strip().lower() for field in value.split(b","))
     return frozenset(named)
 
 
-def _asks_for_websocket(head: RequestHead) -> bool:
+def _is_websocket_upgrade(head: RequestHead) -> bool:
     by_name = head.by_name
     upgrade = by_name.get(b"upgrade")
     if upgrade is None or upgrade.lower() != b"websocket" or head.version != "1.1" or head.method != b"GET":

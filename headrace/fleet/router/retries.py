@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many retries there may be. Asked by every proxy of a router before it tries again.
-
-A backend that is slow because it has too much to do is not helped by having everything twice. Pure.
-"""
+"""The retry budget: limits retries to a share of the requests, so that retries do not overload slow backends. Pure."""
 
 from __future__ import annotations
 
@@ -13,40 +10,40 @@ if TYPE_CHECKING:
 
 
 class RetryBudget:
-    """Each request earns a part of a retry; what is not used is kept, up to the reserve."""
+    """Each request earns a fraction of a retry; unused credit is kept, up to the reserve."""
 
-    __slots__ = ("_credit", "_earned", "_reserve", "refused", "short", "spent")
+    __slots__ = ("_credit", "_earned", "_reserve", "below_reserve", "refused", "spent")
 
     def __init__(self, settings: RetrySettings) -> None:
         self._earned = settings.budget
         self._reserve = float(settings.reserve)
         self._credit = self._reserve
-        self.short = False
-        """Whether some of the reserve is used up: else there is nothing to earn."""
+        self.below_reserve = False
+        """Whether the credit is below the reserve, so that requests earn credit."""
         self.spent = 0
         """Retries so far."""
         self.refused = 0
-        """Retries that there was no budget for."""
+        """Retries refused for lack of budget."""
 
-    def renew(self, settings: RetrySettings) -> None:
-        """Other settings; what there is of the budget is kept, up to the reserve."""
+    def update(self, settings: RetrySettings) -> None:
+        """Apply new settings; keep the credit, up to the reserve."""
         self._earned = settings.budget
         self._reserve = float(settings.reserve)
         self._credit = min(self._credit, self._reserve)
-        self.short = self._credit < self._reserve
+        self.below_reserve = self._credit < self._reserve
 
     def earn(self) -> None:
-        """A request has come."""
-        if self.short:
+        """Add the credit of one request."""
+        if self.below_reserve:
             self._credit += self._earned
-            self.short = self._credit < self._reserve
+            self.below_reserve = self._credit < self._reserve
 
     def spend(self) -> bool:
-        """Whether there may be one more retry; if so, it counts."""
+        """Take one retry from the budget. Returns False if there is none left."""
         if self._credit < 1.0:
             self.refused += 1
             return False
         self._credit -= 1.0
-        self.short = True
+        self.below_reserve = True
         self.spent += 1
         return True

@@ -1,38 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router can be told, by topic. Made by `cli.router`, read by every module of the room."""
+"""Settings of a router: one dataclass per section of its configuration file. The field names are the keys of the file."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from urllib.parse import urlsplit
 
 from headrace.core.errors import InvalidArgument
-from headrace.core.handing import ROLES
-from headrace.fleet.router.choosing.settings import (
-    CacheAwareSettings,
-    HedgingSettings,
-    PrefixHashSettings,
-    QueueSettings,
-    StickySettings,
-)
-from headrace.fleet.router.discovery.settings import DiscoverySettings
-from headrace.fleet.router.pairing.settings import PairingSettings
-from headrace.fleet.router.waking.settings import ActivationSettings
+from headrace.core.kv_transfer import ROLES
+from headrace.core.limits import KIB, MIB
+from headrace.fleet.autoscaling.autoscaler import CONCURRENCY, RPS, AutoscalerSpec
 
 POLICIES = ("p2c", "round-robin", "least", "weighted", "random", "cache_aware", "prefix_hash")
 ALIASES = {"power_of_two": "p2c", "round_robin": "round-robin", "least_loaded": "least"}
-"""What other routers, and `router.config` of a service, call the same policies."""
+"""Names of the same policies in other routers, and in `router.config` of a service."""
+METRICS = (CONCURRENCY, RPS)
 _FORM = "write http://host:port[,weight=N][,grpc=host:port][,revision=NAME][,role=prefill|decode]"
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _HOST = re.compile(r"[A-Za-z0-9.:_-]+")
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
 _PORTS = {"http": 80, "https": 443}
-_MOST_WEIGHT = 1000.0
+_MAX_WEIGHT = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class BackendAddress:
-    """Where a server is, and how much of the work it should get."""
+    """Address of a backend, and its share of the load."""
 
     url: str
     """`scheme://host:port`, as it is shown."""
@@ -41,28 +36,28 @@ class BackendAddress:
     port: int
     weight: float = 1.0
     grpc_host: str = ""
-    """Where its gRPC port is; the same host and port as for HTTP unless told (one port of Headrace speaks both)."""
+    """Host of the gRPC port; by default the HTTP host and port (one port of Headrace serves both)."""
     grpc_port: int = 0
     revision: str = ""
-    """What it is a replica of: requests are also counted by this."""
+    """Revision that the backend is a replica of: requests are also counted by revision."""
     role: str = ""
-    """`prefill` or `decode`, where they are apart; "" for all of it. See `core.handing`."""
+    """`prefill` or `decode`; "" for both. See `core.kv_transfer`."""
 
     @classmethod
     def parse(cls, text: str) -> BackendAddress:
-        """Read `http://host:8000,weight=2,grpc=host:8001`."""
+        """Parse `http://host:8000,weight=2,grpc=host:8001`."""
         if "@" in text:
-            # Before anything that repeats the text: what stands before the @ may be a password.
+            # Before any message that repeats the text: the part before the @ may be a password.
             raise InvalidArgument(f"a backend's address takes no user and no password; {_FORM}")
         if not text.isprintable():
             raise InvalidArgument(f"backend {text!r} has no host; {_FORM}")
-        where, *options = text.strip().split(",")
-        scheme, host, port = _split_url(where if "://" in where else f"http://{where}", text)
+        url, *options = text.strip().split(",")
+        scheme, host, port = _split_url(url if "://" in url else f"http://{url}", text)
         weight, grpc, revision, role = 1.0, (host, port), "", ""
         for option in options:
             name, _, value = option.strip().partition("=")
             if name == "weight":
-                weight = _weight(value, text)
+                weight = _parse_weight(value, text)
             elif name == "role" and value in ROLES:
                 role = value
             elif name == "grpc":
@@ -73,8 +68,8 @@ class BackendAddress:
                 raise InvalidArgument(f"backend {text!r}: a revision is up to 63 letters, digits, '.', '_' and '-'")
             else:
                 raise InvalidArgument(f"backend {text!r}: there is no option {name!r}; {_FORM}")
-        shown = f"[{host}]" if ":" in host else host
-        return cls(f"{scheme}://{shown}:{port}", scheme, host, port, weight, *grpc, revision, role)
+        shown_host = f"[{host}]" if ":" in host else host
+        return cls(f"{scheme}://{shown_host}:{port}", scheme, host, port, weight, *grpc, revision, role)
 
 
 def _split_url(url: str, text: str) -> tuple[str, str, int]:
@@ -84,84 +79,260 @@ def _split_url(url: str, text: str) -> tuple[str, str, int]:
     except ValueError:
         raise InvalidArgument(f"backend {text!r}: the port is no number from 1 to 65535; {_FORM}") from None
     if parts.scheme not in _PORTS:
-        raise InvalidArgument(f"backend {text!r}: only http and https are spoken; {_FORM}")
+        raise InvalidArgument(f"backend {text!r}: only http and https are supported; {_FORM}")
     if parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise InvalidArgument(f"backend {text!r}: a path or a query has no place here; {_FORM}")
+        raise InvalidArgument(f"backend {text!r}: a path or a query is not allowed; {_FORM}")
     if not parts.hostname or not _HOST.fullmatch(parts.hostname) or port == 0:
         raise InvalidArgument(f"backend {text!r} has no host; {_FORM}")
     return parts.scheme, parts.hostname, port or _PORTS[parts.scheme]
 
 
-def _weight(value: str, text: str) -> float:
+def _parse_weight(value: str, text: str) -> float:
     try:
         weight = float(value)
     except ValueError:
         weight = 0.0
-    if not 0 < weight <= _MOST_WEIGHT:
-        raise InvalidArgument(f"backend {text!r}: a weight is a number over 0, at most {_MOST_WEIGHT:g}")
+    if not 0 < weight <= _MAX_WEIGHT:
+        raise InvalidArgument(f"backend {text!r}: a weight is a number over 0, at most {_MAX_WEIGHT:g}")
     return weight
 
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """Active checks: the router asks each backend now and then."""
+    """Active health checks."""
 
     path: str = "/v2/health/ready"
-    """Asked by GET; any status from 200 to 299 is health. Empty: no checks, every backend counts as up."""
+    """Path of the GET request; a status from 200 to 299 is healthy. Empty: no checks, every backend counts as up."""
     interval_seconds: float = 2.0
     timeout_seconds: float = 1.0
     rise: int = 2
-    """Good answers in a row that bring a backend back."""
+    """Consecutive healthy checks that bring a backend back."""
     fall: int = 3
-    """Bad answers in a row that take a backend out."""
+    """Consecutive failed checks that take a backend out."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutlierSettings:
-    """Passive checks: a backend that fails the requests it is given gets none for a while."""
+    """Outlier detection: a backend that fails requests is ejected for a while."""
 
     consecutive_failures: int = 5
-    """Failures in a row that eject a backend; 0 for never."""
+    """Consecutive failures that eject a backend; 0: never."""
     error_rate: float = 0.5
-    """Share of failures in a window that ejects a backend; 0 for never."""
+    """Share of failures in a window that ejects a backend; 0: never."""
     least_requests: int = 20
-    """A window with fewer requests says nothing."""
+    """Minimum requests in a window for `error_rate` to count."""
     window_seconds: float = 10.0
     ejection_seconds: float = 5.0
-    """The first ejection; each further one is longer by this, and time without any takes it back."""
+    """Duration of the first ejection; each further one is longer by this, and time without failures takes it back."""
     longest_ejection_seconds: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class RetrySettings:
-    """What is tried again, and how often."""
+    """Which requests are retried, and how often."""
 
     tries: int = 3
-    """Of one request, the first among them."""
+    """Attempts per request, including the first."""
     budget: float = 0.2
-    """Retries per request, over time: more would make a collapse worse."""
+    """Retries per request, over time: more would make an overload worse."""
     reserve: int = 100
-    """Retries that may come at once, after a time without any."""
+    """Retries that are possible at once after a time without any."""
     inference: bool = False
-    """Also try inference requests again that may have reached a backend: they change nothing there."""
+    """Also retry inference requests that may have reached a backend: they change nothing there."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeoutSettings:
-    """How long a backend may take."""
+    """Timeouts of requests to backends."""
 
     connect_seconds: float = 2.0
     response_seconds: float = 300.0
-    """From the end of the request to the head of the answer: inference may take long."""
+    """From the end of the request to the head of the response: inference may take long."""
     idle_seconds: float = 300.0
-    """The longest silence inside an answer, or in a WebSocket."""
+    """Longest pause inside a response, or in a WebSocket."""
     keep_alive_seconds: float = 60.0
-    """A connection without work is closed after so long; it should be less than what the backends do."""
+    """Idle connections are closed after so long; it should be less than the keep-alive timeout of the backends."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAwareSettings:
+    """The policy `cache_aware`. The names are those of other routers for language models."""
+
+    cache_threshold: float = 0.3
+    """Share of a prompt that a backend must have seen to get the request for this reason."""
+    balance_abs_threshold: int = 64
+    """Load alone decides if one backend has so many requests more than the least busy one, and more by the factor below."""
+    balance_rel_threshold: float = 1.5
+    eviction_interval_seconds: float = 60.0
+    """How often a full tree is trimmed by an eighth, so that requests seldom have to; 0: never."""
+    max_tree_size: int = 1 << 22
+    """Characters that are kept per backend. Every tree node counts as 64 more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHashSettings:
+    """The policy `prefix_hash`."""
+
+    characters: int = 256
+    """Prompts with the same first characters, so many, go to the same backend."""
+    load_factor: float = 1.25
+    """A backend with more than so many times its share of all requests is skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAffinitySettings:
+    """Session affinity, by one of the three keys; without a key there is none."""
+
+    cookie: str = ""
+    """Name of a cookie; the router sets it for clients without it."""
+    header: str = ""
+    body: str = ""
+    """Key in the JSON body, with dots for nested keys: `user`, `parameters.sequence_id`."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is session affinity."""
+        return bool(self.cookie or self.header or self.body)
+
+
+@dataclass(frozen=True, slots=True)
+class HedgingSettings:
+    """Hedging: send a slow request to a second backend. Off unless there is a time or a percentile."""
+
+    after_seconds: float = 0.0
+    """Send the second request after so long."""
+    percentile: float = 0.0
+    """Or after this percentile of recent response times, such as 0.95; never sooner than `after_seconds`."""
+    inference: bool = False
+    """Also hedge inference requests, which change nothing; otherwise only GET and HEAD."""
+    budget: float = 0.05
+    """Second requests per request, over time."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is hedging."""
+        return self.after_seconds > 0 or self.percentile > 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """The queue of requests that wait while every backend has `max_outstanding` requests."""
+
+    requests: int = 1000
+    """Maximum length; further requests are refused."""
+    wait_seconds: float = 30.0
+    """Longest wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDecodeSettings:
+    """Prefill and decode on separate backends."""
+
+    enabled: bool = False
+    """Whether discovered backends may have roles although no configured backend has one."""
+    least_bytes: int = 2048
+    """Requests with a shorter body go to a decode backend at once: the KV transfer would take longer than the prefill."""
+    prefill_seconds: float = 30.0
+    """Timeout of a prefill backend; after it a decode backend computes the prompt."""
+    key_file: str = ""
+    """File with the fleet's key, which prefill backends on other machines require. Or set HEADRACE_HANDING_KEY."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoverySettings:
+    """Discovery of backends. Discovered backends are added to the configured ones."""
+
+    file: str = ""
+    """JSON or YAML file: a list of addresses, or of `{url, weight, grpc, role}`."""
+    dns: str = ""
+    """`name:port`: one backend per address of the name."""
+    pods: str = ""
+    """Label selector such as `app=chat-engine`: one backend per ready pod."""
+    prefill_pods: str = ""
+    """Label selector of pods with the role prefill."""
+    decode_pods: str = ""
+    """Label selector of pods with the role decode."""
+    namespace: str = ""
+    """Namespace of the pods; default: that of the router."""
+    port: int = 0
+    """Port of the pods; default: the first port of their first container."""
+    interval_seconds: float = 2.0
+    """How often sources are polled; a file is polled more often."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a source."""
+        return bool(self.file or self.dns or self.pods or self.prefill_pods or self.decode_pods)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetScale:
+    """Scaling of a target above one replica."""
+
+    metric: str
+    """What is measured: concurrent requests, or requests per second."""
+    target: float
+    """Target value per replica."""
+    max_replicas: int
+
+    @property
+    def spec(self) -> AutoscalerSpec:
+        """The same for `decide_replicas`."""
+        return AutoscalerSpec(self.target, self.max_replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleTarget:
+    """A workload that is scaled to zero: on Kubernetes one with a `scale` subresource."""
+
+    name: str
+    namespace: str = "default"
+    kind: str = "Deployment"
+    api_version: str = "apps/v1"
+    scale: TargetScale | None = None
+    """None: another autoscaler sets the replicas above one."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalService:
+    """A service of the local fleet, whose workloads are the targets."""
+
+    folder: str
+    """State directory of `headrace up`."""
+    service: str
+    """Name of the InferenceService."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSettings:
+    """Scale to zero and activation by requests."""
+
+    targets: tuple[ScaleTarget, ...]
+    """A held request waits for all of them."""
+    idle_seconds: float = 300.0
+    """Without any request for so long, the targets are scaled to zero."""
+    wait_seconds: float = 900.0
+    """Longest time that a request is held."""
+    held_requests: int = 1000
+    """Maximum requests that are held."""
+    held_bytes: int = 256 << 20
+    """Maximum bytes of their bodies."""
+    local: LocalService | None = None
+    """None: the targets are in a Kubernetes cluster."""
+
+
+def without_scaling(settings: ActivationSettings) -> ActivationSettings:
+    """Return settings that never scale down or up, for a router whose activation was removed while requests are held."""
+    targets = tuple(replace(target, scale=None) for target in settings.targets)
+    return replace(settings, targets=targets, idle_seconds=inf)
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """A router, apart from where it listens."""
+    """All settings of a router but the address it listens on."""
 
     backends: tuple[BackendAddress, ...]
     policy: str = "p2c"
@@ -170,37 +341,77 @@ class RouterSettings:
     retries: RetrySettings = field(default_factory=RetrySettings)
     timeouts: TimeoutSettings = field(default_factory=TimeoutSettings)
     slow_start_seconds: float = 0.0
-    """A backend that came back gets its share of the work little by little, over so long."""
+    """Time over which a backend that came back gets its share of the load gradually."""
     keep_host: bool = True
-    """Give backends the Host that the client asked for; else their own."""
+    """Send the client's Host to backends; otherwise their own."""
     trust_forwarded: bool = False
-    """Clients are proxies of ours: keep what they say in X-Forwarded-Proto, X-Forwarded-Host and Forwarded."""
+    """Clients are trusted proxies: keep their X-Forwarded-Proto, X-Forwarded-Host and Forwarded fields."""
     idle_connections: int = 256
-    """Connections without work that are kept for each backend."""
+    """Maximum idle connections per backend."""
     whole_bytes: int = 64 * 1024
-    """Bodies up to this size are passed on in one piece; longer ones piece by piece."""
+    """Bodies up to this size are passed on in one piece; longer ones are streamed."""
     answer_head_bytes: int = 64 * 1024
-    """The longest head of an answer."""
+    """Maximum size of a response head."""
     ca_file: str = ""
-    """Who signs the certificates of https backends; the system's authorities unless given."""
+    """CA certificates for https backends; default: those of the system."""
     activation: ActivationSettings | None = None
-    """What sleeps behind the backends, if anything does."""
+    """Scale to zero, if any."""
     cache_aware: CacheAwareSettings = field(default_factory=CacheAwareSettings)
     prefix_hash: PrefixHashSettings = field(default_factory=PrefixHashSettings)
-    sticky: StickySettings = field(default_factory=StickySettings)
+    sticky: SessionAffinitySettings = field(default_factory=SessionAffinitySettings)
     hedging: HedgingSettings = field(default_factory=HedgingSettings)
     max_outstanding: int = 0
-    """Requests that a backend may have at once; 0 for any number. More wait, as `queue` says."""
+    """Maximum concurrent requests per backend; 0: unlimited. More requests wait in the queue."""
     queue: QueueSettings = field(default_factory=QueueSettings)
     discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
-    """Where backends are found beside those that are named."""
-    pairing: PairingSettings = field(default_factory=PairingSettings)
-    """How prompts are handed from prefills to decoders, where backends have such roles."""
+    pairing: PrefillDecodeSettings = field(default_factory=PrefillDecodeSettings)
     handing_key: bytes = field(default=b"", repr=False)
-    """What prefills of other machines want to see: what stands in `pairing.key_file`."""
+    """The key for prefill backends: the content of `pairing.key_file`."""
 
     @property
     def paired(self) -> bool:
         """Whether backends may have roles."""
-        found = self.discovery.prefill_pods or self.discovery.decode_pods
-        return self.pairing.enabled or bool(found) or any(address.role for address in self.backends)
+        selectors = self.discovery.prefill_pods or self.discovery.decode_pods
+        return self.pairing.enabled or bool(selectors) or any(address.role for address in self.backends)
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcProxySettings:
+    """Settings of the gRPC proxy. They have no keys in the configuration file."""
+
+    connections: int = 4
+    """Maximum connections per backend. Several reach the several workers behind one port."""
+    spread_calls: int = 32
+    """Calls per connection from which on another connection is opened."""
+    waiting_calls: int = 4096
+    """Maximum calls that wait for one backend: for a connection, or for its limit of concurrent streams."""
+    replay_bytes: int = 256 * KIB
+    """Bytes of a request that are kept until its response starts, to send it again to another backend."""
+    stream_window_bytes: int = 1 * MIB
+    """Flow-control window of one response."""
+    connection_window_bytes: int = 256 * MIB
+    """Flow-control window of all calls on a connection: large, so that clients which do not read do not block others."""
+    header_bytes: int = 64 * KIB
+    """Maximum size of one decoded header block."""
+
+
+def check_settings(settings: RouterSettings) -> None:
+    """Check the values that types do not check. Raises InvalidArgument."""
+    cache, prefix, sticky, hedging = settings.cache_aware, settings.prefix_hash, settings.sticky, settings.hedging
+    if not 0 <= cache.cache_threshold <= 1:
+        raise InvalidArgument(f"cache_aware.cache_threshold is a share from 0 to 1, not {cache.cache_threshold:g}")
+    if prefix.characters < 1 or prefix.load_factor < 1:
+        raise InvalidArgument("prefix_hash.characters and prefix_hash.load_factor must be at least 1")
+    if not 0 <= hedging.percentile < 1 or not 0 <= hedging.budget <= 1:
+        raise InvalidArgument("hedging.percentile is a share below 1, such as 0.95, and hedging.budget one up to 1")
+    if sum(map(bool, (sticky.cookie, sticky.header, sticky.body))) > 1:
+        raise InvalidArgument("sticky takes one of cookie, header and body, not several")
+    for name, value in (("cookie", sticky.cookie), ("header", sticky.header)):
+        if value and not _TOKEN.fullmatch(value):
+            raise InvalidArgument(f"sticky.{name} is a name without spaces, not {value!r}")
+    if settings.paired and hedging.wanted:
+        raise InvalidArgument("hedging and backend roles cannot be combined: remove one of them")
+    if settings.pairing.prefill_seconds <= 0:
+        raise InvalidArgument("pairing.prefill_seconds is a number over 0")
+    if settings.discovery.port > 65535:
+        raise InvalidArgument("discovery.port is a port, up to 65535")

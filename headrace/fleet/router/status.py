@@ -1,110 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router tells of itself: `/router/status`, `/router/metrics`, `/router/healthz`.
+"""The router's own endpoints: `/router/status`, `/router/metrics`, `/router/healthz` and `/router/explain`.
 
-Made by `proxy`. Everything but one histogram is read from the backends when asked, so it costs requests nothing.
+All numbers but one histogram are computed from counters of other objects when a client reads them: requests pay nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from base64 import b64decode
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.core.errors import NotFound, Unavailable
+from headrace.core.errors import InvalidArgument, NotFound, Unavailable
 from headrace.core.telemetry.exposition import Format, negotiate, render
-from headrace.fleet.router.choosing.counting import Choices
-from headrace.fleet.router.revisions import Revisions
-from headrace.net.http.heads import CONTENT_TYPE, OK_JSON, OK_PLAIN, ResponseHead
+from headrace.fleet.router.backends import LimitedBackends
+from headrace.fleet.router.policies import ChoiceReason, RequestView
+from headrace.net.http.heads import CONTENT_TYPE, OK_JSON, OK_PLAIN, RequestHead, ResponseHead
 from headrace.version import __version__
 
 if TYPE_CHECKING:
-    from headrace.core.telemetry.registry import Registry
+    from headrace.core.telemetry.metrics import Registry
+    from headrace.fleet.router.activation import Activator
     from headrace.fleet.router.backend import Backend
     from headrace.fleet.router.backends import Backends
-    from headrace.fleet.router.pools import Pool
+    from headrace.fleet.router.chooser import Chooser
+    from headrace.fleet.router.hedging import Hedger
+    from headrace.fleet.router.prefill_decode import PrefillDecode
     from headrace.fleet.router.retries import RetryBudget
     from headrace.fleet.router.settings import RouterSettings
-    from headrace.fleet.router.waking.activator import Activator
+    from headrace.fleet.router.upstream import ConnectionPool
     from headrace.net.http.exchange import Exchange
     from headrace.net.http.routes import Routes
 
 _OUTCOMES = ("ok", "erred", "refused", "failed", "cancelled")
+_MAX_REMOVED_REVISIONS = 16
+"""Revisions without a backend whose counts are kept."""
+_EXPLAIN_EXAMPLE = (
+    'send JSON such as {"method": "POST", "path": "/v1/chat/completions", "headers": {}, "body": {"messages": []}}'
+)
+
+REASON_TEXTS = {
+    ChoiceReason.POLICY: "the policy chooses by load and weight alone, and it is next",
+    ChoiceReason.ONLY: "no other backend can take a request",
+    ChoiceReason.HIT: "it has seen most of the prompt's beginning",
+    ChoiceReason.MISS: "no backend has seen enough of the prompt, and it has the least load",
+    ChoiceReason.IMBALANCE: "one backend has far more load than another, so that load alone decides",
+    ChoiceReason.NO_PROMPT: "the request has no prompt, and it has the least load",
+    ChoiceReason.HASH: "the hash of the prompt's first characters selects it",
+    ChoiceReason.OVERFLOW: "the backend that the hash selects is down or has too much load",
+    ChoiceReason.STICKY: "the session belongs to it",
+    ChoiceReason.MOVED: "the backend of the session is down or full",
+    ChoiceReason.AGGREGATED: "no decode backend can take a request, and a prefill backend can serve all of it",
+}
 
 
 class RouterStatus:
-    """The router's own endpoints."""
+    """The endpoints for status, metrics and health."""
 
     def __init__(
         self,
         registry: Registry,
         backends: Backends,
-        pools: dict[Backend, Pool],
+        pools: dict[Backend, ConnectionPool],
         budget: RetryBudget,
         settings: RouterSettings,
-        waking: Activator | None = None,
+        activator: Activator | None = None,
     ) -> None:
         self.ready = True
-        self._waking: Activator | None = None
+        self._activator: Activator | None = None
         self._registry = registry
         self._backends = backends
         self._pools = pools
         self._budget = budget
-        self._revisions = Revisions(backends)
-        self.choices = Choices(registry, backends, settings.policy)
-        """Why backends were chosen."""
-        self._heads = {each: ResponseHead(200, [(CONTENT_TYPE, each.value)]) for each in Format}
-        self._family = registry.histogram(
+        self._revisions = RevisionStats(backends)
+        self.choices = ChoiceMetrics(registry, backends, settings.policy)
+        self._heads = {format_: ResponseHead(200, [(CONTENT_TYPE, format_.value)]) for format_ in Format}
+        self._seconds = registry.histogram(
             "headrace_router_backend_seconds",
-            "Time from the choice of a backend to the end of its answer.",
+            "Time from the choice of a backend to the end of its response.",
             ["backend"],
         )
         for backend in backends.all:
-            self.join(backend)
-        self._declare()
-        if waking is not None:
-            self.wakes(waking)
+            self.add_backend(backend)
+        self._register_metrics()
+        if activator is not None:
+            self.set_activator(activator)
 
-    def wakes(self, waking: Activator) -> None:
-        """What is behind the backends may sleep from now on."""
-        self._waking = waking
-        waking.declare(self._registry)
+    def set_activator(self, activator: Activator) -> None:
+        """Report on activation from now on."""
+        self._activator = activator
+        activator.register_metrics(self._registry)
 
     def add_to(self, routes: Routes) -> None:
-        """Register the endpoints; nothing under `/router` goes to a backend."""
-        routes.add("GET", "/router/status", self._answer_status)
-        routes.add("GET", "/router/metrics", self._answer_metrics)
-        routes.add("GET", "/router/healthz", self._answer_health)
-        routes.mount("/router", _unknown)
+        """Register the endpoints; no path under `/router` goes to a backend."""
+        routes.add("GET", "/router/status", self._respond_status)
+        routes.add("GET", "/router/metrics", self._respond_metrics)
+        routes.add("GET", "/router/healthz", self._respond_health)
+        routes.mount("/router", _respond_not_found)
 
-    def join(self, backend: Backend) -> None:
-        """A backend has come: its times are told from now on."""
-        backend.seconds = self._family.labels(backend=backend.name)
+    def add_backend(self, backend: Backend) -> None:
+        """Report the response times of a new backend."""
+        backend.seconds = self._seconds.labels(backend=backend.name)
 
-    def leave(self, backend: Backend) -> None:
-        """A backend has gone; its times go with it, unless another of its name has come."""
-        self._revisions.leave(backend)
-        if all(each.name != backend.name for each in self._backends.all):
-            self._family.remove(backend=backend.name)
+    def remove_backend(self, backend: Backend) -> None:
+        """Remove the response times of a backend, unless another one has its name."""
+        self._revisions.remove_backend(backend)
+        if all(other.name != backend.name for other in self._backends.all):
+            self._seconds.remove(backend=backend.name)
 
     def as_json(self) -> dict[str, Any]:
-        """The whole state."""
-        told = {
+        """Return the state of the router."""
+        status = {
             "version": __version__,
             "policy": self.choices.policy,
             "live": len(self._backends.live),
             "queued": self._backends.queued,
             "retries": {"spent": self._budget.spent, "refused": self._budget.refused},
-            "backends": [self._of(backend) for backend in self._backends.all],
-            "leaving": [{"url": each.name, "outstanding": each.outstanding} for each in self._backends.leaving],
+            "backends": [self._backend_json(backend) for backend in self._backends.all],
+            "leaving": [
+                {"url": backend.name, "outstanding": backend.outstanding} for backend in self._backends.draining
+            ],
             "revisions": self._revisions.as_json(),
         }
-        if self._waking is not None:
-            # A number: KEDA's metrics-api trigger reads it.
-            told |= {"active": int(self._waking.active), "waking": self._waking.as_json()}
-        return told
+        if self._activator is not None:
+            # A number: the metrics-api trigger of KEDA reads it.
+            status |= {"active": int(self._activator.active), "waking": self._activator.as_json()}
+        return status
 
-    def _of(self, backend: Backend) -> dict[str, Any]:
+    def _backend_json(self, backend: Backend) -> dict[str, Any]:
         stats, pool = backend.stats, self._pools[backend]
         return {
             "url": backend.name,
@@ -122,23 +147,23 @@ class RouterStatus:
             "idle_connections": len(pool.idle),
         }
 
-    def _answer_status(self, exchange: Exchange) -> None:
+    def _respond_status(self, exchange: Exchange) -> None:
         exchange.respond(OK_JSON, orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))
 
-    def _answer_metrics(self, exchange: Exchange) -> None:
+    def _respond_metrics(self, exchange: Exchange) -> None:
         chosen = negotiate(exchange.head.get(b"accept"))
         exchange.respond(self._heads[chosen], render(self._registry, chosen))
 
-    def _answer_health(self, exchange: Exchange) -> None:
+    def _respond_health(self, exchange: Exchange) -> None:
         if not self.ready:
             exchange.fail(Unavailable("the router is shutting down", retry_after_seconds=1))
-        elif not self._backends.live and self._waking is None:
+        elif not self._backends.live and self._activator is None:
             exchange.fail(self._backends.unavailable())
         else:
             exchange.respond(OK_PLAIN, b"ok\n")
 
-    def _declare(self) -> None:
-        def each(read: Callable[[Backend], float]) -> Callable[[], dict[tuple[str, ...], float]]:
+    def _register_metrics(self) -> None:
+        def per_backend(read: Callable[[Backend], float]) -> Callable[[], dict[tuple[str, ...], float]]:
             return lambda: {(backend.name,): read(backend) for backend in self._backends.all}
 
         def outcomes() -> dict[tuple[str, ...], float]:
@@ -148,51 +173,302 @@ class RouterStatus:
                 for outcome in _OUTCOMES
             }
 
-        registry, of = self._registry, ["backend"]
+        registry, labels = self._registry, ["backend"]
         registry.callback(
             "headrace_router_requests_total",
-            "Requests that a backend is done with: ok, erred (other 5xx), refused (502, 503, 504), failed, or cancelled.",
+            "Requests that a backend has finished: ok, erred (other 5xx), refused (502, 503, 504), failed, or cancelled.",
             outcomes,
             ["backend", "outcome"],
             kind="counter",
         )
         registry.callback(
             "headrace_router_revision_requests_total",
-            "Requests that the backends of a revision are done with: ok, or error (5xx, or none).",
+            "Requests that the backends of a revision have finished: ok, or error (5xx, or no response).",
             self._revisions.outcomes,
             ["revision", "outcome"],
             kind="counter",
         )
         registry.callback(
             "headrace_router_retries_total",
-            "Requests given to a backend after a first try had failed.",
-            each(lambda backend: backend.stats.retries),
-            of,
+            "Requests sent to a backend after a first attempt had failed.",
+            per_backend(lambda backend: backend.stats.retries),
+            labels,
             kind="counter",
         )
         registry.callback(
             "headrace_router_retries_refused_total",
-            "Retries that there was no budget for.",
+            "Retries refused for lack of budget.",
             lambda: self._budget.refused,
             kind="counter",
         )
         registry.callback(
-            "headrace_router_outstanding", "Requests a backend has.", each(lambda backend: backend.outstanding), of
+            "headrace_router_outstanding",
+            "Open requests of a backend.",
+            per_backend(lambda backend: backend.outstanding),
+            labels,
         )
         registry.callback(
-            "headrace_router_backend_up", "1 if it gets requests.", each(lambda backend: int(backend.live)), of
+            "headrace_router_backend_up",
+            "1 if it gets requests.",
+            per_backend(lambda backend: int(backend.live)),
+            labels,
         )
         registry.callback(
             "headrace_router_connections",
             "Open HTTP/1.1 connections to a backend.",
-            each(lambda backend: len(self._pools[backend].all)),
-            of,
+            per_backend(lambda backend: len(self._pools[backend].all)),
+            labels,
         )
 
 
-def _unknown(exchange: Exchange) -> None:
+def _respond_not_found(exchange: Exchange) -> None:
     exchange.fail(
         NotFound(
-            "there is no such page: /router/status, /router/metrics, /router/healthz and /router/explain are there"
+            "there is no such page; there are /router/status, /router/metrics, /router/healthz and /router/explain"
         )
     )
+
+
+class ChoiceMetrics:
+    """Metrics of choices, hedging, KV transfer and the request queue."""
+
+    def __init__(self, registry: Registry, backends: Backends, policy: str) -> None:
+        self.policy = policy
+        self._backends = backends
+        self._chooser: Chooser | None = None
+        self._hedger: Hedger | None = None
+        self._prefill_decode: PrefillDecode | None = None
+        self._register(registry)
+
+    def update(
+        self, policy: str, chooser: Chooser | None, hedger: Hedger | None, prefill_decode: PrefillDecode | None
+    ) -> None:
+        """Report on these from now on."""
+        self.policy, self._chooser, self._hedger = policy, chooser, hedger
+        self._prefill_decode = prefill_decode
+
+    def _choices(self) -> dict[tuple[str, ...], float]:
+        if self._chooser is not None:
+            return {(self.policy, name, why): count for (name, why), count in self._chooser.counts.items()}
+        # Policies that choose by load alone count nothing: the requests of a backend are enough.
+        counts: dict[tuple[str, ...], float] = {}
+        for backend in self._backends.all:
+            first_attempts = backend.stats.requests - backend.stats.retries
+            counts[self.policy, backend.name, ChoiceReason.POLICY] = first_attempts
+            counts[self.policy, backend.name, ChoiceReason.RETRY] = backend.stats.retries
+        return counts
+
+    def _hedges(self) -> dict[tuple[str, ...], float]:
+        hedger = self._hedger
+        if hedger is None:
+            return {}
+        return {("asked",): hedger.hedged, ("won",): hedger.won, ("refused",): hedger.budget.refused}
+
+    def _transfers(self) -> dict[tuple[str, ...], float]:
+        if self._prefill_decode is None:
+            return {}
+        return {(outcome,): count for outcome, count in self._prefill_decode.counts.items()}
+
+    def _register(self, registry: Registry) -> None:
+        registry.callback(
+            "headrace_router_decisions_total",
+            "Choices of a backend, by policy and reason.",
+            self._choices,
+            ["policy", "backend", "why"],
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_hedges_total",
+            "Second requests to another backend: sent (asked), answered first (won), refused for lack of budget.",
+            self._hedges,
+            ["outcome"],
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_handings_total",
+            "Requests with a prompt, by the outcome of the KV transfer: handed, or why the decode backend computes it.",
+            self._transfers,
+            ["outcome"],
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_prefill_seconds_total",
+            "Time that prefill backends took for prompts that were transferred.",
+            lambda: self._prefill_decode.seconds if self._prefill_decode else 0.0,
+            kind="counter",
+        )
+        registry.callback("headrace_router_leaving", "Backends that drain.", lambda: len(self._backends.draining))
+        if isinstance(self._backends, LimitedBackends):
+            queue = self._backends.queue
+            registry.callback("headrace_router_queued_requests", "Queued requests.", lambda: queue.length)
+            registry.callback(
+                "headrace_router_queue_refused_total",
+                "Requests refused because the queue was full or they waited too long.",
+                lambda: queue.refused,
+                kind="counter",
+            )
+
+
+class RevisionStats:
+    """Results of requests by revision, for the controller of a rollout.
+
+    Backends count for themselves and are added up here. The sums of removed backends are kept: the errors of a revision must
+    not disappear with the pod that caused them.
+    """
+
+    def __init__(self, backends: Backends) -> None:
+        self._backends = backends
+        self._removed: dict[str, _RevisionSum] = {}
+
+    def remove_backend(self, backend: Backend) -> None:
+        """Keep the counts of a backend that was removed and has drained."""
+        revision = backend.address.revision
+        if not revision:
+            return
+        kept = self._removed.pop(revision, None) or _RevisionSum()
+        kept.add(backend)
+        # Inserted last, so that the revision that has had no backend for longest is dropped first.
+        self._removed[revision] = kept
+        while len(self._removed) > _MAX_REMOVED_REVISIONS:
+            del self._removed[next(iter(self._removed))]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return `bounds` of the buckets, and `counts` by revision: requests, errors, seconds and bucket counts."""
+        backends = self._backends.all
+        return {
+            "bounds": list(backends[0].seconds.bounds) if backends else [],
+            "counts": {
+                revision: {
+                    "requests": total.requests,
+                    "errors": total.errors,
+                    "seconds": total.seconds,
+                    "times": total.times,
+                }
+                for revision, total in self._sums().items()
+            },
+        }
+
+    def outcomes(self) -> dict[tuple[str, ...], float]:
+        """Return the counts for the metrics."""
+        counts: dict[tuple[str, ...], float] = {}
+        for revision, total in self._sums().items():
+            counts[(revision, "ok")], counts[(revision, "error")] = total.requests - total.errors, total.errors
+        return counts
+
+    def _sums(self) -> dict[str, _RevisionSum]:
+        sums: dict[str, _RevisionSum] = {}
+        for revision, removed in self._removed.items():
+            sums[revision] = total = _RevisionSum()
+            total.add_counts(removed.requests, removed.errors, removed.seconds, removed.times)
+        for backend in (*self._backends.all, *self._backends.draining):
+            if backend.address.revision:
+                sums.setdefault(backend.address.revision, _RevisionSum()).add(backend)
+        return sums
+
+
+class _RevisionSum:
+    """Counts of one revision."""
+
+    __slots__ = ("errors", "requests", "seconds", "times")
+
+    def __init__(self) -> None:
+        self.requests = self.errors = 0
+        self.seconds = 0.0
+        self.times: list[int] = []
+
+    def add(self, backend: Backend) -> None:
+        stats, histogram = backend.stats, backend.seconds
+        self.add_counts(stats.done, stats.done - stats.ok, histogram.sum, histogram.counts)
+
+    def add_counts(self, requests: int, errors: int, seconds: float, times: list[int]) -> None:
+        self.requests += requests
+        self.errors += errors
+        self.seconds += seconds
+        self.times = [a + b for a, b in zip(self.times, times, strict=True)] if self.times else list(times)
+
+
+class ExplainEndpoint:
+    """`POST /router/explain`: which backend a request would get, and why, without sending it.
+
+    The body is JSON with `method`, `path`, `headers` and `body` (a string, or a JSON document) or `body_base64`. Nothing is
+    changed but the state of random policies.
+    """
+
+    def __init__(self, backends: Backends, settings: Callable[[], RouterSettings]) -> None:
+        self._backends = backends
+        self._settings = settings
+
+    def add_to(self, routes: Routes) -> None:
+        """Register the endpoint."""
+        routes.add("POST", "/router/explain", self._respond)
+
+    def explain(self, request: RequestView) -> dict[str, Any]:
+        """Return the choice and the state of all backends."""
+        backends, settings = self._backends, self._settings()
+        chooser = backends.chooser
+        live: Sequence[Backend] = chooser.candidates() if chooser is not None else backends.live
+        chosen, why = None, "nobody"
+        if live:
+            # A copy of the policy chooses, so that the next request is not affected.
+            pick = copy(backends.policy).pick
+            if chooser is not None:
+                chosen, why = chooser.decide(request, live, pick)
+            else:
+                chosen, why = (pick(live), ChoiceReason.POLICY) if len(live) > 1 else (live[0], ChoiceReason.ONLY)
+        return {
+            "backend": chosen.name if chosen is not None else None,
+            "why": why,
+            "because": REASON_TEXTS.get(why) or self._why_no_backend(),
+            "policy": settings.policy,
+            "details": chooser.explain(request, live) if chooser is not None else {},
+            "backends": [
+                {
+                    "url": backend.name,
+                    **({"role": backend.address.role} if backend.address.role else {}),
+                    "state": backend.state,
+                    "reason": backend.health.reason,
+                    "weight": backend.weight,
+                    "outstanding": backend.outstanding,
+                    "candidate": backend in live,
+                }
+                for backend in backends.all
+            ],
+        }
+
+    def _why_no_backend(self) -> str:
+        if self._backends.live:
+            return f"every backend has {self._settings().max_outstanding} requests: the request would be queued"
+        return self._backends.unavailable().message
+
+    def _respond(self, exchange: Exchange) -> None:
+        explanation = self.explain(parse_explain_request(bytes(exchange.body)))
+        exchange.respond(OK_JSON, orjson.dumps(explanation, option=orjson.OPT_INDENT_2))
+
+
+def parse_explain_request(body: bytes) -> RequestView:
+    """Parse the body of `/router/explain`. Raises InvalidArgument."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        raise InvalidArgument(f"the body is not JSON; {_EXPLAIN_EXAMPLE}") from None
+    if not isinstance(document, dict) or set(document) - {"method", "path", "headers", "body", "body_base64"}:
+        raise InvalidArgument(_EXPLAIN_EXAMPLE)
+    method, path = document.get("method", "POST"), document.get("path", "/")
+    headers = document.get("headers") or {}
+    valid = isinstance(method, str) and isinstance(path, str) and isinstance(headers, dict)
+    if not valid or not all(isinstance(value, str) for value in headers.values()):
+        raise InvalidArgument(_EXPLAIN_EXAMPLE)
+    content = _decode_content(document.get("body"), document.get("body_base64"))
+    fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    return RequestView(RequestHead(method.upper().encode(), path.encode(), fields, version="1.1"), content)
+
+
+def _decode_content(body: Any, encoded: Any) -> bytes:
+    if encoded is not None:
+        try:
+            return b64decode(encoded, validate=True)
+        except (ValueError, TypeError):
+            raise InvalidArgument(f"body_base64 is no base64; {_EXPLAIN_EXAMPLE}") from None
+    if isinstance(body, str):
+        return body.encode()
+    return orjson.dumps(body) if body is not None else b""

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds as tables, and what follows from the tables: checks, defaults, CRDs, reference pages.
+"""Schemas of our custom resources as tables: validation, defaults, CRDs and reference pages are generated from them.
 
-Lives here: the tables in `kinds`, one row a field, and functions that walk them. A rule that needs two fields or another
-document stands in `admission`.
+`kinds` has the tables, one row per field. Rules that need two fields or another document are in `admission`.
 """
 
-from headrace.fleet.schema.checking import check, check_status, doubts
-from headrace.fleet.schema.defaulting import defaulted
+from headrace.fleet.schema.validation import validate, validate_status, warnings, with_defaults
 
-__all__ = ["check", "check_status", "defaulted", "doubts"]
+__all__ = ["validate", "validate_status", "warnings", "with_defaults"]

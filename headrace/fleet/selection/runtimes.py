@@ -1,156 +1,160 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime of a service: the one it names, else the best of those that fit its model.
-
-Called by planning, explaining and the admission webhook with a service whose defaults are in. With
-`FleetSettings.upstream_selection` it chooses as OME does; without, a runtime made for the model's size comes before one
-that names no size, and one whose components are not the service's is left out.
-"""
+"""Select the runtime of a service: the one it names, else the best of those that can serve its model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace.fleet.documents import ClusterFacts, Problem, namespace_of
 from headrace.fleet.names import ACCELERATOR_CLASS, DEPLOYMENT_MODE, VIRTUAL
-from headrace.fleet.selection.index import Match, Offer, Rejection, answer_of, offer_of, runtime_index
-from headrace.fleet.selection.matching import Fit
-from headrace.fleet.words import (
-    ClusterFacts,
+from headrace.fleet.selection.model_match import (
+    Fit,
+    ModelRequirements,
+    SupportedFormat,
+    match_format,
+    parse_supported_format,
+    requirements_of,
+    score,
+    size_distance,
+    size_reason,
+)
+from headrace.platforms.kubernetes_client.objects import (
     Document,
-    Problem,
     annotations_of,
+    get_int,
+    get_list,
+    get_mapping,
+    get_str,
+    kind_of,
     name_of,
-    namespace_of,
-    part,
-    text,
-    whole,
 )
 
-_NAMED_REASONS = 5
-"""How many runtimes a problem explains; `rejected` has them all."""
+_MAX_REASONS = 5
+"""Number of runtimes that a problem's message explains; `rejected` has all."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The runtime of a service, why it is that one, and why the others are not."""
+    """The selected runtime of a service, the reason, and the rejected runtimes."""
 
     runtime: Document | None
     reason: str
     rejected: tuple[Rejection, ...] = ()
     problem: Problem | None = None
-    """Why there is none, or why the named one cannot be taken."""
+    """Why there is none, or why the named one cannot be used."""
     failure: str = ""
     """The problem as a FailureReason of the status: NoSupportingRuntime, RuntimeDisabled, ..."""
 
 
 def select(service: Document, facts: ClusterFacts) -> Selection:
-    """The runtime for a service. Without a problem and without a runtime, the service runs images of its own."""
-    spec, namespace = part(service, "spec"), namespace_of(service)
+    """Select the runtime of a service. Without a problem and without a runtime, the service has its own images."""
+    spec, namespace = get_mapping(service, "spec"), namespace_of(service)
     if annotations_of(service).get(DEPLOYMENT_MODE) == VIRTUAL:
         return Selection(None, f"a {VIRTUAL} runs nothing")
-    model_name = text(spec, "model", "name")
-    model = facts.model(namespace, model_name, text(spec, "model", "kind")) if model_name else None
+    model_name = get_str(spec, "model", "name")
+    model = facts.model(namespace, model_name, get_str(spec, "model", "kind")) if model_name else None
     if model_name and model is None:
         problem = Problem("spec.model.name", f"there is no model {model_name}", "create it first, or correct the name")
-        return Selection(None, "the model is not there", problem=problem, failure="BaseModelNotFound")
-    named = text(spec, "runtime", "name")
+        return Selection(None, "the model does not exist", problem=problem, failure="BaseModelNotFound")
+    named = get_str(spec, "runtime", "name")
     if named:
-        return _named(service, named, model, facts)
-    alone = runs_alone(part(spec, "engine"))
+        return _select_named(service, named, model, facts)
+    alone = has_own_image(get_mapping(spec, "engine"))
     if model is None:
         if alone:
             return Selection(None, "the engine names its own image")
         problem = Problem("spec.model", "is missing, so no runtime can be chosen", "add spec.model or spec.runtime")
         return Selection(None, "no model is named", problem=problem, failure="InvalidPredictorSpec")
-    return _chosen(service, model, facts, alone)
+    return _select_best(service, model, facts, alone)
 
 
-def runs_alone(engine: Document) -> bool:
-    """Whether an engine says which images to run, so that it needs no runtime."""
-    if text(engine, "runner", "image"):
+def has_own_image(engine: Document) -> bool:
+    """Whether an engine has its own images and needs no runtime."""
+    if get_str(engine, "runner", "image"):
         return True
-    return bool(text(engine, "leader", "runner", "image") and text(engine, "worker", "runner", "image"))
+    return bool(get_str(engine, "leader", "runner", "image") and get_str(engine, "worker", "runner", "image"))
 
 
 def matching_entry(runtime: Document, model: Document, facts: ClusterFacts) -> Document | None:
-    """The entry of `supportedModelFormats` by which a runtime serves a model: accelerators are configured there."""
+    """Return the entry of `supportedModelFormats` that matches a model; it configures accelerators."""
     index = facts.derived(runtime_index)
-    namespace = namespace_of(runtime) if text(runtime, "kind") != "ClusterServingRuntime" else ""
-    offer = next((each for each in index.offers.get(namespace, ()) if each.runtime is runtime), None)
+    namespace = namespace_of(runtime) if get_str(runtime, "kind") != "ClusterServingRuntime" else ""
+    offer = next((offer for offer in index.offers.get(namespace, ()) if offer.runtime is runtime), None)
     if offer is None:
-        return answer_of(model, offer_of(runtime), upstream=index.upstream).entry
+        return match_runtime(model, read_offer(runtime), upstream=index.upstream).entry
     return index.answer(model, offer).entry
 
 
-def _named(service: Document, name: str, model: Document | None, facts: ClusterFacts) -> Selection:
+def _select_named(service: Document, name: str, model: Document | None, facts: ClusterFacts) -> Selection:
     namespace = namespace_of(service)
-    runtime = facts.runtime(namespace, name, text(service, "spec", "runtime", "kind"))
+    runtime = facts.runtime(namespace, name, get_str(service, "spec", "runtime", "kind"))
     index = facts.derived(runtime_index)
     others = tuple(
-        Rejection(each.name, f"the service names {name}")
-        for each in index.reachable(namespace)
-        if each.runtime is not runtime
+        Rejection(offer.name, f"the service names {name}")
+        for offer in index.available(namespace)
+        if offer.runtime is not runtime
     )
     place = "spec.runtime.name"
     if runtime is None:
         fix = "create it first, correct the name, or leave spec.runtime out to have one chosen"
         problem = Problem(place, f"there is no runtime {name}", fix)
-        return Selection(None, "the runtime is not there", others, problem, "RuntimeNotRecognized")
-    offer = next(each for each in index.reachable(namespace) if each.runtime is runtime)
+        return Selection(None, "the runtime does not exist", others, problem, "RuntimeNotRecognized")
+    offer = next(offer for offer in index.available(namespace) if offer.runtime is runtime)
     reason, failure = "", "NoSupportingRuntime"
     if offer.disabled:
         reason, failure = "it is disabled", "RuntimeDisabled"
     else:
-        reason = _accelerators(_classes(service), offer)
+        reason = _accelerator_mismatch(_requested_classes(service), offer)
         if not reason and model is not None:
             answer = index.answer(model, offer)
             reason = answer.reason if answer.fit is Fit.NONE else ""
-    said = f"the service names {name}"
+    message = f"the service names {name}"
     if not reason:
-        lacks = "" if index.upstream else _lacks(_needs(part(service, "spec")), offer)
-        return Selection(runtime, f"{said}, though {lacks}" if lacks else said, others)
+        lacks = "" if index.upstream else _missing_config(_needs(get_mapping(service, "spec")), offer)
+        return Selection(runtime, f"{message}, though {lacks}" if lacks else message, others)
     subject = f"the runtime {name} cannot serve {name_of(model)}" if model is not None else f"the runtime {name}"
     fix = "name another, or leave spec.runtime out to have one chosen"
     problem = Problem(place, f"{subject}: {reason}", fix)
-    return Selection(None, f"{said}, which cannot be taken: {reason}", others, problem, failure)
+    return Selection(None, f"{message}, which cannot be used: {reason}", others, problem, failure)
 
 
-def _chosen(service: Document, model: Document, facts: ClusterFacts, alone: bool) -> Selection:
+def _select_best(service: Document, model: Document, facts: ClusterFacts, alone: bool) -> Selection:
     index = facts.derived(runtime_index)
-    standing = index.standing(namespace_of(service), model)
-    classes, needs = _classes(service), _needs(part(service, "spec"))
+    candidates = index.candidates(namespace_of(service), model)
+    classes, needs = _requested_classes(service), _needs(get_mapping(service, "spec"))
     matches: list[Match] = []
     rejected: list[Rejection] = []
-    for match in standing.fitting:
-        reason = _accelerators(classes, match.offer)
+    for match in candidates.fitting:
+        reason = _accelerator_mismatch(classes, match.offer)
         if not reason and not match.offer.auto_select:
             reason = "it fits, but none of its formats has autoSelect: true"
         if not reason and not index.upstream:
-            reason = _lacks(needs, match.offer)
+            reason = _missing_config(needs, match.offer)
         if reason:
             rejected.append(Rejection(match.offer.name, reason))
         else:
             matches.append(match)
     if not matches:
-        return _none(model, (*rejected, *standing.others), alone)
+        return _no_match(model, (*rejected, *candidates.others), alone)
     best = matches[0]
-    behind = [Rejection(each.offer.name, _behind(each, best)) for each in matches[1:]]
-    return Selection(best.offer.runtime, _because(best, len(matches)), (*behind, *rejected, *standing.others))
+    lower = [Rejection(match.offer.name, _ranked_lower_reason(match, best)) for match in matches[1:]]
+    return Selection(best.offer.runtime, _reason(best, len(matches)), (*lower, *rejected, *candidates.others))
 
 
-def _none(model: Document, rejected: tuple[Rejection, ...], alone: bool) -> Selection:
+def _no_match(model: Document, rejected: tuple[Rejection, ...], alone: bool) -> Selection:
     if alone:
         return Selection(None, "the engine names its own image, and no runtime fits the model", rejected)
-    told = "; ".join(f"{each.name}: {each.reason}" for each in rejected[:_NAMED_REASONS])
-    more = len(rejected) - _NAMED_REASONS
+    reasons = "; ".join(f"{rejection.name}: {rejection.reason}" for rejection in rejected[:_MAX_REASONS])
+    more = len(rejected) - _MAX_REASONS
     if more > 0:
-        told += f"; and {more} more"
-    said = f"no runtime fits the model {name_of(model)} ({told or 'there are none'})"
+        reasons += f"; and {more} more"
+    message = f"no runtime fits the model {name_of(model)} ({reasons or 'there are none'})"
     fix = "name one in spec.runtime, or create one that supports the model's format with autoSelect: true"
-    return Selection(None, "no runtime fits", rejected, Problem("spec.model.name", said, fix), "NoSupportingRuntime")
+    return Selection(None, "no runtime fits", rejected, Problem("spec.model.name", message, fix), "NoSupportingRuntime")
 
 
-def _because(match: Match, count: int) -> str:
+def _reason(match: Match, count: int) -> str:
     answer = match.answer
     near = f", though not exactly ({answer.reason})" if answer.fit is Fit.NEAR else ""
     if count == 1:
@@ -158,7 +162,7 @@ def _because(match: Match, count: int) -> str:
     return f"it is the best of {count} that fit the model{near} (score {answer.score})"
 
 
-def _behind(match: Match, best: Match) -> str:
+def _ranked_lower_reason(match: Match, best: Match) -> str:
     name = best.offer.name
     if match.answer.fit != best.answer.fit:
         return f"it fits, but {name} fits exactly ({match.answer.reason})"
@@ -171,28 +175,28 @@ def _behind(match: Match, best: Match) -> str:
     return f"it fits as well as {name}, which is first by name"
 
 
-def _classes(service: Document) -> tuple[str, ...]:
-    """The accelerator classes that a service asks for by name."""
-    spec = part(service, "spec")
+def _requested_classes(service: Document) -> tuple[str, ...]:
+    """Return the accelerator classes that a service names."""
+    spec = get_mapping(service, "spec")
     named = {
         annotations_of(service).get(ACCELERATOR_CLASS, ""),
-        text(spec, "acceleratorSelector", "acceleratorClass"),
-        text(spec, "engine", "acceleratorOverride", "acceleratorClass"),
-        text(spec, "decoder", "acceleratorOverride", "acceleratorClass"),
+        get_str(spec, "acceleratorSelector", "acceleratorClass"),
+        get_str(spec, "engine", "acceleratorOverride", "acceleratorClass"),
+        get_str(spec, "decoder", "acceleratorOverride", "acceleratorClass"),
     }
     return tuple(sorted(named - {""}))
 
 
-def _accelerators(classes: tuple[str, ...], offer: Offer) -> str:
-    missing = [each for each in classes if each not in offer.classes]
+def _accelerator_mismatch(classes: tuple[str, ...], offer: RuntimeOffer) -> str:
+    missing = [name for name in classes if name not in offer.classes]
     if not missing:
         return ""
     have = ", ".join(offer.classes) or "none"
     return f"accelerator mismatch (service={', '.join(missing)}, runtime={have})"
 
 
-class _Needs(NamedTuple):
-    """What the components of a service need of a runtime."""
+class _RuntimeNeeds(NamedTuple):
+    """The component configurations that a service needs from a runtime."""
 
     engine: bool
     worker: bool
@@ -202,24 +206,24 @@ class _Needs(NamedTuple):
     router: bool
 
 
-def _needs(spec: Document) -> _Needs:
-    engine, decoder = part(spec, "engine"), part(spec, "decoder")
-    return _Needs(
-        engine=not runs_alone(engine),
-        worker=_grouped(engine) and not text(engine, "worker", "runner", "image"),
+def _needs(spec: Document) -> _RuntimeNeeds:
+    engine, decoder = get_mapping(spec, "engine"), get_mapping(spec, "decoder")
+    return _RuntimeNeeds(
+        engine=not has_own_image(engine),
+        worker=_has_workers(engine) and not get_str(engine, "worker", "runner", "image"),
         has_decoder="decoder" in spec,
-        decoder="decoder" in spec and not runs_alone(decoder),
-        decoder_worker=_grouped(decoder) and not text(decoder, "worker", "runner", "image"),
-        router="router" in spec and not text(spec, "router", "runner", "image"),
+        decoder="decoder" in spec and not has_own_image(decoder),
+        decoder_worker=_has_workers(decoder) and not get_str(decoder, "worker", "runner", "image"),
+        router="router" in spec and not get_str(spec, "router", "runner", "image"),
     )
 
 
-def _grouped(component: Document) -> bool:
-    return (whole(component, "worker", "size") or 0) > 0
+def _has_workers(component: Document) -> bool:
+    return (get_int(component, "worker", "size") or 0) > 0
 
 
-def _lacks(needs: _Needs, offer: Offer) -> str:
-    """Why a runtime has not what the components of a service need; "" if it has. OME asks nothing of the kind."""
+def _missing_config(needs: _RuntimeNeeds, offer: RuntimeOffer) -> str:
+    """Return what a runtime lacks for the components of a service; "" if nothing. OME does not check this."""
     if needs.engine and not offer.engine:
         return "the runtime has no engineConfig"
     if offer.decoder and not needs.has_decoder:
@@ -233,3 +237,176 @@ def _lacks(needs: _Needs, offer: Offer) -> str:
     if needs.router and not offer.router:
         return "the service has a router, and the runtime no routerConfig"
     return ""
+
+
+@dataclass(frozen=True, eq=False)
+class RuntimeOffer:
+    """A parsed runtime."""
+
+    runtime: Document
+    name: str
+    namespace: str
+    """"" for a ClusterServingRuntime."""
+    disabled: bool
+    entries: tuple[SupportedFormat, ...]
+    auto_select: bool
+    least: str
+    most: str
+    classes: tuple[str, ...]
+    engine: bool
+    """Whether it configures an engine; the same for the other components."""
+    worker: bool
+    decoder: bool
+    decoder_worker: bool
+    router: bool
+
+
+@dataclass(frozen=True)
+class MatchResult:
+    """How well a runtime matches a model."""
+
+    fit: Fit
+    reason: str
+    score: int
+    distance: tuple[int, float]
+    entry: Document | None
+
+
+class Rejection(NamedTuple):
+    """A runtime that was not selected."""
+
+    name: str
+    reason: str
+
+
+class Match(NamedTuple):
+    """A runtime that can serve a model."""
+
+    offer: RuntimeOffer
+    answer: MatchResult
+
+    @property
+    def rank(self) -> tuple[int, tuple[int, float], str]:
+        """Order of runtimes with the same fit and scope: score, then size, then name."""
+        return -self.answer.score, self.answer.distance, self.offer.name
+
+
+class Candidates(NamedTuple):
+    """The runtimes available in a namespace, matched with a model."""
+
+    fitting: tuple[Match, ...]
+    """Best first."""
+    others: tuple[Rejection, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RuntimeIndex:
+    """All runtimes by namespace, with a cache of matches."""
+
+    upstream: bool
+    offers: dict[str, tuple[RuntimeOffer, ...]]
+    answers: dict[int, tuple[Document, ModelRequirements, dict[int, MatchResult]]] = field(default_factory=dict)
+    """By model and runtime, both by identity; the references keep them alive."""
+    candidate_cache: dict[tuple[str, int], Candidates] = field(default_factory=dict)
+    """By namespace and model."""
+
+    def available(self, namespace: str) -> tuple[RuntimeOffer, ...]:
+        """Return the runtimes of a namespace, then the cluster-wide ones."""
+        return (*self.offers.get(namespace, ()), *self.offers.get("", ()))
+
+    def candidates(self, namespace: str, model: Document) -> Candidates:
+        """Return the available runtimes, split by whether they can serve a model."""
+        cached = self.candidate_cache.get((namespace, id(model)))
+        if cached is None:
+            cached = self.candidate_cache[namespace, id(model)] = self._find_candidates(namespace, model)
+        return cached
+
+    def _find_candidates(self, namespace: str, model: Document) -> Candidates:
+        fitting: list[Match] = []
+        others: list[Rejection] = []
+        for offer in self.available(namespace):
+            answer = self.answer(model, offer)
+            if answer.fit is Fit.NONE:
+                others.append(Rejection(offer.name, answer.reason))
+            else:
+                fitting.append(Match(offer, answer))
+        # Best first. Near matches come last: they only serve models for which OME finds no runtime.
+        fitting.sort(key=lambda match: (match.answer.fit, not match.offer.namespace, match.rank))
+        return Candidates(tuple(fitting), tuple(others))
+
+    def answer(self, model: Document, offer: RuntimeOffer) -> MatchResult:
+        """Return how well a runtime matches a model."""
+        kept = self.answers.get(id(model))
+        if kept is None:
+            kept = self.answers[id(model)] = (model, requirements_of(model), {})
+        result = kept[2].get(id(offer))
+        if result is None:
+            result = kept[2][id(offer)] = _match(kept[1], offer, self.upstream)
+        return result
+
+
+def runtime_index(facts: ClusterFacts) -> RuntimeIndex:
+    """Build the index of the facts; for `facts.derived`."""
+    offers: dict[str, list[RuntimeOffer]] = {}
+    for runtime in facts.runtimes:
+        offer = read_offer(runtime)
+        offers.setdefault(offer.namespace, []).append(offer)
+    ordered = {namespace: tuple(sorted(item, key=lambda offer: offer.name)) for namespace, item in offers.items()}
+    return RuntimeIndex(facts.settings.upstream_selection, ordered)
+
+
+def read_offer(runtime: Document) -> RuntimeOffer:
+    """Parse a runtime."""
+    spec = get_mapping(runtime, "spec")
+    entries = tuple(
+        parse_supported_format(get_mapping(model_format)) for model_format in get_list(spec, "supportedModelFormats")
+    )
+    engine, decoder = get_mapping(spec, "engineConfig"), get_mapping(spec, "decoderConfig")
+    classes = get_list(spec, "acceleratorRequirements", "acceleratorClasses")
+    return RuntimeOffer(
+        runtime=runtime,
+        name=name_of(runtime),
+        namespace="" if kind_of(runtime) == "ClusterServingRuntime" else namespace_of(runtime),
+        disabled=spec.get("disabled") is True,
+        entries=entries,
+        auto_select=any(entry.auto_select for entry in entries),
+        least=get_str(spec, "modelSizeRange", "min"),
+        most=get_str(spec, "modelSizeRange", "max"),
+        classes=tuple(name for name in classes if isinstance(name, str)),
+        engine=bool(engine) or bool(get_list(spec, "containers")),
+        worker=bool(get_mapping(engine, "worker")) or bool(get_mapping(spec, "workers")),
+        decoder=bool(decoder),
+        decoder_worker=bool(get_mapping(decoder, "worker")),
+        router=bool(get_mapping(spec, "routerConfig")),
+    )
+
+
+def match_runtime(model: Document, offer: RuntimeOffer, *, upstream: bool) -> MatchResult:
+    """Match a runtime with a model, without a cache."""
+    return _match(requirements_of(model), offer, upstream)
+
+
+def _match(model: ModelRequirements, offer: RuntimeOffer, upstream: bool) -> MatchResult:
+    if offer.disabled:
+        return MatchResult(Fit.NONE, "the runtime is disabled", 0, (0, 0.0), None)
+    best, value, matched = Fit.NONE, "the runtime lists no supported model formats", None
+    for number, entry in enumerate(offer.entries):
+        fit, reason = match_format(model, entry, upstream=upstream)
+        if fit < best or number == 0:
+            best, value = fit, reason
+            matched = entry.document if fit < Fit.NONE else None
+        if best is Fit.EXACT:
+            break
+    if best < Fit.NONE:
+        reason = size_reason(model.size, offer.least, offer.most, upstream=upstream)
+        if reason:
+            best, value, matched = Fit.NONE, reason, None
+    if best is Fit.NONE:
+        return MatchResult(Fit.NONE, value, 0, (0, 0.0), None)
+    return MatchResult(
+        fit=best,
+        reason=value,
+        score=score(model, offer.entries, upstream=upstream, near=best is Fit.NEAR),
+        distance=size_distance(model.size, offer.least, offer.most, upstream=upstream),
+        entry=matched,
+    )

@@ -1,118 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One component: its conditions, its entry in `status.components`, its copies of the model."""
+"""The status of one component: its conditions, revisions, traffic and replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.fleet.names import MAIN_CONTAINER, component_name
-from headrace.fleet.planning.site import REVISION_LABEL
-from headrace.fleet.rollouts.state import PROMOTED, ROLLED_BACK, State
-from headrace.fleet.rollouts.state import state_of as rollout_of
-from headrace.fleet.status.conditions import Condition, Truth, copied, ready_type
-from headrace.fleet.status.models import Copies, copies_of
-from headrace.fleet.status.observed import Observed, condition_of
-from headrace.fleet.status.pods import FAILED, state_of
-from headrace.fleet.status.revisions import Share, knative_revisions, planned_revisions, shares_of
-from headrace.fleet.status.workloads import component_ready, is_knative, ready, replicas, rolled_out, workloads
-from headrace.fleet.words import Document, items, kind_of, labels_of, name_of, part, text, whole
+from headrace.fleet.planning.context import REVISION_LABEL
+from headrace.fleet.rollouts.state import PROMOTED, ROLLED_BACK, RolloutState
+from headrace.fleet.rollouts.state import read_state as rollout_of
+from headrace.fleet.status.conditions import (
+    Condition,
+    ConditionStatus,
+    Observed,
+    condition_of,
+    copy_condition,
+    get_mappings,
+    ready_type,
+)
+from headrace.fleet.status.model_status import ModelCopies, count_copies
+from headrace.fleet.status.workloads import (
+    FAILED,
+    component_ready,
+    desired_replicas,
+    is_knative,
+    is_rolled_out,
+    pod_state,
+    workload_ready,
+    workloads,
+)
+from headrace.platforms.kubernetes_client.objects import (
+    Document,
+    get_int,
+    get_list,
+    get_mapping,
+    get_str,
+    kind_of,
+    labels_of,
+    name_of,
+)
 
 if TYPE_CHECKING:
     from headrace.fleet.merging import Component
-    from headrace.fleet.planning import Plan
+    from headrace.fleet.planning import Plan, Rollout
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What was seen of one component."""
+class ComponentStatus:
+    """The status of one component."""
 
     conditions: tuple[Condition, ...]
-    """Its own first, then those of Knative and of its rollout."""
+    """Its Ready condition first, then those of Knative and of its rollout."""
     latest: Condition
-    """Whether what was asked for last is what runs."""
-    told: dict[str, Any]
+    """Whether the last change is rolled out."""
+    entry: dict[str, Any]
     """Its entry in `status.components`."""
-    copies: Copies
+    copies: ModelCopies
 
 
-def seen_of(service: Document, plan: Plan, component: Component, observed: Observed) -> Seen:
-    """One component of a plan."""
+def component_status(service: Document, plan: Plan, component: Component, observed: Observed) -> ComponentStatus:
+    """Compute the status of one component of a plan."""
     name = component.name
     planned, pods = workloads(plan.objects, name), observed.pods_of(name)
     shares = shares_of(plan.rollouts[name]) if name in plan.rollouts else []
-    silent = {each.digest for each in shares if each.percent == 0}
-    counted = [each for each in planned if _digest(each) not in silent] or planned
+    silent = {share.digest for share in shares if share.percent == 0}
+    counted = [workload for workload in planned if _digest(workload) not in silent] or planned
     newest = _newest(planned, shares)
     own = component_ready(ready_type(name), counted, observed, pods)
-    live = [each for each in map(observed.live, planned) if each is not None]
-    before = part(service, "status", "components", name)
-    told: dict[str, Any] = {"mode": component.mode}
+    live = [workload for workload in map(observed.live, planned) if workload is not None]
+    before = get_mapping(service, "status", "components", name)
+    entry: dict[str, Any] = {"mode": component.mode}
     conditions, url = [own], plan.urls.components.get(name, "")
     if planned and is_knative(planned[0]):
-        told |= _knative(live[0] if live else None, before)
-        url = text(live[0], "status", "url") if live else ""
+        entry |= _knative(live[0] if live else None, before)
+        url = get_str(live[0], "status", "url") if live else ""
         conditions += _knative_conditions(name, live[0] if live else None)
     else:
-        made = {_digest(each) for each in planned if observed.live(each) is not None}
-        done = {_digest(each) for each in newest if _up(each, observed, pods)}
-        told |= planned_revisions(component_name(name_of(service), name), shares, made, done, before)
+        existing = {_digest(workload) for workload in planned if observed.live(workload) is not None}
+        up = {_digest(workload) for workload in newest if _is_up(workload, observed, pods)}
+        entry |= planned_revisions(component_name(name_of(service), name), shares, existing, up, before)
     state = rollout_of(before)
     if state is not None:
-        told["rollout"] = dict(part(before, "rollout"))
+        entry["rollout"] = dict(get_mapping(before, "rollout"))
         conditions.append(rollout_condition(name, state))
-    # Where a component once answered it stays, even while it does not.
-    if url and (own.status == "True" or text(before, "url") == url):
-        told["url"] = url
-    told |= _replicas(planned, live, pods)
+    # The URL of a component that was once ready stays, even while it is not.
+    if url and (own.status == "True" or get_str(before, "url") == url):
+        entry["url"] = url
+    entry |= _replicas(planned, live, pods)
     if component.accelerator:
-        told["selectedAccelerator"] = _accelerator(component)
-    current = bool(newest) and all(rolled_out(each, observed) for each in newest)
-    digest = next((each.digest for each in shares if each.latest), "")
-    recent = [each for each in pods if _digest(each) in ("", digest)] if digest else pods
-    copies = copies_of(
+        entry["selectedAccelerator"] = _accelerator(component)
+    current = bool(newest) and all(is_rolled_out(workload, observed) for workload in newest)
+    digest = next((share.digest for share in shares if share.latest), "")
+    recent = [pod for pod in pods if _digest(pod) in ("", digest)] if digest else pods
+    copies = count_copies(
         pods,
         recent,
-        asleep=bool(live) and own.status == "True" and all(is_knative(each) or replicas(each) == 0 for each in live),
+        suspended=bool(live)
+        and own.status == "True"
+        and all(is_knative(workload) or desired_replicas(workload) == 0 for workload in live),
         current=current,
-        revision=text(told, "latestCreatedRevision"),
+        revision=get_str(entry, "latestCreatedRevision"),
     )
     latest = _latest(own, newest, current, observed, recent)
     if state is not None and (state.phase == ROLLED_BACK or (latest.status == "True" and state.phase != PROMOTED)):
         latest = replace(rollout_condition(name, state), type=own.type)
-    return Seen(tuple(conditions), latest, told, copies)
+    return ComponentStatus(tuple(conditions), latest, entry, copies)
 
 
-def rollout_condition(name: str, state: State) -> Condition:
-    """Whether what was asked for last has come through its steps. It informs: what ran before answers meanwhile."""
-    told: dict[str, Truth] = {PROMOTED: "True", ROLLED_BACK: "False"}
+def rollout_condition(name: str, state: RolloutState) -> Condition:
+    """Return the condition of a rollout by steps. Its severity is Info: the old revision serves meanwhile."""
+    statuses: dict[str, ConditionStatus] = {PROMOTED: "True", ROLLED_BACK: "False"}
     kind = f"{name.capitalize()}RolloutReady"
-    return Condition(kind, told.get(state.phase, "Unknown"), state.phase, state.message, informs=True)
+    return Condition(kind, statuses.get(state.phase, "Unknown"), state.phase, state.message, informs=True)
 
 
 def _newest(planned: Sequence[Document], shares: Sequence[Share]) -> list[Document]:
-    """The workloads of what was asked for last. While a canary is promoted, its pods and those that replace the old."""
-    latest = {each.digest for each in shares if each.latest}
-    return [each for each in planned if not latest or _digest(each) in ("", *latest)]
+    """Return the workloads of the latest revision. While a canary is promoted, these are its own and the main one."""
+    latest = {share.digest for share in shares if share.latest}
+    return [workload for workload in planned if not latest or _digest(workload) in ("", *latest)]
 
 
 def _digest(document: Document) -> str:
     return labels_of(document).get(REVISION_LABEL, "")
 
 
-def _up(planned: Document, observed: Observed, pods: Sequence[Document]) -> bool:
-    return rolled_out(planned, observed) and ready("", planned, observed, pods).status == "True"
+def _is_up(planned: Document, observed: Observed, pods: Sequence[Document]) -> bool:
+    return is_rolled_out(planned, observed) and workload_ready("", planned, observed, pods).status == "True"
 
 
 def _knative(live: Document | None, before: Document) -> dict[str, Any]:
-    address = text(live, "status", "address", "url")
+    address = get_str(live, "status", "address", "url")
     return knative_revisions(live, before) | ({"address": {"url": address}} if address else {})
 
 
 def _knative_conditions(name: str, live: Document | None) -> list[Condition]:
     return [
-        copied(f"{name.capitalize()}{what}Ready", condition_of(live, theirs), informs=True)
+        copy_condition(f"{name.capitalize()}{what}Ready", condition_of(live, theirs), informs=True)
         for what, theirs in (("Route", "RoutesReady"), ("Configuration", "ConfigurationsReady"))
     ]
 
@@ -120,19 +145,19 @@ def _knative_conditions(name: str, live: Document | None) -> list[Condition]:
 def _latest(
     own: Condition, newest: Sequence[Document], current: bool, observed: Observed, recent: Sequence[Document]
 ) -> Condition:
-    """Whether the last edit has arrived. A component may answer well while its new revision fails."""
+    """Return whether the last change is rolled out. A component may be ready while its new revision fails."""
     if current and own.status == "True":
         return Condition(own.type, "True", informs=True)
     if own.status != "True":
         return Condition(own.type, own.status, own.reason, own.message, informs=True)
-    failed = [each for each in map(state_of, recent) if each.state == FAILED]
+    failed = [state for state in map(pod_state, recent) if state.state == FAILED]
     if failed:
-        said = f"pod {failed[-1].pod}: {failed[-1].message}"
-        return Condition(own.type, "False", failed[-1].reason, said, informs=True)
-    for each in newest:
-        stuck = condition_of(observed.live(each), "Progressing")
-        if text(stuck, "status") == "False":
-            return Condition(own.type, "False", text(stuck, "reason"), text(stuck, "message"), informs=True)
+        message = f"pod {failed[-1].pod}: {failed[-1].message}"
+        return Condition(own.type, "False", failed[-1].reason, message, informs=True)
+    for workload in newest:
+        stuck = condition_of(observed.live(workload), "Progressing")
+        if get_str(stuck, "status") == "False":
+            return Condition(own.type, "False", get_str(stuck, "reason"), get_str(stuck, "message"), informs=True)
     return Condition(own.type, "Unknown", "Progressing", "the new revision is being rolled out", informs=True)
 
 
@@ -140,29 +165,151 @@ def _replicas(planned: Sequence[Document], live: Sequence[Document], pods: Seque
     if not live:
         return {}
     if is_knative(planned[0]):
-        up = sum(text(condition_of(each, "Ready"), "status") == "True" for each in pods)
+        up = sum(get_str(condition_of(pod, "Ready"), "status") == "True" for pod in pods)
         return {"replicas": len(pods), "readyReplicas": up}
     if kind_of(live[0]) == "RayCluster":
-        up = sum(text(each, "status", "state") == "ready" for each in live)
+        up = sum(get_str(cluster, "status", "state") == "ready" for cluster in live)
         return {"replicas": len(planned), "readyReplicas": up}
     return {
-        "replicas": sum(replicas(each) for each in live),
-        "readyReplicas": sum(whole(each, "status", "readyReplicas") or 0 for each in live),
+        "replicas": sum(desired_replicas(workload) for workload in live),
+        "readyReplicas": sum(get_int(workload, "status", "readyReplicas") or 0 for workload in live),
     }
 
 
 def _accelerator(component: Component) -> dict[str, Any]:
-    """What was chosen, and what came of it in the pod."""
+    """Return the chosen accelerator class, and what it added to the pod."""
     where, pod = ("leader", component.leader) if component.leader else ("pod", component.pod)
-    made: dict[str, Any] = {"acceleratorClass": component.accelerator, "reason": component.accelerator_reason}
+    entry: dict[str, Any] = {"acceleratorClass": component.accelerator, "reason": component.accelerator_reason}
     chosen = {
         name: value
-        for name, value in part(pod, "nodeSelector").items()
+        for name, value in get_mapping(pod, "nodeSelector").items()
         if component.origins.get(f"{where}.nodeSelector.{name}") == "accelerator"
     }
     if chosen:
-        made["nodeSelector"] = chosen
-    for each in items(pod, "containers"):
-        if text(each, "name") == MAIN_CONTAINER and part(each, "resources", "requests"):
-            made["resourceRequests"] = dict(part(each, "resources", "requests"))
-    return made
+        entry["nodeSelector"] = chosen
+    for container in get_list(pod, "containers"):
+        if get_str(container, "name") == MAIN_CONTAINER and get_mapping(container, "resources", "requests"):
+            entry["resourceRequests"] = dict(get_mapping(container, "resources", "requests"))
+    return entry
+
+
+_TRAFFIC_FIELDS = {
+    "revisionName": str,
+    "configurationName": str,
+    "percent": int,
+    "latestRevision": bool,
+    "tag": str,
+    "url": str,
+}
+_MAX_REVISIONS = 10
+_DIGITS = 5
+
+
+@dataclass(frozen=True)
+class Share:
+    """A revision and its share of the requests."""
+
+    digest: str
+    percent: int
+    latest: bool = False
+
+
+def shares_of(rollout: Rollout) -> list[Share]:
+    """Return the revisions of a component without Knative, the latest first."""
+    if rollout.latest == rollout.stable:
+        return [Share(rollout.latest, 100, latest=True)]
+    return [Share(rollout.latest, rollout.percent, latest=True), Share(rollout.stable, 100 - rollout.percent)]
+
+
+def knative_revisions(live: Document | None, before: Document) -> dict[str, Any]:
+    """Return the revisions that a Knative Service reports."""
+    created, latest = (
+        get_str(live, "status", "latestCreatedRevisionName"),
+        get_str(live, "status", "latestReadyRevisionName"),
+    )
+    traffic = [
+        {name: record[name] for name, kind in _TRAFFIC_FIELDS.items() if type(record.get(name)) is kind}
+        for record in get_mappings(live, "status", "traffic")
+    ]
+    return _with_rollout(created, latest, traffic, before)
+
+
+def planned_revisions(
+    name: str, shares: Sequence[Share], existing: Collection[str], ready_digests: Collection[str], before: Document
+) -> dict[str, Any]:
+    """Return the revisions of `llama-chat-engine`.
+
+    existing, ready_digests: digests of the revisions that exist, and of those that are ready.
+    """
+    known = _numbered(name, [share.digest for share in reversed(shares) if share.digest in existing], before)
+    names = {revision["digest"]: revision["name"] for revision in known}
+    latest = [share.digest for share in shares if share.latest]
+    created = next((names[digest] for digest in latest if digest in existing), get_str(before, "latestCreatedRevision"))
+    shown = next(
+        (names[digest] for digest in latest if digest in ready_digests), get_str(before, "latestReadyRevision")
+    )
+    traffic: list[dict[str, Any]] = []
+    for share in shares:
+        if share.digest not in existing or (share.percent == 0 and not share.latest):
+            continue
+        entry: dict[str, Any] = {"revisionName": names[share.digest], "percent": share.percent}
+        traffic.append(entry | ({"latestRevision": True} if share.latest else {"latestRevision": False, "tag": "prev"}))
+    return _with_rollout(created, shown, traffic, before) | ({"revisions": known} if known else {})
+
+
+def _numbered(name: str, digests: Sequence[str], before: Document) -> list[dict[str, str]]:
+    """Return the known revisions, and new ones with the next numbers."""
+    known = [
+        {"name": get_str(record, "name"), "digest": get_str(record, "digest")}
+        for record in get_mappings(before, "revisions")
+        if get_str(record, "name") and get_str(record, "digest")
+    ]
+    for digest in digests:
+        if all(revision["digest"] != digest for revision in known):
+            last = known[-1]["name"].rpartition("-")[2] if known else "0"
+            number = int(last) + 1 if last.isdecimal() and last.isascii() and len(last) < 10 else 1
+            known.append({"name": f"{name}-{number:0{_DIGITS}}", "digest": digest})
+    kept = [revision for revision in known if revision["digest"] in digests]
+    return [revision for revision in known if revision in kept or revision in known[-_MAX_REVISIONS:]]
+
+
+def _with_rollout(created: str, ready_revision: str, traffic: list[dict[str, Any]], before: Document) -> dict[str, Any]:
+    last, earlier = rolled_out_revisions(created, ready_revision, traffic, before)
+    entry: dict[str, Any] = {
+        "latestReadyRevision": ready_revision,
+        "latestCreatedRevision": created,
+        "previousRolledoutRevision": earlier,
+        "latestRolledoutRevision": last,
+        "traffic": traffic,
+    }
+    return {name: value for name, value in entry.items() if value}
+
+
+def rolled_out_revisions(
+    created: str, ready_revision: str, traffic: Sequence[Document], before: Document
+) -> tuple[str, str]:
+    """Return the revision that last had all requests, and the one before it.
+
+    A revision that was rolled out and then gets less than all requests, while no other serves, is rolled back: the previous
+    one counts as rolled out again, so that the next plan sends the rest of the requests there.
+    """
+    last, earlier = get_str(before, "latestRolledoutRevision"), get_str(before, "previousRolledoutRevision")
+    share = next(
+        (
+            target
+            for target in traffic
+            if get_str(target, "revisionName") == ready_revision and target.get("latestRevision") is True
+        ),
+        None,
+    )
+    percent = get_int(share, "percent")
+    if not ready_revision or percent is None:
+        return last, earlier
+    if last != ready_revision:
+        return (ready_revision, last) if percent == 100 else (last, earlier)
+    total = sum(
+        get_int(target, "percent") or 0 for target in traffic if get_str(target, "revisionName") == ready_revision
+    )
+    if ready_revision == created and percent < 100 and total == 100 and earlier:
+        return earlier, earlier
+    return last, earlier

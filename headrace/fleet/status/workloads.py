@@ -1,125 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a component runs: the word of its Deployment, LeaderWorkerSet, Knative Service or RayCluster, and the real reason.
-
-A Deployment says "does not have minimum availability" of a container that crashes; the pods say why.
-"""
+"""Whether a component's workload and pods run, and the reason why not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from headrace.fleet.names import COMPONENT_LABEL, trunc63
-from headrace.fleet.status.conditions import Condition, Truth, copied
-from headrace.fleet.status.observed import KNATIVE, Observed, condition_of, group_of
-from headrace.fleet.status.pods import FAILED, LOADED, PodState, state_of
-from headrace.fleet.words import Document, kind_of, labels_of, name_of, part, text, whole
+from headrace.fleet.names import COMPONENT_LABEL, MAIN_CONTAINER, ROUTER_CONTAINER, trunc63
+from headrace.fleet.status.conditions import (
+    KNATIVE,
+    Condition,
+    ConditionStatus,
+    Observed,
+    condition_of,
+    copy_condition,
+    get_mappings,
+    group_of,
+)
+from headrace.platforms.kubernetes_client.objects import (
+    Document,
+    get_int,
+    get_mapping,
+    get_str,
+    kind_of,
+    labels_of,
+    name_of,
+)
 
 WORKLOADS = frozenset({"Deployment", "LeaderWorkerSet", "RayCluster"})
 
 
 def workloads(objects: Iterable[Document], component: str) -> list[Document]:
-    """The planned objects that run a component's pods."""
+    """Return the planned workloads of a component."""
     return [
-        each
-        for each in objects
-        if labels_of(each).get(COMPONENT_LABEL) == component
-        and (kind_of(each) in WORKLOADS or (kind_of(each) == "Service" and group_of(each) == KNATIVE))
+        document
+        for document in objects
+        if labels_of(document).get(COMPONENT_LABEL) == component
+        and (kind_of(document) in WORKLOADS or (kind_of(document) == "Service" and group_of(document) == KNATIVE))
     ]
 
 
 def is_knative(workload: Document) -> bool:
-    """Whether it is a Knative Service."""
+    """Whether a workload is a Knative Service."""
     return group_of(workload) == KNATIVE
 
 
 def component_ready(kind: str, counted: Sequence[Document], observed: Observed, pods: Sequence[Document]) -> Condition:
-    """Whether all of a component that gets requests can answer them."""
-    found = [ready(kind, each, observed, pods) for each in counted]
-    if not found:
-        return Condition(kind, "Unknown", "Creating", "nothing that runs it has been made yet")
-    if all(kind_of(each) == "RayCluster" for each in counted):
-        # Each cluster is a replica: one is enough to answer.
-        return min(found, key=lambda each: ("True", "Unknown", "False").index(each.status))
-    return max(found, key=lambda each: ("True", "Unknown", "False").index(each.status))
+    """Return whether all workloads of a component that get requests are ready."""
+    conditions = [workload_ready(kind, workload, observed, pods) for workload in counted]
+    if not conditions:
+        return Condition(kind, "Unknown", "Creating", "no workload has been created yet")
+    if all(kind_of(workload) == "RayCluster" for workload in counted):
+        # Each cluster is a replica: one is enough.
+        return min(conditions, key=lambda condition: ("True", "Unknown", "False").index(condition.status))
+    return max(conditions, key=lambda condition: ("True", "Unknown", "False").index(condition.status))
 
 
-def ready(kind: str, planned: Document, observed: Observed, pods: Sequence[Document]) -> Condition:
-    """Whether one workload answers."""
+def workload_ready(kind: str, planned: Document, observed: Observed, pods: Sequence[Document]) -> Condition:
+    """Return whether one workload is ready."""
     live = observed.live(planned)
     if live is None:
-        return Condition(kind, "Unknown", "Creating", f"{kind_of(planned)} {name_of(planned)} has not been made yet")
+        return Condition(kind, "Unknown", "Creating", f"{kind_of(planned)} {name_of(planned)} has not been created yet")
     if is_knative(planned):
-        return _explained(copied(kind, condition_of(live, "Ready")), pods)
+        return _with_pod_reason(copy_condition(kind, condition_of(live, "Ready")), pods)
     if kind_of(planned) == "RayCluster":
-        return _explained(_ray(kind, live), pods)
-    said = copied(kind, condition_of(live, "Available"))
-    if said.status == "True":
-        return said
-    own = [each for each in pods if _runs(live, each)]
-    for each, bad in (("ReplicaFailure", "True"), ("Progressing", "False")):
-        other = condition_of(live, each)
-        if text(other, "status") == bad and not own:
-            return Condition(kind, "False", text(other, "reason"), text(other, "message"))
-    if said.reason == "Waiting":
-        said = Condition(kind, "Unknown", "Deploying", f"{kind_of(live)} {name_of(live)} is starting")
-    return _explained(said, own)
+        return _with_pod_reason(_ray_condition(kind, live), pods)
+    value = copy_condition(kind, condition_of(live, "Available"))
+    if value.status == "True":
+        return value
+    own = [pod for pod in pods if _owns_pod(live, pod)]
+    for name, bad in (("ReplicaFailure", "True"), ("Progressing", "False")):
+        other = condition_of(live, name)
+        if get_str(other, "status") == bad and not own:
+            return Condition(kind, "False", get_str(other, "reason"), get_str(other, "message"))
+    if value.reason == "Waiting":
+        value = Condition(kind, "Unknown", "Deploying", f"{kind_of(live)} {name_of(live)} is starting")
+    return _with_pod_reason(value, own)
 
 
-def rolled_out(planned: Document, observed: Observed) -> bool:
-    """Whether all of what the workload should run is what it runs."""
+def is_rolled_out(planned: Document, observed: Observed) -> bool:
+    """Whether a workload runs only its latest template."""
     live = observed.live(planned)
     if live is None:
         return False
-    if whole(live, "status", "observedGeneration") is not None:
-        seen, wanted = whole(live, "status", "observedGeneration") or 0, whole(live, "metadata", "generation") or 0
-        if seen < wanted:
+    if get_int(live, "status", "observedGeneration") is not None:
+        observed_generation, wanted = (
+            get_int(live, "status", "observedGeneration") or 0,
+            get_int(live, "metadata", "generation") or 0,
+        )
+        if observed_generation < wanted:
             return False
     if is_knative(planned):
-        created = text(live, "status", "latestCreatedRevisionName")
-        return bool(created) and created == text(live, "status", "latestReadyRevisionName")
+        created = get_str(live, "status", "latestCreatedRevisionName")
+        return bool(created) and created == get_str(live, "status", "latestReadyRevisionName")
     if kind_of(planned) == "RayCluster":
-        return text(live, "status", "state") == "ready"
-    wanted = replicas(live)
-    updated, there = whole(live, "status", "updatedReplicas") or 0, whole(live, "status", "replicas") or 0
-    available = whole(live, "status", "availableReplicas" if kind_of(live) == "Deployment" else "readyReplicas") or 0
+        return get_str(live, "status", "state") == "ready"
+    wanted = desired_replicas(live)
+    updated, there = get_int(live, "status", "updatedReplicas") or 0, get_int(live, "status", "replicas") or 0
+    available = get_int(live, "status", "availableReplicas" if kind_of(live) == "Deployment" else "readyReplicas") or 0
     return updated >= wanted and there <= updated and available >= min(wanted, updated)
 
 
-def replicas(live: Document) -> int:
-    """How many a live workload is asked for."""
-    found = whole(live, "spec", "replicas")
-    return 1 if found is None else found
+def desired_replicas(live: Document) -> int:
+    """Return `spec.replicas` of a live workload."""
+    count = get_int(live, "spec", "replicas")
+    return 1 if count is None else count
 
 
-def _ray(kind: str, live: Document) -> Condition:
-    state = text(live, "status", "state")
+def _ray_condition(kind: str, live: Document) -> Condition:
+    state = get_str(live, "status", "state")
     if state == "ready":
         return Condition(kind, "True")
-    status: Truth = "False" if state in ("failed", "unhealthy", "suspended") else "Unknown"
-    said = text(live, "status", "reason") or f"RayCluster {name_of(live)} is {state or 'starting'}"
-    return Condition(kind, status, f"RayCluster{state.capitalize()}" if state else "Deploying", said)
+    status: ConditionStatus = "False" if state in ("failed", "unhealthy", "suspended") else "Unknown"
+    value = get_str(live, "status", "reason") or f"RayCluster {name_of(live)} is {state or 'starting'}"
+    return Condition(kind, status, f"RayCluster{state.capitalize()}" if state else "Deploying", value)
 
 
-def _explained(said: Condition, pods: Sequence[Document]) -> Condition:
-    """With what the pods know, if the workload only knows that they are not there."""
-    if said.status == "True":
-        return said
-    reason = _worst([state_of(each) for each in pods])
+def _with_pod_reason(value: Condition, pods: Sequence[Document]) -> Condition:
+    """Replace the reason of a workload that is not ready by that of its pods."""
+    if value.status == "True":
+        return value
+    reason = _worst_state([pod_state(pod) for pod in pods])
     if reason is None:
-        return said
-    status: Truth = "False" if reason.state == FAILED else said.status
-    return Condition(said.type, status, reason.reason, f"pod {reason.pod}: {reason.message}")
+        return value
+    status: ConditionStatus = "False" if reason.state == FAILED else value.status
+    return Condition(value.type, status, reason.reason, f"pod {reason.pod}: {reason.message}")
 
 
-def _worst(states: Sequence[PodState]) -> PodState | None:
-    """The newest that failed, else the newest that waits."""
-    failed = [each for each in states if each.state == FAILED]
-    waiting = [each for each in states if each.state != LOADED and each.reason]
+def _worst_state(states: Sequence[PodState]) -> PodState | None:
+    """Return the newest failed pod, else the newest waiting one."""
+    failed = [state for state in states if state.state == FAILED]
+    waiting = [state for state in states if state.state != LOADED and state.reason]
     return failed[-1] if failed else waiting[-1] if waiting else None
 
 
-def _runs(workload: Document, pod: Document) -> bool:
-    """Whether the pod is one of the workload's: its selector says so, or the label that LeaderWorkerSets give."""
+def _owns_pod(workload: Document, pod: Document) -> bool:
+    """Whether a pod belongs to a workload, by its selector or by the label of its controller."""
     labels = labels_of(pod)
     if is_knative(workload):
         return labels.get("serving.knative.dev/service", name_of(workload)) == name_of(workload)
@@ -127,5 +144,123 @@ def _runs(workload: Document, pod: Document) -> bool:
         return labels.get("ray.io/cluster", name_of(workload)) == name_of(workload)
     if kind_of(workload) == "LeaderWorkerSet":
         return labels.get("leaderworkerset.sigs.k8s.io/name", name_of(workload)) == name_of(workload)
-    wanted = part(workload, "spec", "selector", "matchLabels") or {"app": trunc63(name_of(workload))}
+    wanted = get_mapping(workload, "spec", "selector", "matchLabels") or {"app": trunc63(name_of(workload))}
     return all(labels.get(name) == value for name, value in wanted.items())
+
+
+PENDING, STANDBY, LOADING, LOADED, FAILED = "Pending", "Standby", "Loading", "Loaded", "FailedToLoad"
+
+_LOAD_FAILED, _UNHEALTHY = "ModelLoadFailed", "RuntimeUnhealthy"
+
+_STUCK_REASONS = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "ErrImageNeverPull",
+        "InvalidImageName",
+        "RegistryUnavailable",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "StartError",
+    }
+)
+"""Reasons to wait that rarely resolve by themselves. The model was never loaded."""
+_LOG_LEVELS = frozenset({"warning", "error", "critical", "fatal"})
+
+
+@dataclass(frozen=True)
+class PodState:
+    """The state of the model in one pod."""
+
+    pod: str
+    state: str
+    reason: str = ""
+    """Why it is not ready: `CrashLoopBackOff`, `OOMKilled`, `Unschedulable`."""
+    message: str = ""
+    failure: str = ""
+    """A FailureReason of the status, when the state is FailedToLoad."""
+    exit_code: int | None = None
+    time: str = ""
+
+
+def pod_state(pod: Document) -> PodState:
+    """Return the state of one pod."""
+    name = name_of(pod)
+    if get_str(condition_of(pod, "Ready"), "status") == "True":
+        return PodState(name, LOADED)
+    if get_str(pod, "status", "phase") == "Failed" and get_str(pod, "status", "reason"):
+        reason = get_str(pod, "status", "reason")
+        return PodState(name, FAILED, reason, get_str(pod, "status", "message") or reason, _UNHEALTHY)
+    for place, container in _containers(pod):
+        failure = _container_failure(name, container, starting=place == "init")
+        if failure is not None:
+            return failure
+    return _waiting_state(pod)
+
+
+def _container_failure(pod: str, container: Document, *, starting: bool) -> PodState | None:
+    """Return why a container does not run. A restarted container counts as failed until it is ready."""
+    if container.get("ready") is True and not starting:
+        return None
+    waiting, named = get_mapping(container, "state", "waiting"), get_str(container, "name")
+    if get_str(waiting, "reason") in _STUCK_REASONS:
+        value = get_str(waiting, "message") or get_str(waiting, "reason")
+        return PodState(pod, FAILED, get_str(waiting, "reason"), f"container {named}: {value}", _UNHEALTHY)
+    ended = get_mapping(container, "state", "terminated") or get_mapping(container, "lastState", "terminated")
+    code = get_int(ended, "exitCode")
+    if not ended or (code == 0 and (starting or not waiting)):
+        return None
+    why = get_str(ended, "reason") or "Error"
+    reason = get_str(waiting, "reason") if why in ("", "Error", "Completed") else why
+    value = _last_error(get_str(ended, "message"))
+    message = f"container {named} ended with exit code {code} ({why})" + (f": {value}" if value else "")
+    return PodState(pod, FAILED, reason or why, message, _LOAD_FAILED, code, get_str(ended, "finishedAt"))
+
+
+def _last_error(log: str) -> str:
+    """Return the likely error from the end of a log: the last warning of a JSON log, else the last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for line in reversed(lines):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            return line
+        if str(value.get("level")).lower() in _LOG_LEVELS:
+            return str(value.get("message", ""))
+    return ""
+
+
+def _waiting_state(pod: Document) -> PodState:
+    name = name_of(pod)
+    scheduled = condition_of(pod, "PodScheduled")
+    if get_str(scheduled, "status") == "False":
+        return PodState(name, PENDING, get_str(scheduled, "reason") or "Unschedulable", get_str(scheduled, "message"))
+    for place, container in _containers(pod):
+        if "running" in get_mapping(container, "state"):
+            if place == "init":
+                return PodState(name, LOADING, "PodInitializing", f"container {get_str(container, 'name')} is running")
+            if container.get("ready") is not True:
+                value = f"container {get_str(container, 'name')} runs and is not ready yet"
+                return PodState(name, LOADING, "ContainersNotReady", value)
+    for _, container in _containers(pod):
+        waiting = get_mapping(container, "state", "waiting")
+        if "waiting" in get_mapping(container, "state"):
+            value = get_str(waiting, "message") or f"container {get_str(container, 'name')} is waiting"
+            return PodState(name, PENDING, get_str(waiting, "reason") or "ContainerCreating", value)
+    return PodState(name, PENDING, "Pending", "it has not been started yet")
+
+
+def _containers(pod: Document) -> Iterator[tuple[str, Document]]:
+    """Yield the status of init containers, then the main one, then the others."""
+    for record in get_mappings(pod, "status", "initContainerStatuses"):
+        yield "init", record
+    yield from (
+        ("main", status)
+        for status in sorted(
+            get_mappings(pod, "status", "containerStatuses"),
+            key=lambda status: get_str(status, "name") not in (MAIN_CONTAINER, ROUTER_CONTAINER),
+        )
+    )

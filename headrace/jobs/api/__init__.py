@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TAO's job API over HTTP: `/api/v1`, and what NVIDIA's newest client needs of `/api/v2`.
+"""TAO's job API over HTTP: `/api/v1`, and the part of `/api/v2` that NVIDIA's newest client uses.
 
-Translates between requests and `jobs.service`; inference is passed on to the service by the router's connections. May not
-live here: what a job is, where it runs, who may do what.
+Translates between HTTP and `jobs.service`; inference requests are proxied with the router's connections.
 """

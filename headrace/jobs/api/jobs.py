@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs: registered, listed, shown, cancelled, deleted, and their logs. On v1 they are below an experiment, on v2 not."""
+"""Routes of jobs: create, list, show, cancel, pause, resume, retry, delete, logs and events."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from headrace.core.errors import InvalidArgument
-from headrace.jobs.api.calls import Answer, Call, Text
-from headrace.jobs.api.reading import Fields, number_of, uuid_of
-from headrace.jobs.api.workspaces import experiment_wish
-from headrace.jobs.api.writing import JobTexts, event, whole_job
-from headrace.jobs.records import BATCH, Job, JobWish
+from headrace.jobs.api.handlers import Call, Response, Text
+from headrace.jobs.api.requests import Fields, parse_number, parse_uuid
+from headrace.jobs.api.responses import JobListEncoder, event, job_with_details
+from headrace.jobs.api.workspaces import experiment_spec
+from headrace.jobs.records import BATCH, Job, JobSpec
 from headrace.jobs.service import JobService
 
-_MOST_NAME = 255
-_MOST_LINES = 100_000
-_LINES = 1000
-_JOB = (
+_MAX_NAME = 255
+_MAX_LINES = 100_000
+_DEFAULT_LINES = 1000
+_JOB_FIELDS = (
     "action",
     "parent_id",
     "parent_job_id",
@@ -29,116 +29,116 @@ _JOB = (
 )
 
 
-class Jobs:
-    """Work for `calls`. `nested`: below an experiment, as on v1."""
+class JobRoutes:
+    """Actions for jobs. `nested`: below an experiment, as on v1."""
 
-    def __init__(self, jobs: JobService, texts: JobTexts, *, nested: bool) -> None:
+    def __init__(self, jobs: JobService, encoder: JobListEncoder, *, nested: bool) -> None:
         self._jobs = jobs
         self._nested = nested
-        self._texts = texts
+        self._encoder = encoder
 
-    async def create(self, call: Call) -> Answer:
-        """Register a trained model, or have a model run once over many inputs. v1 answers with the bare id."""
+    async def create(self, call: Call) -> Response:
+        """Register a trained model, or create a batch job. v1 responds with the bare id."""
         fields = call.fields()
-        wish = _job_wish(fields)
+        spec = _job_spec(fields)
         if self._nested:
-            experiment = uuid_of(call.ids[0], "Experiment")
-            made = await self._made(call, experiment, wish)
-            return Answer(made.id)
+            experiment = parse_uuid(call.ids[0], "Experiment")
+            job = await self._create_job(call, experiment, spec)
+            return Response(job.id)
         kind = fields.text("kind") or "experiment"
         if kind != "experiment":
-            raise InvalidArgument("kind must be experiment: this server has no jobs of datasets")
-        wished = experiment_wish(fields, *_JOB)
-        found = await self._jobs.create_experiment(call.org, call.user_id, wished)
+            raise InvalidArgument("kind must be experiment: this server has no dataset jobs")
+        experiment_fields = experiment_spec(fields, *_JOB_FIELDS)
+        experiment_record = await self._jobs.create_experiment(call.org, call.user_id, experiment_fields)
         try:
-            # One id for both: they go together.
-            made = await self._made(call, found.id, replace(wish, id=found.id))
+            # One id for both: they are deleted together.
+            job = await self._create_job(call, experiment_record.id, replace(spec, id=experiment_record.id))
         except BaseException:
-            await self._jobs.delete_experiment(call.org, found.id)
+            await self._jobs.delete_experiment(call.org, experiment_record.id)
             raise
-        return Answer(whole_job(made), 201)
+        return Response(job_with_details(job), 201)
 
-    async def _made(self, call: Call, experiment: str, wish: JobWish) -> Job:
-        make = self._jobs.create_batch if wish.action == BATCH else self._jobs.create_job
-        return await make(call.org, call.user_id, experiment, wish)
+    async def _create_job(self, call: Call, experiment: str, spec: JobSpec) -> Job:
+        create = self._jobs.create_batch if spec.action == BATCH else self._jobs.create_job
+        return await create(call.org, call.user_id, experiment, spec)
 
-    async def list(self, call: Call) -> Answer:
-        """The newest first; `skip` and `size` cut a part out."""
+    async def list(self, call: Call) -> Response:
+        """List jobs, newest first, with `skip` and `size`."""
         query = call.query()
-        skip, size = number_of(query, "skip") or 0, number_of(query, "size")
-        experiment = uuid_of(call.ids[0], "Experiment") if self._nested else None
-        found = await self._jobs.list_jobs(
+        skip, size = parse_number(query, "skip") or 0, parse_number(query, "size")
+        experiment = parse_uuid(call.ids[0], "Experiment") if self._nested else None
+        page = await self._jobs.list_jobs(
             call.org, experiment, skip=skip, size=size, status=query.get("status"), action=query.get("action")
         )
-        return Answer(self._texts.page(found, skip, size))
+        return Response(self._encoder.page(page, skip, size))
 
-    async def show(self, call: Call) -> Answer:
-        """All that is known of one."""
+    async def show(self, call: Call) -> Response:
+        """Return one job with its details."""
         experiment, job = self._ids(call)
-        return Answer(whole_job(await self._jobs.look_at_job(call.org, job, experiment)))
+        return Response(job_with_details(await self._jobs.refresh_job(call.org, job, experiment)))
 
-    async def cancel(self, call: Call) -> Answer:
-        """End one that is not over."""
+    async def cancel(self, call: Call) -> Response:
+        """Cancel an unfinished job."""
         experiment, job = self._ids(call)
-        made = await self._jobs.cancel_job(call.org, call.user_id, job, experiment)
-        return Answer({"message": f"job {job} is {made.status}", **whole_job(made)})
+        changed = await self._jobs.cancel_job(call.org, call.user_id, job, experiment)
+        return Response({"message": f"job {job} is {changed.status}", **job_with_details(changed)})
 
-    async def pause(self, call: Call) -> Answer:
-        """Have one wait; what it has done is kept."""
+    async def pause(self, call: Call) -> Response:
+        """Pause a batch job."""
         experiment, job = self._ids(call)
-        made = await self._jobs.pause_job(call.org, call.user_id, job, experiment)
-        return Answer({"message": f"job {job} is {made.status}", **whole_job(made)})
+        changed = await self._jobs.pause_job(call.org, call.user_id, job, experiment)
+        return Response({"message": f"job {job} is {changed.status}", **job_with_details(changed)})
 
-    async def resume(self, call: Call) -> Answer:
-        """Have it go on."""
+    async def resume(self, call: Call) -> Response:
+        """Resume a batch job."""
         experiment, job = self._ids(call)
         specs = call.fields().object("specs")
-        made = await self._jobs.resume_job(call.org, call.user_id, job, experiment, specs)
-        return Answer({"message": f"job {job} is {made.status}", **whole_job(made)})
+        changed = await self._jobs.resume_job(call.org, call.user_id, job, experiment, specs)
+        return Response({"message": f"job {job} is {changed.status}", **job_with_details(changed)})
 
-    async def retry(self, call: Call) -> Answer:
-        """A new job like one that failed. Both versions answer with the bare id of the new one."""
+    async def retry(self, call: Call) -> Response:
+        """Create a job like one that failed. Both versions respond with the bare id of the new job."""
         experiment, job = self._ids(call)
-        made = await self._jobs.retry_job(call.org, call.user_id, job, experiment)
-        return Answer(made.id, 200 if self._nested else 201)
+        changed = await self._jobs.retry_job(call.org, call.user_id, job, experiment)
+        return Response(changed.id, 200 if self._nested else 201)
 
-    async def delete(self, call: Call) -> Answer:
-        """Remove one that is over."""
+    async def delete(self, call: Call) -> Response:
+        """Delete a finished job."""
         experiment, job = self._ids(call)
-        return Answer(whole_job(await self._jobs.delete_job(call.org, job, experiment)))
+        return Response(job_with_details(await self._jobs.delete_job(call.org, job, experiment)))
 
-    async def logs(self, call: Call) -> Answer:
-        """The last lines, as text; `tail` says how many."""
+    async def logs(self, call: Call) -> Response:
+        """Return the last `tail` lines of the log as text."""
         experiment, job = self._ids(call)
-        tail = number_of(call.query(), "tail")
-        lines = _LINES if tail is None else min(tail, _MOST_LINES)
-        return Answer(Text(await self._jobs.job_logs(call.org, job, experiment, lines)))
+        tail = parse_number(call.query(), "tail")
+        lines = _DEFAULT_LINES if tail is None else min(tail, _MAX_LINES)
+        return Response(Text(await self._jobs.job_logs(call.org, job, experiment, lines)))
 
-    async def events(self, call: Call) -> Answer:
-        """Every change, with its reason."""
+    async def events(self, call: Call) -> Response:
+        """Return every change with its reason."""
         experiment, job = self._ids(call)
-        found = await self._jobs.job_events(call.org, job, experiment)
-        return Answer({"events": [event(each) for each in found]})
+        events = await self._jobs.job_events(call.org, job, experiment)
+        return Response({"events": [event(record) for record in events]})
 
     def _ids(self, call: Call) -> tuple[str | None, str]:
         if self._nested:
-            return uuid_of(call.ids[0], "Experiment"), uuid_of(call.ids[1], "Job")
-        return None, uuid_of(call.ids[0], "Job")
+            return parse_uuid(call.ids[0], "Experiment"), parse_uuid(call.ids[1], "Job")
+        return None, parse_uuid(call.ids[0], "Job")
 
 
-def _job_wish(fields: Fields) -> JobWish:
-    action = fields.text("action", most=_MOST_NAME)
+def _job_spec(fields: Fields) -> JobSpec:
+    action = fields.text("action", max_chars=_MAX_NAME)
     if not action:
-        raise InvalidArgument('action is missing: "train" registers a trained model, "inference" runs one once')
-    number = fields.number("num_gpu", -1, 1024)
-    return JobWish(
+        raise InvalidArgument('action is missing: "train" registers a trained model, "inference" runs a batch job')
+    num_gpu = fields.number("num_gpu", -1, 1024)
+    return JobSpec(
         action,
         fields.uuid("Parent job", "parent_job_id", "parent_id") or "",
-        fields.text("name", most=_MOST_NAME) or "",
+        fields.text("name", max_chars=_MAX_NAME) or "",
         fields.text("description") or "",
-        -1 if number is None else number,
+        -1 if num_gpu is None else num_gpu,
         fields.object("specs") or {},
         fields.object("backend_details") or {},
         fields.text("checkpoint"),
-        fields.text("network_arch", most=_MOST_NAME) or "",
+        fields.text("network_arch", max_chars=_MAX_NAME) or "",
     )

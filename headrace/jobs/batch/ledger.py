@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of a job as they are written, and which items they are of: `Ledger`.
+"""The ledger: an append-only file of results, and which items they cover.
 
-Called by `app`; by `running` in one thread at a time. An item has a line; where lines are only on the way to Parquet, a
-block of items has one (`packing`). The lines are the truth: an item is done when its whole line is in the file. The file
-beside them (`job_file`) saves reading all of them again when a job goes on, and says what they are of. A line that a kill
-or a power cut tore is cut off, and its items are computed again.
+Each item has one line; results that become Parquet have one line per block (`blocks.pack`). The lines are authoritative: an
+item is done when its complete line is in the file. The progress file saves reading all lines again. A line that a kill or a
+power cut truncated is removed, and its items are computed again.
 """
 
 from __future__ import annotations
@@ -22,10 +21,15 @@ import numpy as np
 import orjson
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, Unavailable
-from headrace.jobs.batch.blocks import BlockResult, lines_of
-from headrace.jobs.batch.job_file import JobFile, State, job_path, read_job, write_job
-from headrace.jobs.batch.marks import Marks
-from headrace.jobs.batch.packing import can_pack, is_packed, pack, unpack
+from headrace.jobs.batch.blocks import BlockResult, can_pack, is_packed, lines_of, pack, unpack
+from headrace.jobs.batch.progress import (
+    ItemMarks,
+    ProgressFile,
+    State,
+    progress_file_path,
+    read_progress_file,
+    write_progress_file,
+)
 from headrace.jobs.batch.settings import Shard
 
 log = logging.getLogger("headrace.batch")
@@ -34,33 +38,41 @@ _NEW_FILE = 0o644
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 
 Result = tuple[int, str | int | None, Mapping[str, Any] | HeadraceError]
-"""Index, id, and what came of the item."""
+"""Index, id, and the output or error of an item."""
 
 
 class Ledger:
-    """One file of results. Made by `open_ledger`."""
+    """One file of results; created by `open_ledger`, used by one thread at a time."""
 
     def __init__(
-        self, path: Path, descriptor: int, job: JobFile, shard: Shard, marks: Marks, size: int, *, packed: bool = False
+        self,
+        path: Path,
+        descriptor: int,
+        job: ProgressFile,
+        shard: Shard,
+        marks: ItemMarks,
+        size: int,
+        *,
+        packed: bool = False,
     ) -> None:
         self.path = path
         self.job = job
         self.marks = marks
         self.resumed = marks.finished
-        """Items that an earlier run has done."""
+        """Items that earlier runs finished."""
         self._descriptor = descriptor
         self._shard = shard
         self._size = size
         self._packed = packed
 
     def is_done(self, index: int) -> bool:
-        """Whether an item of this job needs nothing more."""
-        return self._shard.place(index) in self.marks
+        """Return whether an item is done."""
+        return self._shard.position(index) in self.marks
 
     def write(self, results: Iterable[Result | BlockResult]) -> None:
-        """Append. All of them or none; raises FailedPrecondition if there is no room."""
+        """Append all results or none; FailedPrecondition if the disk is full."""
         texts: list[bytes] = []
-        made: list[tuple[int, bool]] = []
+        items: list[tuple[int, bool]] = []
         blocks: list[BlockResult] = []
         for result in results:
             block = result if isinstance(result, BlockResult) else self._as_block(result)
@@ -70,48 +82,48 @@ class Ledger:
                     blocks.append(block)
                     continue
                 except TypeError:
-                    pass  # each for itself: the long way tells which
-            for each in _apart(result) if isinstance(result, BlockResult) else (result,):
-                index, line, failed = _line(each)
+                    pass  # write them one by one, to find the item that fails
+            for single in _split(result) if isinstance(result, BlockResult) else (result,):
+                index, line, failed = _line(single)
                 texts.append(line)
-                made.append((index, failed))
+                items.append((index, failed))
         lines = b"".join(texts)
         view = memoryview(lines)
         try:
             while view:
                 view = view[os.write(self._descriptor, view) :]
         except OSError as error:
-            self._take_back()
-            raise _unwritable(self.path, error) from None
+            self._undo_write()
+            raise _write_error(self.path, error) from None
         self._size += len(lines)
-        for index, failed in made:
-            self.marks.add(self._shard.place(index), failed=failed)
+        for index, failed in items:
+            self.marks.add(self._shard.position(index), failed=failed)
         for block in blocks:
             self._mark(block.indices)
 
     def _as_block(self, result: Result) -> BlockResult | None:
-        """An item by itself, if it is to be packed."""
-        index, given, outcome = result
+        """Return a single result as a block, if it can be packed."""
+        index, item_id, outcome = result
         if not self._packed or isinstance(outcome, HeadraceError) or outcome.keys() != {"outputs"}:
             return None
         values = outcome["outputs"]
-        if not all(isinstance(each, np.ndarray) for each in values.values()):
+        if not all(isinstance(array, np.ndarray) for array in values.values()):
             return None
-        arrays = {name: each[np.newaxis] for name, each in values.items()}
-        return BlockResult([index], [given], arrays) if can_pack(arrays) else None
+        arrays = {name: array[np.newaxis] for name, array in values.items()}
+        return BlockResult([index], [item_id], arrays) if can_pack(arrays) else None
 
     def _mark(self, indices: Sequence[int]) -> None:
-        """Items of a block, which are in order; without gaps, nearly always."""
-        place = self._shard.place
-        first, last = place(indices[0]), place(indices[-1])
+        """Mark the items of a block, which are in order and usually without gaps."""
+        position = self._shard.position
+        first, last = position(indices[0]), position(indices[-1])
         if last - first + 1 == len(indices):
             self.marks.add_run(first, len(indices))
         else:
             for index in indices:
-                self.marks.add(place(index), failed=False)
+                self.marks.add(position(index), failed=False)
 
     def checkpoint(self, state: State = "running", reason: str = "", summary: Mapping[str, Any] | None = None) -> None:
-        """See to it that what was written lasts, and say so beside it."""
+        """Sync the results to disk and write the progress file."""
         try:
             os.fsync(self._descriptor)
             self.job = replace(
@@ -124,20 +136,20 @@ class Ledger:
                 ranges=self.marks.as_ranges(),
                 summary=self.job.summary if summary is None else summary,
             )
-            write_job(job_path(self.path), self.job)
+            write_progress_file(progress_file_path(self.path), self.job)
         except OSError as error:
-            raise _unwritable(self.path, error) from None
+            raise _write_error(self.path, error) from None
 
     def close(self) -> None:
-        """Let others at the file."""
+        """Close the file and release its lock."""
         os.close(self._descriptor)
 
-    def _take_back(self) -> None:
-        """Half of a write is as good as none."""
+    def _undo_write(self) -> None:
+        """Remove a partial write."""
         try:
             os.ftruncate(self._descriptor, self._size)
         except OSError as error:
-            log.warning("%s ends in a torn line, which the next run cuts off: %s", self.path, error.strerror)
+            log.warning("%s ends in a truncated line, which the next run removes: %s", self.path, error.strerror)
 
 
 def open_ledger(
@@ -150,82 +162,82 @@ def open_ledger(
     retry_failed: bool = False,
     packed: bool = False,
 ) -> Ledger:
-    """Begin results, or go on with those that are there. `packed`: numbers as such. Raises what is in the way."""
+    """Create the results or continue existing ones. `packed`: store blocks as binary numbers."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _locked(path)
-        begun = _begin(path, descriptor, JobFile(job, total), overwrite=overwrite)
+        descriptor = _open_locked(path)
+        progress = _read_or_create_progress(path, descriptor, ProgressFile(job, total), overwrite=overwrite)
         if retry_failed and os.fstat(descriptor).st_size:
-            # The marks first: they would not fit the lines that are left.
-            begun = replace(begun, state="running", bytes=0, ranges=JobFile({}, 0).ranges)
-            write_job(job_path(path), begun)
-            descriptor = _without_failed(path, descriptor)
-        marks, size = _read(path, descriptor, begun, shard)
+            # Reset the progress file first: it would not match the remaining lines.
+            progress = replace(progress, state="running", bytes=0, ranges=ProgressFile({}, 0).ranges)
+            write_progress_file(progress_file_path(path), progress)
+            descriptor = _remove_failed(path, descriptor)
+        marks, size = _read(path, descriptor, progress, shard)
     except OSError as error:
-        raise _unwritable(path, error) from None
-    return Ledger(path, descriptor, begun, shard, marks, size, packed=packed)
+        raise _write_error(path, error) from None
+    return Ledger(path, descriptor, progress, shard, marks, size, packed=packed)
 
 
-def _begin(path: Path, descriptor: int, job: JobFile, *, overwrite: bool) -> JobFile:
-    """What is known of the results that are there; a new file if there are none. Closes the descriptor if it raises."""
-    beside = job_path(path)
+def _read_or_create_progress(path: Path, descriptor: int, job: ProgressFile, *, overwrite: bool) -> ProgressFile:
+    """Return the progress of existing results, or of new ones. Closes the descriptor on an error."""
+    progress_path = progress_file_path(path)
     try:
         if overwrite:
-            beside.unlink(missing_ok=True)
+            progress_path.unlink(missing_ok=True)
             os.ftruncate(descriptor, 0)
-        known = read_job(beside)
-        if known is not None:
-            check_same(path, known, job)
-            return known
+        progress = read_progress_file(progress_path)
+        if progress is not None:
+            check_same(path, progress, job)
+            return progress
         if os.fstat(descriptor).st_size:
             raise FailedPrecondition(
-                f"{path} exists and is not of a job that can go on: name another output, or start over with --overwrite"
+                f"{path} exists and belongs to no batch job: use another output, or start over with --overwrite"
             )
-        # Before the first line, so that there never are lines of which nobody knows what they are.
-        write_job(beside, job)
+        # Before the first line, so that no line is without its progress file.
+        write_progress_file(progress_path, job)
     except BaseException:
         os.close(descriptor)
         raise
     return job
 
 
-def check_same(path: Path, known: JobFile, job: JobFile) -> None:
-    """Raise what differs between the job that results are of and another one."""
-    other = [name for name in job.job if known.job.get(name) != job.job[name]]
-    if not other and known.total != job.total:
-        other = ["input"]
-    if other:
-        words = ", ".join(other)
+def check_same(path: Path, existing: ProgressFile, job: ProgressFile) -> None:
+    """Raise if existing results belong to another job, and name the differences."""
+    differences = [name for name in job.job if existing.job.get(name) != job.job[name]]
+    if not differences and existing.total != job.total:
+        differences = ["input"]
+    if differences:
+        names = ", ".join(differences)
         raise FailedPrecondition(
-            f"the results in {path} are of another job (what differs: {words}): go on with what it was begun with, name "
-            "another output, or start over with --overwrite"
+            f"the results in {path} belong to another job (different: {names}): use the same settings as before, "
+            "use another output, or start over with --overwrite"
         )
 
 
-def _read(path: Path, descriptor: int, known: JobFile, shard: Shard) -> tuple[Marks, int]:
-    """What is done, and how many bytes tell of it; what is torn is cut off."""
-    there = os.fstat(descriptor).st_size
-    marks, size = Marks(known.total), 0
-    if known.bytes <= there:
+def _read(path: Path, descriptor: int, progress: ProgressFile, shard: Shard) -> tuple[ItemMarks, int]:
+    """Return the finished items and the size of their lines; remove a truncated end."""
+    file_size = os.fstat(descriptor).st_size
+    marks, size = ItemMarks(progress.total), 0
+    if progress.bytes <= file_size:
         try:
-            marks, size = Marks.from_ranges(known.total, known.ranges), known.bytes
+            marks, size = ItemMarks.from_ranges(progress.total, progress.ranges), progress.bytes
         except (InvalidArgument, ValueError, TypeError, KeyError):
-            log.warning("%s does not tell what is done: all results are read", job_path(path))
+            log.warning("%s has invalid ranges; reading all results.", progress_file_path(path))
     with open(descriptor, "rb", closefd=False) as file:
         file.seek(size)
         for line in file:
             try:
-                _take(line, marks, shard)
+                _mark_line(line, marks, shard)
             except (ValueError, KeyError, TypeError, IndexError, InvalidArgument):
-                log.warning("%s: what follows byte %d is torn and computed again", path, size)
+                log.warning("%s is truncated after byte %d; computing those items again.", path, size)
                 break
             size += len(line)
-    if size != there:
+    if size != file_size:
         os.ftruncate(descriptor, size)
     return marks, size
 
 
-def _take(line: bytes, marks: Marks, shard: Shard) -> None:
+def _mark_line(line: bytes, marks: ItemMarks, shard: Shard) -> None:
     if not line.endswith(b"\n"):
         raise ValueError("a line without an end")
     record = orjson.loads(line)
@@ -233,54 +245,54 @@ def _take(line: bytes, marks: Marks, shard: Shard) -> None:
     for index in indices:
         if not shard.has(index):
             raise ValueError("a line of another job")
-        marks.add(shard.place(index), failed="error" in record)
+        marks.add(shard.position(index), failed="error" in record)
 
 
-def _without_failed(path: Path, descriptor: int) -> int:
-    """Take the lines of failed items out; gives the file that has taken the place of this one."""
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.unlink(missing_ok=True)
-    made = _locked(fresh)
+def _remove_failed(path: Path, descriptor: int) -> int:
+    """Remove the lines of failed items; return the descriptor of the new file."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    new_descriptor = _open_locked(temporary)
     try:
-        with open(descriptor, "rb", closefd=False) as file, open(made, "wb", closefd=False) as kept:
+        with open(descriptor, "rb", closefd=False) as file, open(new_descriptor, "wb", closefd=False) as kept:
             file.seek(0)
             for line in file:
                 try:
                     failed = "error" in orjson.loads(line)
                 except ValueError:
-                    break  # torn, and with it all that follows
+                    break  # truncated
                 if not failed:
                     kept.write(line)
-        os.fsync(made)
-        fresh.replace(path)
+        os.fsync(new_descriptor)
+        temporary.replace(path)
     except BaseException:
-        os.close(made)
-        fresh.unlink(missing_ok=True)
+        os.close(new_descriptor)
+        temporary.unlink(missing_ok=True)
         raise
     os.close(descriptor)
-    return made
+    return new_descriptor
 
 
-def _apart(block: BlockResult) -> Iterator[Result]:
-    for number, (index, given) in enumerate(zip(block.indices, block.ids, strict=True)):
-        yield index, given, {"outputs": {name: array[number] for name, array in block.arrays.items()}}
+def _split(block: BlockResult) -> Iterator[Result]:
+    for number, (index, item_id) in enumerate(zip(block.indices, block.ids, strict=True)):
+        yield index, item_id, {"outputs": {name: array[number] for name, array in block.arrays.items()}}
 
 
 def _line(result: Result) -> tuple[int, bytes, bool]:
-    """The item's index, its line, and whether it failed."""
-    index, given, outcome = result
+    """Return the index of an item, its line, and whether it failed."""
+    index, item_id, outcome = result
     if not isinstance(outcome, HeadraceError):
         try:
-            return index, orjson.dumps({"index": index, "id": given, "output": outcome}, option=_OPTIONS), False
-        except TypeError as error:  # of a model's own making: half of a surrogate pair, a key that is no text
-            log.warning("item %d has a result that JSON cannot carry: %s", index, error)
+            return index, orjson.dumps({"index": index, "id": item_id, "output": outcome}, option=_OPTIONS), False
+        except TypeError as error:  # the model returned a lone surrogate, or a key that is not a string
+            log.warning("The result of item %d cannot be written as JSON: %s", index, error)
             outcome = Internal("the result cannot be written as JSON; the job's log has the details")
-    error_told = {"code": outcome.code.value, "message": outcome.message.encode(errors="replace").decode()}
-    return index, orjson.dumps({"index": index, "id": given, "error": error_told}, option=_OPTIONS), True
+    error_json = {"code": outcome.code.value, "message": outcome.message.encode(errors="replace").decode()}
+    return index, orjson.dumps({"index": index, "id": item_id, "error": error_json}, option=_OPTIONS), True
 
 
-def _locked(path: Path) -> int:
-    """The file, made if need be, for us alone."""
+def _open_locked(path: Path) -> int:
+    """Open or create the file and lock it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, _NEW_FILE)
         try:
@@ -289,15 +301,15 @@ def _locked(path: Path) -> int:
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
-            raise Unavailable(f"another process writes to {path}: wait for it, or name another output") from None
+            raise Unavailable(f"another process writes to {path}: wait for it, or use another output") from None
         except FileNotFoundError:
             pass
-        os.close(descriptor)  # another one took its place meanwhile
+        os.close(descriptor)  # the file was replaced meanwhile
 
 
-def _unwritable(path: Path, error: OSError) -> FailedPrecondition:
+def _write_error(path: Path, error: OSError) -> FailedPrecondition:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FailedPrecondition(
-            f"there is no room left for {path}: make room and run the same again, which goes on where this ended"
+            f"no space left for {path}: free some space and run the same command again to continue"
         )
-    return FailedPrecondition(f"{path} cannot be written: {error.strerror}; name another output")
+    return FailedPrecondition(f"{path} cannot be written: {error.strerror}; use another output")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a video-generating pipeline is plugged in, and what it is asked.
+"""The plug-in interface of video-generation pipelines.
 
-Headrace has no such pipeline of its own: the weights and the code of cosmos-predict2.5 come from NVIDIA. A package adds one
-by an entry point of the group `headrace.pipelines`, named like the architecture; or `--pipeline module:function` (or
-`file.py:function`) names it. Either is a function from `PipelineSettings` to an object with `generate(VideoRequest)`.
+Headrace has no such pipeline: the weights and code of cosmos-predict2.5 come from NVIDIA. A package adds one with an entry
+point of the group `headrace.pipelines`, named like the architecture; or `--pipeline module:function` (or `file.py:function`)
+names it. Either is a function from `PipelineSettings` to an object with `generate(VideoRequest)`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.core.generation import Clip, Picture
+from headrace.core.generation import PromptImage, PromptVideo
 
 ENTRY_POINTS = "headrace.pipelines"
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """What a pipeline is opened with."""
+    """Settings that open a pipeline."""
 
     checkpoint: Path | None
-    """A local folder or file; None where `model_key` says which weights are meant."""
+    """A local folder or file; None if `model_key` names the weights."""
     model_key: str = ""
-    """A name that the pipeline's own registry knows: base-2b, base-14b, auto-multiview."""
+    """A name in the pipeline's own registry: base-2b, base-14b, auto-multiview."""
     output_dir: Path | None = None
     context_parallel_size: int = 1
     options: Mapping[str, bool] = field(default_factory=dict)
@@ -39,77 +39,77 @@ class PipelineSettings:
 
 @dataclass(frozen=True, slots=True)
 class VideoRequest:
-    """One video to be made."""
+    """A request for one video."""
 
     prompt: str
     inference_type: str
-    """text2world, image2world or video2world; the last two have a picture or a clip."""
+    """text2world, image2world or video2world; the last two have an image or a clip."""
     num_output_frames: int
     guidance: int
     num_steps: int
     seed: int
     negative_prompt: str | None = None
-    """None: the pipeline's own."""
-    picture: Picture | None = None
-    clip: Clip | None = None
+    """None: the pipeline's default."""
+    picture: PromptImage | None = None
+    clip: PromptVideo | None = None
 
 
 class Pipeline(Protocol):
-    """What a plug-in gives. Called by one thread at a time."""
+    """A pipeline of a plug-in; called by one thread at a time."""
 
     def generate(self, request: VideoRequest) -> bytes | Path:
-        """An MP4 file: its bytes, or where it lies. A `HeadraceError` is told to the client; others go to the log."""
+        """Return an MP4 file: its bytes or its path. The client sees a `HeadraceError`; other errors are logged."""
 
 
 OpenPipeline = Callable[[PipelineSettings], Pipeline]
 
 
-def find_pipeline(network_arch: str, named: str) -> OpenPipeline:
-    """The plug-in; raises what to do where there is none."""
-    if named:
-        return _named(named)
+def find_pipeline(network_arch: str, name: str) -> OpenPipeline:
+    """Return the plug-in; the error says how to install one."""
+    if name:
+        return _load_named(name)
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == network_arch:
-            return _callable(point.load(), f"the entry point {point.value}")
+            return _check_callable(point.load(), f"the entry point {point.value}")
     raise FailedPrecondition(
-        f"no pipeline for {network_arch} is installed, and Headrace carries none: install a package with an entry point "
+        f"no pipeline for {network_arch} is installed: install a package with an entry point "
         f"'{network_arch}' in the group {ENTRY_POINTS}, or name a function with --pipeline module:function"
     )
 
 
-def _named(named: str) -> OpenPipeline:
-    module_name, colon, function = named.rpartition(":")
+def _load_named(name: str) -> OpenPipeline:
+    module_name, colon, function = name.rpartition(":")
     if not colon or not function.isidentifier():
-        raise InvalidArgument(f"--pipeline {named[:128]!a}: write module:function or file.py:function")
+        raise InvalidArgument(f"--pipeline {name[:128]!a}: write module:function or file.py:function")
     if module_name.endswith(".py"):
-        module = _from_file(Path(module_name))
+        module = _import_file(Path(module_name))
     else:
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             raise FailedPrecondition(
-                f"--pipeline {named[:128]!a}: there is no module {(error.name or module_name)[:128]!a} here: install it, or "
+                f"--pipeline {name[:128]!a}: module {(error.name or module_name)[:128]!a} not found: install it, or "
                 "put its folder on PYTHONPATH"
             ) from None
-    found = getattr(module, function, None)
-    if found is None:
-        raise InvalidArgument(f"--pipeline {named[:128]!a}: {module_name} has no {function}")
-    return _callable(found, f"--pipeline {named[:128]}")
+    factory = getattr(module, function, None)
+    if factory is None:
+        raise InvalidArgument(f"--pipeline {name[:128]!a}: {module_name} has no {function}")
+    return _check_callable(factory, f"--pipeline {name[:128]}")
 
 
-def _from_file(path: Path) -> Any:
+def _import_file(path: Path) -> Any:
     name = f"headrace_pipeline_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise FailedPrecondition(f"--pipeline {str(path)[:128]!a} is not there: name a file that is")
+        raise FailedPrecondition(f"--pipeline {str(path)[:128]!a} does not exist: use an existing file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look there
+    sys.modules[name] = module  # dataclasses need it
     spec.loader.exec_module(module)
     return module
 
 
-def _callable(found: Any, what: str) -> OpenPipeline:
-    if not callable(found):
-        raise InvalidArgument(f"{what} is no function: name one that takes PipelineSettings and gives a pipeline")
-    opened: OpenPipeline = found
-    return opened
+def _check_callable(factory: Any, what: str) -> OpenPipeline:
+    if not callable(factory):
+        raise InvalidArgument(f"{what} is not a function: use one that takes PipelineSettings and returns a pipeline")
+    open_pipeline: OpenPipeline = factory
+    return open_pipeline

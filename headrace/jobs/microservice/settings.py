@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a service is started with, read and checked. Made by `launching`."""
+"""Settings of a microservice."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 from headrace.core.limits import MIB, Limits
 from headrace.jobs.microservice.profiles import GENERAL, Profile
-from headrace.jobs.microservice.secrets import Secrets
+from headrace.jobs.microservice.redaction import Secrets
 from headrace.models.media.settings import MediaSettings
 from headrace.models.storage.credentials import CloudCredentials
 from headrace.net.sockets import Address
 
 BODY_BYTES = 704 * MIB
-"""One request: a video of 512 MiB as a data: URL, and some."""
+"""Maximum body: a video of 512 MiB as a data: URL, with some room."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallbackSettings:
-    """Where TAO's API hears of a service that wants to be deleted."""
+    """Where a service asks TAO's API to delete it."""
 
     url: str
     admin_key: str = field(repr=False)
@@ -33,22 +33,22 @@ class CallbackSettings:
 
 @dataclass(frozen=True, slots=True)
 class IdleSettings:
-    """When a service that nobody uses is to go."""
+    """When an idle service stops or asks to be deleted."""
 
     timeout_minutes: float = 30.0
-    """Without an inference request since the model was loaded."""
+    """Time without an inference request since the model was loaded."""
     enabled: bool = True
     """False: `--disable_auto_deletion`."""
-    exits: bool = False
-    """Whether the process ends then; else it asks by the callback, where there is one, and stays up."""
+    exit_when_idle: bool = False
+    """Whether the process exits then; otherwise it sends the callback, if there is one, and stays up."""
     period_seconds: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineChoice:
-    """What was said of a pipeline plug-in."""
+    """Options of a pipeline plug-in."""
 
-    named: str = ""
+    name: str = ""
     model_key: str = ""
     output_dir: Path | None = None
     context_parallel_size: int = 1
@@ -57,24 +57,24 @@ class PipelineChoice:
 
 @dataclass(frozen=True, slots=True)
 class MicroserviceSettings:
-    """All of it."""
+    """All settings of a microservice."""
 
     job_id: str
     model_path: str
-    """As it was written; "" only where a pipeline has a key for its weights."""
+    """The path as given; "" only if a pipeline has a key for its weights."""
     address: Address
     network_arch: str = ""
     profile: Profile = GENERAL
     specs: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Everything that the job says of its model."""
+    """The specs of the job."""
     folder: Path = Path("/tmp/tao_models")  # noqa: S108  # its owner is checked
-    """Where models are downloaded to and the state file lies."""
+    """Folder for model downloads and the state file."""
     task: str = ""
-    """The kind of model, where its files do not tell."""
+    """The model kind, if the files do not tell."""
     base_model_path: str = ""
-    """The model that a LoRA adapter at `model_path` is for."""
+    """The base model, if `model_path` is a LoRA adapter."""
     credentials: CloudCredentials | None = None
-    """Of the workspace (REST mode); None for a service of the launcher, which has no cloud."""
+    """Credentials of the workspace (REST mode); None for a service of the launcher, which has no cloud access."""
     idle: IdleSettings = IdleSettings()
     callback: CallbackSettings | None = None
     pipeline: PipelineChoice = PipelineChoice()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept, in SQL: SQLite or PostgreSQL, the same statements for both. Used by `jobs.service` through `store.Store`."""
+"""The SQL store: SQLite or PostgreSQL, with the same statements for both. `store.Store` is the entry point."""

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of jobs, their events and their last log. Every change of a job is one transaction with the event that tells it."""
+"""Rows of jobs, their events, logs and leases.
+
+Every change of a job is one transaction with the event that records it. A lease lets one of several gateways act on a job;
+the lease of an owner that is known to be dead is free.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,21 @@ from typing import Any, cast
 
 from sqlalchemy import ColumnElement, Connection, Select, Text, and_, delete, func, insert, select, update
 from sqlalchemy import cast as as_type
+from sqlalchemy.exc import IntegrityError
 
 from headrace.core.errors import FailedPrecondition, NotFound, Unavailable
-from headrace.jobs.records import FINAL, MOVES, SERVICE, Event, Job, JobPage
-from headrace.jobs.store.database import Database
-from headrace.jobs.store.tables import events, experiments, job_logs, jobs
+from headrace.jobs.records import FINAL, SERVICE, TRANSITIONS, Event, Job, JobPage
+from headrace.jobs.store.database import Database, events, experiments, job_logs, jobs, leases
 
-MOST_REASON = 1000
-MOST_REMEMBERED = 20_000
-_MOST_WHOLE = 4
-_FEW = 500
-_Mark = tuple[str, int, float]
-"""Id, version and birth: as long as these are the same, all of a job is."""
-_Seen = tuple[int, float | None, str | None]
-"""How many jobs a list has, when they were born, the id and version of each: as long as these are the same, the list is."""
-_SEEN = (
+MAX_REASON = 1000
+MAX_CACHED = 20_000
+_MAX_CACHED_LISTS = 4
+_MAX_IDS_IN_QUERY = 500
+_JobKey = tuple[str, int, float]
+"""Id, version and creation time: as long as these are equal, the whole row is."""
+_ListState = tuple[int, float | None, str | None]
+"""Number of jobs, sum of creation times, ids and versions: as long as these are equal, the list is."""
+_LIST_STATE = (
     func.count(),
     func.sum(jobs.c.created_on),
     func.aggregate_strings(jobs.c.id + as_type(jobs.c.version, Text), ","),
@@ -34,13 +38,13 @@ _NAMES = [column.name for column in jobs.columns]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What becomes of a job."""
+    """A change of a job."""
 
     status: str
     reason: str
     by: str
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Put over those that are there."""
+    """Merged into the job's details."""
     stopped_on: float | None = None
 
 
@@ -48,25 +52,25 @@ Decide = Callable[[Job], Change | None]
 
 
 class JobRows:
-    """Jobs of all organisations; who may see which is for `service` to ask."""
+    """Jobs of all organisations; `service` checks who may see them."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._memory: dict[_Mark, Job] = {}
-        self._wholes: dict[tuple[str, ...], tuple[_Seen, JobPage]] = {}
-        """Whole lists that were asked for, by what they are of."""
+        self._cache: dict[_JobKey, Job] = {}
+        self._lists: dict[tuple[str, ...], tuple[_ListState, JobPage]] = {}
+        """Cached complete lists, by their filters."""
 
     async def insert(self, job: Job, by: str) -> None:
-        """A new job, with its first event."""
+        """Insert a job and its first event."""
 
         def work(connection: Connection) -> None:
             connection.execute(insert(jobs).values(dict(zip(_NAMES, job, strict=True))))
-            _tell(connection, job, by)
+            _insert_event(connection, job, by)
 
         await self._database.write(work)
 
     async def get(self, job_id: str) -> Job | None:
-        """By id."""
+        """Return a job; None if there is none."""
 
         def work(connection: Connection) -> Job | None:
             row = connection.execute(select(jobs).where(jobs.c.id == job_id)).first()
@@ -77,9 +81,9 @@ class JobRows:
     async def page(
         self, org: str, experiment_id: str, status: str, action: str, skip: int, size: int | None
     ) -> JobPage:
-        """Newest first; "" for any. A whole list that has not changed is the very same one."""
-        wanted = {"org": org, "experiment_id": experiment_id, "status": status, "action": action}
-        where = and_(*(jobs.c[name] == value for name, value in wanted.items() if value))
+        """Return jobs, newest first; "" matches any value. An unchanged complete list is the same object."""
+        filters = {"org": org, "experiment_id": experiment_id, "status": status, "action": action}
+        where = and_(*(jobs.c[name] == value for name, value in filters.items() if value))
         query = select(jobs.c.id, jobs.c.version, jobs.c.created_on).where(where)
         query = query.order_by(jobs.c.created_on.desc(), jobs.c.id.desc()).offset(skip)
         if size is not None:
@@ -87,58 +91,60 @@ class JobRows:
 
         def work(connection: Connection) -> JobPage:
             if size is None and not skip:
-                return self._whole(connection, tuple(wanted.values()), where, query)
-            found = self._known(connection, where, _tuples(connection, query))
-            return JobPage(found, connection.execute(select(func.count()).select_from(jobs).where(where)).scalar_one())
+                return self._complete_list(connection, tuple(filters.values()), where, query)
+            page_jobs = self._jobs_of(connection, where, _tuples(connection, query))
+            return JobPage(
+                page_jobs, connection.execute(select(func.count()).select_from(jobs).where(where)).scalar_one()
+            )
 
         return await self._database.read(work)
 
-    def _whole(
-        self, connection: Connection, of: tuple[str, ...], where: ColumnElement[bool], query: Select[Any]
+    def _complete_list(
+        self, connection: Connection, filters: tuple[str, ...], where: ColumnElement[bool], query: Select[Any]
     ) -> JobPage:
-        """One text from the database tells whether anything of it has changed: ten thousand rows take twice as long."""
-        seen = _seen(connection, where)
-        if (known := self._wholes.get(of)) is not None and known[0] == seen:
-            return known[1]
-        found = self._known(connection, where, _tuples(connection, query))
-        page = JobPage(found, len(found))
-        # Others may have changed something between the two questions: such a list is given out once.
-        if len(found) <= MOST_REMEMBERED and _seen(connection, where) == seen:
-            if len(self._wholes) >= _MOST_WHOLE:
-                self._wholes.clear()
-            self._wholes[of] = seen, page
+        """Return a complete list. One aggregate tells whether it changed: reading ten thousand rows takes twice as long."""
+        state = _list_state(connection, where)
+        if (cached := self._lists.get(filters)) is not None and cached[0] == state:
+            return cached[1]
+        listed = self._jobs_of(connection, where, _tuples(connection, query))
+        page = JobPage(listed, len(listed))
+        # Do not cache a list that changed between the two queries.
+        if len(listed) <= MAX_CACHED and _list_state(connection, where) == state:
+            if len(self._lists) >= _MAX_CACHED_LISTS:
+                self._lists.clear()
+            self._lists[filters] = state, page
         return page
 
-    def _known(self, connection: Connection, where: ColumnElement[bool], marks: list[_Mark]) -> list[Job]:
-        """The jobs of these marks, as they were read before or are now: reading whole rows is what makes lists slow."""
-        memory = self._memory
-        found = list(map(memory.get, marks))
-        if None not in found:
-            return cast("list[Job]", found)
-        missing = [mark[0] for mark, known in zip(marks, found, strict=True) if known is None]
-        if len(memory) + len(missing) > MOST_REMEMBERED:
-            memory = self._memory = {}
-            missing = [mark[0] for mark in marks]
-        these = jobs.c.id.in_(missing) if len(missing) <= _FEW else where
-        for row in _tuples(connection, select(jobs).where(these)):
+    def _jobs_of(self, connection: Connection, where: ColumnElement[bool], keys: list[_JobKey]) -> list[Job]:
+        """Return the jobs of these keys from the cache or the database: reading complete rows is slow."""
+        cache = self._cache
+        cached = list(map(cache.get, keys))
+        if None not in cached:
+            return cast("list[Job]", cached)
+        missing = [key[0] for key, job in zip(keys, cached, strict=True) if job is None]
+        if len(cache) + len(missing) > MAX_CACHED:
+            cache = self._cache = {}
+            missing = [key[0] for key in keys]
+        condition = jobs.c.id.in_(missing) if len(missing) <= _MAX_IDS_IN_QUERY else where
+        for row in _tuples(connection, select(jobs).where(condition)):
             job = Job._make(row)
-            memory[job.id, job.version, job.created_on] = job
-        return [memory[mark] for mark in marks if mark in memory]
+            cache[job.id, job.version, job.created_on] = job
+        return [cache[key] for key in keys if key in cache]
 
     async def newest(self, count: int) -> list[Job]:
-        """The last that were made, whosever they are; lists that are asked for find them in memory."""
+        """Return the newest jobs of all organisations, and cache them."""
 
         def work(connection: Connection) -> list[Job]:
             rows = _tuples(connection, select(jobs).order_by(jobs.c.created_on.desc()).limit(count))
-            found = [Job._make(row) for row in rows]
-            if len(self._memory) + len(found) <= MOST_REMEMBERED:
-                self._memory.update({(job.id, job.version, job.created_on): job for job in found})
-            return found
+            newest = [Job._make(row) for row in rows]
+            if len(self._cache) + len(newest) <= MAX_CACHED:
+                self._cache.update({(job.id, job.version, job.created_on): job for job in newest})
+            return newest
 
         return await self._database.read(work)
 
     async def unfinished(self, place: str, action: str = SERVICE) -> list[Job]:
-        """Services, or other jobs, of a place whose status is not final."""
+        """Return the unfinished services, or other jobs, of a place."""
         where = and_(jobs.c.place == place, jobs.c.action == action, jobs.c.status.not_in(sorted(FINAL)))
 
         def work(connection: Connection) -> list[Job]:
@@ -147,7 +153,7 @@ class JobRows:
         return await self._database.read(work)
 
     async def among(self, ids: list[str]) -> dict[str, Job]:
-        """Those of the ids that there are."""
+        """Return the existing jobs among these ids."""
         if not ids:
             return {}
 
@@ -157,9 +163,9 @@ class JobRows:
         return await self._database.read(work)
 
     async def change(self, job_id: str, decide: Decide, now: float) -> Job:
-        """Let `decide` look at the job and say what becomes of it; None for nothing. Returns what the job is then.
+        """Apply the change that `decide` returns for the job; None for no change. Return the job after it.
 
-        `decide` runs in a thread, and nobody else changes the job meanwhile.
+        `decide` runs in a thread, within the transaction.
         """
 
         def work(connection: Connection) -> Job:
@@ -168,23 +174,23 @@ class JobRows:
                 raise NotFound(f"Job {job_id} not found")
             job = Job._make(row)
             change = decide(job)
-            return job if change is None else _changed(connection, job, change, now)
+            return job if change is None else _apply(connection, job, change, now)
 
         return await self._database.write(work)
 
     async def delete(self, job_id: str) -> bool:
-        """With its events and its log, and the experiment that was made for it alone (v2): that has the same id."""
+        """Delete a job with its events and log, and its v2 experiment, which has the same id."""
         others = select(jobs.c.id).where(jobs.c.experiment_id == job_id).exists()
 
         def work(connection: Connection) -> bool:
-            found = delete_jobs(connection, [job_id]) > 0
+            deleted = delete_jobs(connection, [job_id]) > 0
             connection.execute(delete(experiments).where(experiments.c.id == job_id, ~others))
-            return found
+            return deleted
 
         return await self._database.write(work)
 
     async def events(self, job_id: str) -> list[Event]:
-        """Oldest first."""
+        """Return the events of a job, oldest first."""
         query = select(events).where(events.c.job_id == job_id).order_by(events.c.number)
 
         def work(connection: Connection) -> list[Event]:
@@ -194,8 +200,8 @@ class JobRows:
 
         return await self._database.read(work)
 
-    async def keep_log(self, job_id: str, text: str) -> None:
-        """What a service said last, for when its log is gone."""
+    async def save_log(self, job_id: str, text: str) -> None:
+        """Save the last log lines of a job, for when its process is gone."""
 
         def work(connection: Connection) -> None:
             connection.execute(delete(job_logs).where(job_logs.c.job_id == job_id))
@@ -204,8 +210,8 @@ class JobRows:
 
         await self._database.write(work)
 
-    async def kept_log(self, job_id: str) -> str:
-        """See `keep_log`."""
+    async def load_log(self, job_id: str) -> str:
+        """Return the saved log of a job; "" if there is none."""
 
         def work(connection: Connection) -> str:
             return connection.execute(select(job_logs.c.log).where(job_logs.c.job_id == job_id)).scalar() or ""
@@ -213,46 +219,91 @@ class JobRows:
         return await self._database.read(work)
 
 
-def _seen(connection: Connection, where: ColumnElement[bool]) -> _Seen:
-    count, births, versions = connection.execute(select(*_SEEN).where(where)).one()
-    return count, births, versions
+def _list_state(connection: Connection, where: ColumnElement[bool]) -> _ListState:
+    count, creation_times, versions = connection.execute(select(*_LIST_STATE).where(where)).one()
+    return count, creation_times, versions
 
 
 def _tuples(connection: Connection, query: Select[Any]) -> list[Any]:
-    """What the driver gives, without SQLAlchemy's rows around it: of texts and numbers there is nothing to convert."""
+    """Return the driver's tuples without SQLAlchemy's row objects: strings and numbers need no conversion."""
     cursor = connection.execute(query).cursor
     return [] if cursor is None else list(cursor.fetchall())
 
 
 def delete_jobs(connection: Connection, ids: list[str]) -> int:
-    """Rows of jobs and all that hangs on them."""
+    """Delete jobs with their events and logs; return the number of jobs."""
     for table in (events, job_logs):
         connection.execute(delete(table).where(table.c.job_id.in_(ids)))
     return connection.execute(delete(jobs).where(jobs.c.id.in_(ids))).rowcount
 
 
-def _changed(connection: Connection, job: Job, change: Change, now: float) -> Job:
-    if change.status != job.status and change.status not in MOVES[job.status]:
+def _apply(connection: Connection, job: Job, change: Change, now: float) -> Job:
+    if change.status != job.status and change.status not in TRANSITIONS[job.status]:
         raise FailedPrecondition(f"job {job.id} is {job.status} and cannot become {change.status}")
     new = job._replace(
         status=change.status,
-        reason=change.reason[:MOST_REASON],
+        reason=change.reason[:MAX_REASON],
         details_json=json.dumps({**job.details, **change.details}) if change.details else job.details_json,
         stopped_on=job.stopped_on if change.stopped_on is None else change.stopped_on,
         last_modified=now,
         version=job.version + 1,
     )
-    made = connection.execute(
+    updated = connection.execute(
         update(jobs)
         .where(jobs.c.id == job.id, jobs.c.version == job.version)
         .values(dict(zip(_NAMES, new, strict=True)))
     )
-    if made.rowcount != 1:
-        raise Unavailable(f"job {job.id} was changed by somebody else at the same moment; try again")
-    _tell(connection, new, change.by)
+    if updated.rowcount != 1:
+        raise Unavailable(f"job {job.id} was changed at the same time by another gateway; try again")
+    _insert_event(connection, new, change.by)
     return new
 
 
-def _tell(connection: Connection, job: Job, by: str) -> None:
-    told = {"job_id": job.id, "number": job.version, "time": job.last_modified, "status": job.status}
-    connection.execute(insert(events).values(**told, reason=job.reason, by_whom=by))
+def _insert_event(connection: Connection, job: Job, by: str) -> None:
+    values = {"job_id": job.id, "number": job.version, "time": job.last_modified, "status": job.status}
+    connection.execute(insert(events).values(**values, reason=job.reason, by_whom=by))
+
+
+class LeaseRows:
+    """Leases of jobs."""
+
+    def __init__(self, database: Database, is_dead: Callable[[str], bool]) -> None:
+        self._database = database
+        self._is_dead = is_dead
+
+    async def acquire(self, job_id: str, owner: str, now: float, seconds: float) -> bool:
+        """Acquire or renew a lease; return False if a live owner holds it."""
+
+        def work(connection: Connection) -> bool:
+            row = connection.execute(select(leases).where(leases.c.job_id == job_id).with_for_update()).first()
+            values = {"owner": owner, "expires": now + seconds}
+            if row is None:
+                connection.execute(insert(leases).values(job_id=job_id, **values))
+                return True
+            if row.owner != owner and row.expires > now and not self._is_dead(row.owner):
+                return False
+            connection.execute(update(leases).where(leases.c.job_id == job_id).values(**values))
+            return True
+
+        try:
+            return await self._database.write(work)
+        except IntegrityError:
+            return False  # PostgreSQL: another gateway inserted it between our select and our insert
+
+    async def release(self, job_id: str, owner: str) -> None:
+        """Release a lease."""
+        await self._database.write(
+            lambda connection: (
+                connection.execute(delete(leases).where(leases.c.job_id == job_id, leases.c.owner == owner)).rowcount
+            )
+        )
+
+    async def delete_expired(self, now: float) -> None:
+        """Delete expired leases and those of dead owners."""
+
+        def find_expired(connection: Connection) -> list[tuple[str, str]]:
+            rows = connection.execute(select(leases)).all()
+            return [(row.job_id, row.owner) for row in rows if row.expires <= now or self._is_dead(row.owner)]
+
+        for job_id, owner in await self._database.read(find_expired):
+            await self.release(job_id, owner)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of workspaces and experiments, and beside each its secrets as `jobs.secrets` has encrypted them."""
+"""Rows of workspaces and experiments, with their encrypted secrets."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from sqlalchemy.exc import IntegrityError
 
 from headrace.core.errors import FailedPrecondition
 from headrace.jobs.records import FINAL, Experiment, Workspace
-from headrace.jobs.store.database import Database
+from headrace.jobs.store.database import Database, experiments, jobs, workspaces
 from headrace.jobs.store.jobs import delete_jobs
-from headrace.jobs.store.tables import experiments, jobs, workspaces
 
 
 class WorkspaceRows:
-    """Workspaces; `secret` and `fingerprint` are texts that mean nothing here."""
+    """Workspaces; `secret` and `fingerprint` are opaque."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def insert(self, workspace: Workspace, secret: str, fingerprint: str) -> tuple[Workspace, bool]:
-        """The new one, or that of the same organisation with the same fingerprint; and whether it is new."""
+        """Insert a workspace unless its organisation has one with this fingerprint; return the row and whether it is new."""
         same = select(workspaces).where(workspaces.c.org == workspace.org, workspaces.c.fingerprint == fingerprint)
 
-        def look(connection: Connection) -> Workspace | None:
+        def find_same(connection: Connection) -> Workspace | None:
             row = connection.execute(same).first()
             return _workspace(row) if row is not None else None
 
@@ -34,25 +33,25 @@ class WorkspaceRows:
             values = {**asdict(workspace), "secret": secret, "fingerprint": fingerprint}
             connection.execute(insert(workspaces).values(**values))
 
-        found = await self._database.read(look)
-        if found is not None:
-            return found, False
+        existing = await self._database.read(find_same)
+        if existing is not None:
+            return existing, False
         try:
             await self._database.write(work)
         except IntegrityError:
-            found = await self._database.read(look)
-            if found is None:
+            existing = await self._database.read(find_same)
+            if existing is None:
                 raise
-            return found, False
+            return existing, False
         return workspace, True
 
     async def all_of(self, org: str) -> list[Workspace]:
-        """Newest first."""
+        """Return all of an organisation, newest first."""
         query = select(workspaces).where(workspaces.c.org == org).order_by(workspaces.c.created_on.desc())
         return await self._database.read(lambda connection: [_workspace(row) for row in connection.execute(query)])
 
     async def get(self, org: str, workspace_id: str) -> tuple[Workspace, str] | None:
-        """With its secret."""
+        """Return one with its secret; None if there is none."""
         query = select(workspaces).where(workspaces.c.org == org, workspaces.c.id == workspace_id)
 
         def work(connection: Connection) -> tuple[Workspace, str] | None:
@@ -62,7 +61,7 @@ class WorkspaceRows:
         return await self._database.read(work)
 
     async def update(self, workspace: Workspace, secret: str, fingerprint: str) -> None:
-        """Replace it."""
+        """Replace the row."""
         values = {**asdict(workspace), "secret": secret, "fingerprint": fingerprint}
 
         def work(connection: Connection) -> None:
@@ -71,10 +70,10 @@ class WorkspaceRows:
         try:
             await self._database.write(work)
         except IntegrityError:
-            raise FailedPrecondition("another workspace has this very configuration; use that one") from None
+            raise FailedPrecondition("another workspace has the same configuration; use that one") from None
 
     async def delete(self, ids: list[str]) -> None:
-        """All of them or, if experiments use one, none."""
+        """Delete all of them, or none if experiments use one."""
 
         def work(connection: Connection) -> None:
             uses = select(experiments.c.workspace, func.count()).where(experiments.c.workspace.in_(ids))
@@ -88,23 +87,23 @@ class WorkspaceRows:
 
 
 class ExperimentRows:
-    """Experiments."""
+    """Experiments; `secret` holds their encrypted environment variables."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def insert(self, experiment: Experiment, secret: str) -> None:
-        """A new one."""
+        """Insert an experiment."""
         values = {**asdict(experiment), "details": json.dumps(experiment.details), "secret": secret}
         await self._database.write(lambda connection: connection.execute(insert(experiments).values(**values)).rowcount)
 
     async def all_of(self, org: str) -> list[Experiment]:
-        """Newest first."""
+        """Return all of an organisation, newest first."""
         query = select(experiments).where(experiments.c.org == org).order_by(experiments.c.created_on.desc())
         return await self._database.read(lambda connection: [_experiment(row) for row in connection.execute(query)])
 
     async def get(self, org: str, experiment_id: str) -> tuple[Experiment, str] | None:
-        """With its secret."""
+        """Return one with its secret; None if there is none."""
         query = select(experiments).where(experiments.c.org == org, experiments.c.id == experiment_id)
 
         def work(connection: Connection) -> tuple[Experiment, str] | None:
@@ -114,20 +113,20 @@ class ExperimentRows:
         return await self._database.read(work)
 
     async def update(self, experiment: Experiment, secret: str) -> None:
-        """Replace it."""
+        """Replace the row."""
         values = {**asdict(experiment), "details": json.dumps(experiment.details), "secret": secret}
         query = update(experiments).where(experiments.c.id == experiment.id).values(**values)
         await self._database.write(lambda connection: connection.execute(query).rowcount)
 
     async def delete(self, experiment_id: str) -> None:
-        """With its jobs, unless one is not finished."""
+        """Delete an experiment and its jobs; FailedPrecondition if a job is unfinished."""
 
         def work(connection: Connection) -> None:
             rows = connection.execute(select(jobs.c.id, jobs.c.status).where(jobs.c.experiment_id == experiment_id))
-            found = list(rows)
-            if any(row.status not in FINAL for row in found):
-                raise FailedPrecondition("a job of this experiment is not finished; stop or cancel it first")
-            delete_jobs(connection, [row.id for row in found])
+            job_rows = list(rows)
+            if any(row.status not in FINAL for row in job_rows):
+                raise FailedPrecondition("a job of this experiment is unfinished; stop or cancel it first")
+            delete_jobs(connection, [row.id for row in job_rows])
             connection.execute(delete(experiments).where(experiments.c.id == experiment_id))
 
         await self._database.write(work)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's configuration says: `config.pbtxt` (or `.json`, `.yaml`) read, checked, completed and typed.
+"""Model configuration: `config.pbtxt` (or `.json`, `.yaml`) parsed, completed, validated and typed.
 
-Lives here: the ModelConfig schema with Triton's field numbers, the readers, the defaults, the checks, and the typed
-classes that the engine and the backends work with. May not live here: loading a model, or anything that runs one.
+Has the ModelConfig schema with Triton's field numbers, the parsers, the defaults, the checks, and the typed classes
+that the engine and the backends use. Loads and runs no model.
 """

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's configuration as its folder has it, before a backend has completed it.
-
-Read by the engine's repository and by `headrace models check`. Turns `config.pbtxt`, `config.json` or `config.yaml`
-into a ModelConfig message, and remembers the line of everything, so that later checks can name it too. Must not know
-what a complete configuration is; `finishing` does.
-"""
+"""Read a model's configuration from its folder, before a backend completes it."""
 
 from __future__ import annotations
 
@@ -17,22 +12,17 @@ from typing import Any
 
 from google.protobuf import json_format, text_format
 
-from headrace.models.config.fitting import Fitted, fit
 from headrace.models.config.formats import resolve_backend
-from headrace.models.config.json_syntax import parse_json
+from headrace.models.config.messages import new_config, typed_config
 from headrace.models.config.problems import ConfigError, Problem
-from headrace.models.config.scalars import Syntax
-from headrace.models.config.schema import new_config
-from headrace.models.config.text_syntax import parse_text
-from headrace.models.config.trees import MAX_BYTES, SyntaxFault
-from headrace.models.config.typed import typed_config
+from headrace.models.config.schema_check import Fitted, Syntax, fit
+from headrace.models.config.syntax import MAX_BYTES, SyntaxFault, parse_json, parse_text, parse_yaml
 from headrace.models.config.types import ModelConfig
-from headrace.models.config.yaml_syntax import parse_yaml
 
 CONFIG_FILES: Mapping[str, Syntax] = MappingProxyType(
     {"config.pbtxt": "text", "config.json": "json", "config.yaml": "yaml", "config.yml": "yaml"}
 )
-"""The names a configuration may have, and how each is written."""
+"""File names of a configuration, and their syntax."""
 
 _PARSERS = {"text": parse_text, "json": parse_json, "yaml": parse_yaml}
 _INDEX = re.compile(r"\[\d+\]")
@@ -40,26 +30,26 @@ _INDEX = re.compile(r"\[\d+\]")
 
 @dataclass(frozen=True)
 class Draft:
-    """What somebody wrote, or an empty message with the folder's name."""
+    """A configuration as written, or an empty message with the folder's name."""
 
     model_folder: Path
     message: Any
     """A ModelConfig message."""
     backend: str
-    """The backend it means; "" when nothing tells."""
+    """The backend; "" if nothing determines it."""
     path: Path | None = None
-    """The file it is from, if it is from one."""
+    """The file, if it is from one."""
     shown_path: str = ""
-    """What problems call it: without the folders above the model."""
+    """The name in problems: without the folders above the model."""
     lines: Mapping[str, int] = field(default_factory=dict)
-    """The line of each field that was written: `input[0].dims` -> 9."""
+    """Lines of written fields: `input[0].dims` -> 9."""
 
     def wrote(self, place: str) -> bool:
-        """Whether the field was written, even if with its default. `place` is like `input[0].dims`."""
+        """Return whether the field was written, even with its default value. `place` is like `input[0].dims`."""
         return place in self.lines
 
     def line_of(self, place: str) -> int | None:
-        """The line of a field, or of the nearest block around it that was written."""
+        """Return the line of a field, or of the nearest enclosing block that was written."""
         while place:
             if place in self.lines:
                 return self.lines[place]
@@ -67,16 +57,16 @@ class Draft:
         return None
 
     def problem(self, place: str, text: str) -> Problem:
-        """A problem with a field, or with its absence."""
+        """Return a problem of a field."""
         return Problem(self.shown_path, self.line_of(place), _INDEX.sub("", place), text)
 
     def typed(self) -> ModelConfig:
-        """As far as it goes: for `Backend.complete`, which is asked before anything is checked or filled in."""
+        """Return the incomplete typed configuration, for `Backend.complete`."""
         return typed_config(self.message, self.backend)
 
 
 def read_draft(model_folder: Path) -> Draft:
-    """Read the configuration in a model's folder. An empty draft when there is none."""
+    """Read the configuration in a model's folder; an empty draft if there is none."""
     present = [model_folder / name for name in CONFIG_FILES if (model_folder / name).is_file()]
     shown = f"{model_folder.name}/{present[0].name if present else 'config.pbtxt'}"
     if not present:
@@ -95,7 +85,7 @@ def read_draft(model_folder: Path) -> Draft:
 
 
 def draft_from_json(model_folder: Path, text: str) -> Draft:
-    """Read a configuration that came with the request to load the model."""
+    """Parse a configuration that came with a request to load the model."""
     shown = f"{model_folder.name}/config of the request"
     content = text.encode(errors="surrogatepass")
     return _parsed(model_folder, None, shown, content, "json")
@@ -122,7 +112,7 @@ def _parsed(model_folder: Path, path: Path | None, shown: str, content: bytes, s
 
 
 def _fill(message: Any, fitted: Fitted, text: str, syntax: Syntax, shown: str) -> None:
-    """Have protobuf read it. What it refuses after our own look is rare: escapes and numbers out of range."""
+    """Parse with protobuf. After our own checks it only refuses escapes and numbers out of range."""
     try:
         if syntax == "text":
             text_format.Parse(fitted.edited(text), message)
@@ -141,3 +131,6 @@ def _draft(folder: Path, path: Path | None, shown: str, message: Any, lines: Map
         message.name = folder.name
     backend = resolve_backend(message, folder)
     return Draft(folder, message, backend, path, shown, lines)
+
+
+_AUTO, _GPU, _CPU = 0, 1, 2

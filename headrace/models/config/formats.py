@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of a configuration for each format of models: its backend, its old platform name, its file.
-
-Read by the drafts, to tell a backend from a platform or from the files that are there. Whether a backend can run here
-is for `backends.table` to say.
-"""
+"""The model formats: backend, old platform name and file name of each; Hugging Face folders."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.models.config.hugging_face import backend_of, is_hub_folder
-
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format."""
+    """One model format."""
 
     backend: str
     platform: str
-    """What configurations wrote before there was `backend`; "" when there never was one."""
+    """The name of the old field `platform`; "" if it has none."""
     filename: str
-    """The file or folder in the version folder, unless the configuration names another; "" when there is none."""
+    """The file or folder in the version folder, unless the configuration names another; "" if there is none."""
 
 
 FORMATS = (
@@ -48,11 +43,11 @@ FORMATS = (
 )
 
 CPU_UNLESS_TOLD = frozenset({"python", "identity"})
-"""Backends whose instances of KIND_AUTO run on the CPU even where there are GPUs: most of their models use none."""
+"""Backends whose KIND_AUTO instances run on the CPU even with GPUs: most of their models use none."""
 
 
 def resolve_backend(message: Any, model_folder: Path) -> str:
-    """The backend that a ModelConfig message means; "" when neither it nor the model's files tell."""
+    """Return the backend of a ModelConfig message; "" if neither it nor the model's files determine one."""
     if message.backend:
         return str(message.backend)
     if message.platform:
@@ -67,7 +62,7 @@ def resolve_backend(message: Any, model_folder: Path) -> str:
 
 
 def find_format(formats: Sequence[Format], model_folder: Path, filename: str = "") -> Format | None:
-    """The first of `formats` whose file is in a version folder. `filename` is what the configuration calls the file."""
+    """Return the first of `formats` whose file is in a version folder. `filename` is from the configuration."""
     if filename:
         return next((known for known in formats if known.filename and filename.endswith(_suffix(known))), None)
     for folder in version_folders(model_folder):
@@ -78,15 +73,55 @@ def find_format(formats: Sequence[Format], model_folder: Path, filename: str = "
 
 
 def version_folders(model_folder: Path) -> list[Path]:
-    """The folders of a model's versions, newest first."""
+    """Return the version folders of a model, newest first."""
     try:
         names = [child.name for child in model_folder.iterdir() if child.is_dir()]
     except OSError:
         return []
-    # Python refuses to read numbers of thousands of digits; file systems allow 255.
+    # Python refuses to parse numbers of thousands of digits; file systems allow 255.
     numbered = [(int(name), name) for name in names if name.isascii() and name.isdigit()]
     return [model_folder / name for _, name in sorted(numbered, reverse=True)]
 
 
 def _suffix(known: Format) -> str:
     return "." + known.filename.rpartition(".")[2]
+
+
+_MOST_BYTES = 16 * 1024 * 1024
+_LEFT_OUT = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".py", ".pbtxt")
+"""Pickled weights, weights for other libraries, code, and configurations of Headrace."""
+
+
+def is_hub_folder(folder: Path) -> bool:
+    """Return whether a folder has config.json and safetensors. Folders with only pickles do not count."""
+    return bool(_said(folder)) and any(folder.glob("*.safetensors"))
+
+
+def backend_of(folder: Path) -> str:
+    """Return the backend for a Hugging Face folder."""
+    architectures = _said(folder).get("architectures")
+    names = [str(each) for each in architectures] if isinstance(architectures, list) else []
+    if any("ForImageClassification" in name or name.endswith("ForObjectDetection") for name in names):
+        return "huggingface_vision"
+    return "llm"
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files and folders that a Hugging Face model needs."""
+    return sorted(
+        each for each in folder.iterdir() if not each.name.startswith(".") and each.suffix.lower() not in _LEFT_OUT
+    )
+
+
+def _said(folder: Path) -> dict[str, Any]:
+    """Read config.json; return an empty mapping if it is not one of Hugging Face."""
+    file = folder / "config.json"
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            return {}
+        said = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(said, dict) or not (said.get("architectures") or said.get("model_type")):
+        return {}
+    return said

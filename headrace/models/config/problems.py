@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a configuration, said so that it can be put right: file, line, field, what to write instead."""
+"""Problems of a configuration: file, line, field, and what to write instead."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from headrace.core.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to put right. Prints as one line."""
+    """One mistake in a configuration. Prints as one line."""
 
     path: str
-    """`<model>/config.pbtxt`: what a remote caller may know, and enough for whoever has the folder."""
+    """`<model>/config.pbtxt`: without the folders above, which a remote caller must not see."""
     line: int | None
-    """None when the file does not say it, or there is no file."""
+    """None if the file does not mention the field, or there is no file."""
     field: str
-    """`input.dims`; "" for the file as a whole."""
+    """`input.dims`; "" for the whole file."""
     text: str
 
     def __str__(self) -> str:
         place = self.path if self.line is None else f"{self.path}:{self.line}"
         said = f"{place}: {self.field}: {self.text}" if self.field else f"{place}: {self.text}"
-        # Names come from files that anybody may have written; a line break in one would forge a second problem.
+        # Names come from files of unknown origin; a line break in one would forge a second problem.
         return said if said.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in said)
 
 
 class ConfigError(InvalidArgument):
-    """Raise when a configuration cannot be served; with everything that is wrong, at once."""
+    """Raised when a configuration cannot be served, with all its problems."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)

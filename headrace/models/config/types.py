@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's configuration as the engine and the backends see it: typed, frozen, defaults filled in.
+"""The typed model configuration that the engine and the backends use: frozen, with defaults.
 
-Made by `typed.typed_config` from a ModelConfig message; the message itself stays in `ModelConfig.proto`, for the
-protocols that show it and for a backend's own settings. Names are the schema's, units are in the names.
+Made by `messages.typed_config` from a ModelConfig message, which stays in `ModelConfig.proto`. Names are the schema's;
+units are in the names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Dims = tuple[int, ...]
 
 
 def fits(shape: tuple[int, ...], dims: Dims) -> bool:
-    """Whether a shape is one that the dims allow."""
+    """Return whether the dims allow a shape."""
     if len(shape) != len(dims):
         return False
     for size, wanted in zip(shape, dims, strict=True):  # noqa: SIM110  # every request comes by: a generator is slower
@@ -33,15 +33,15 @@ class InputSpec:
 
     name: str
     dtype: DType | None
-    """None: any, which only built-in models say."""
+    """None: any type (built-in models only)."""
     dims: Dims | None
-    """None: any rank and size, which only built-in models say."""
+    """None: any rank and size (built-in models only)."""
     reshape: Dims | None = None
-    """The shape the model itself wants, where it is not that of the request."""
+    """The shape that the model expects, if it differs from that of the request."""
     optional: bool = False
     allow_ragged_batch: bool = False
     pad_value: float | None = None
-    """Headrace's own: requests of different sizes are batched, the smaller ones filled up with this."""
+    """Headrace's own: batch requests of different sizes, padding the smaller ones with this value."""
     finite: bool = False
     """Headrace's own: refuse NaN and infinities."""
     is_shape_tensor: bool = False
@@ -55,10 +55,10 @@ class OutputSpec:
     dtype: DType | None
     dims: Dims | None
     reshape: Dims | None = None
-    """The shape the model itself gives, where it is not that of the response."""
+    """The shape that the model returns, if it differs from that of the response."""
     label_filename: str = ""
     padded_like: str = ""
-    """Headrace's own: variable sizes are cut back to those this input had before it was padded."""
+    """Headrace's own: trim variable sizes to those that this input had before padding."""
     is_shape_tensor: bool = False
 
 
@@ -74,7 +74,7 @@ BatchInputKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """An input that describes the batch itself, made by the engine for ragged batches."""
+    """An input that describes the batch, made by the engine for ragged batches."""
 
     kind: BatchInputKind
     target_names: tuple[str, ...]
@@ -84,7 +84,7 @@ class BatchInput:
 
 @dataclass(frozen=True, slots=True)
 class BatchOutput:
-    """Outputs that are cut apart by the shapes of an input (`BATCH_SCATTER_WITH_INPUT_SHAPE`)."""
+    """Outputs that are split by the shapes of an input (`BATCH_SCATTER_WITH_INPUT_SHAPE`)."""
 
     target_names: tuple[str, ...]
     source_input: str
@@ -92,14 +92,14 @@ class BatchOutput:
 
 @dataclass(frozen=True, slots=True)
 class VersionPolicy:
-    """Which of the version folders are served."""
+    """Which version folders to serve."""
 
     kind: Literal["latest", "all", "specific"] = "latest"
     latest: int = 1
     specific: tuple[int, ...] = ()
 
     def choose(self, present: set[int]) -> set[int]:
-        """The versions to serve, of those whose folders are there."""
+        """Return the versions to serve, of those that exist."""
         if self.kind == "all":
             return set(present)
         if self.kind == "specific":
@@ -109,7 +109,7 @@ class VersionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Something an execution needs a number of, across all models that name it (`rate_limiter.resources`)."""
+    """A resource that executions need a number of, shared by all models that name it (`rate_limiter.resources`)."""
 
     name: str
     count: int
@@ -129,12 +129,12 @@ class InstanceGroup:
     priority: int = 0
     """`rate_limiter.priority`: 1 goes first; 0 is not set, and counts as 1."""
     runs: Literal["auto", "inline", "thread"] = "auto"
-    """Headrace's own: where a model computes that need not have a process of its own."""
+    """Headrace's own: where a model runs that does not need a process of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """What may wait in one level of the queue, and for how long."""
+    """Limits of one priority level of the queue."""
 
     timeout_action: Literal["reject", "delay"] = "reject"
     default_timeout_microseconds: int = 0
@@ -146,20 +146,20 @@ class QueuePolicy:
 
 @dataclass(frozen=True, slots=True)
 class DynamicBatching:
-    """How requests are joined into batches."""
+    """Dynamic batching."""
 
     preferred_batch_sizes: tuple[int, ...] = ()
     max_queue_delay_microseconds: int = 0
     preserve_ordering: bool = False
     priority_levels: int = 0
-    """0: no priorities. Otherwise 1 is the most urgent."""
+    """0: no priorities. Otherwise 1 is the highest."""
     default_priority_level: int = 0
     default_queue_policy: QueuePolicy = QueuePolicy()
     priority_queue_policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
     auto_delay: bool = False
     """Headrace's own: `max_queue_delay_microseconds: auto`."""
     latency_target_ms: float = 0.0
-    """Headrace's own: what the chosen delay keeps the 99th percentile under."""
+    """Headrace's own: the 99th percentile of latency that the automatic delay aims at."""
 
 
 ControlKind = Literal["start", "end", "ready", "corrid"]
@@ -167,31 +167,31 @@ ControlKind = Literal["start", "end", "ready", "corrid"]
 
 @dataclass(frozen=True, slots=True)
 class ControlInput:
-    """An input by which a stateful model is told where it is in a sequence."""
+    """A control input: tells a stateful model where in a sequence a request is."""
 
     name: str
     kind: ControlKind
     dtype: DType
-    """For start, end and ready: INT32, FP32 or BOOL; for corrid: a whole-number type or BYTES."""
+    """For start, end and ready: INT32, FP32 or BOOL; for corrid: an integer type or BYTES."""
     false_value: float = 0
     true_value: float = 1
 
 
 @dataclass(frozen=True, slots=True)
 class InitialState:
-    """What a sequence's state is before its first request."""
+    """The state of a sequence before its first request."""
 
     name: str
     dtype: DType
     dims: Dims
     zero: bool
     data_file: str = ""
-    """Under `initial_state/` of the model's folder, when not `zero`."""
+    """A file in `initial_state/` of the model's folder, if not `zero`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """Implicit state: an output of one request that is an input of the next of its sequence."""
+    """Implicit state: an output of one request that is an input of the next one in its sequence."""
 
     input_name: str
     output_name: str
@@ -204,7 +204,7 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class DirectStrategy:
-    """Each sequence has a slot of one instance to itself."""
+    """The direct strategy: each sequence has a slot of one instance."""
 
     max_queue_delay_microseconds: int = 0
     minimum_slot_utilization: float = 0.0
@@ -212,7 +212,7 @@ class DirectStrategy:
 
 @dataclass(frozen=True, slots=True)
 class OldestStrategy:
-    """Sequences of one instance are batched dynamically, the oldest requests first."""
+    """The oldest strategy: sequences of one instance are batched dynamically, the oldest requests first."""
 
     max_candidate_sequences: int = 0
     preferred_batch_sizes: tuple[int, ...] = ()
@@ -222,7 +222,7 @@ class OldestStrategy:
 
 @dataclass(frozen=True, slots=True)
 class SequenceBatching:
-    """How requests of sequences reach a stateful model."""
+    """Sequence batching, for stateful models."""
 
     strategy: DirectStrategy | OldestStrategy = DirectStrategy()
     max_sequence_idle_microseconds: int = 1_000_000
@@ -233,7 +233,7 @@ class SequenceBatching:
 
 @dataclass(frozen=True, slots=True)
 class EnsembleStep:
-    """One model of an ensemble. The maps go from the model's tensor names to the ensemble's."""
+    """One model of an ensemble. The maps are from the model's tensor names to the ensemble's."""
 
     model_name: str
     model_version: int = -1
@@ -259,12 +259,12 @@ class WarmupInput:
     dims: Dims
     source: Literal["zero", "random", "file"]
     data_file: str = ""
-    """Under `warmup/` of the model's folder."""
+    """A file in `warmup/` of the model's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """A request that is computed before the model is ready."""
+    """A request that is run before the model is ready."""
 
     name: str
     batch_size: int
@@ -274,13 +274,13 @@ class Warmup:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """All of it."""
+    """The configuration of one model."""
 
     name: str
     backend: str
-    """One of the names in `backends.table`, also where the file says `platform`. "ensemble" for ensembles."""
+    """A name in `backends.table`, also if the file says `platform`; "ensemble" for ensembles."""
     platform: str = ""
-    """As the file says it; shown by protocols, looked at by nobody."""
+    """As written in the file; only shown by protocols."""
     max_batch_size: int = 0
     """0: the model takes one request at a time and has no batch dimension."""
     inputs: tuple[InputSpec, ...] = ()
@@ -299,4 +299,4 @@ class ModelConfig:
     batch_outputs: tuple[BatchOutput, ...] = ()
     warmups: tuple[Warmup, ...] = ()
     proto: Any = field(default=None, compare=False, repr=False)
-    """The ModelConfig message this was made from."""
+    """The ModelConfig message that this was made from."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos, decoded within limits."""
+"""Read images and videos from URLs, within limits."""

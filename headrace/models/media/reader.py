@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""URLs of images and videos, as pixels: `MediaReader`.
+"""`MediaReader`: read images and videos from URLs into pixels.
 
-Called by `api.openai` and by the microservice for what clients send or name. Takes `data:` and http(s) URLs; those of object
-stores where there are a workspace's credentials; files of folders that the operator has opened. Fetching and decoding go on
-in threads of their own, a few at once; whatever was fetched is removed before the caller has its pixels, or its error.
+Reads `data:` and http(s) URLs, object stores if there are credentials, and files in folders that the operator allows.
+Fetching and decoding happen in threads; downloaded files are removed before the caller gets its pixels or its error.
 """
 
 from __future__ import annotations
@@ -33,24 +32,33 @@ from headrace.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from headrace.core.generation import Clip, Picture
-from headrace.models.media.clips import ClipLimits, decode_clip
-from headrace.models.media.data_urls import content_of, parse_data_url
-from headrace.models.media.kinds import HEAD_BYTES, IMAGES, VIDEOS, Format, Kind, sniff
-from headrace.models.media.pictures import decode_picture
+from headrace.core.generation import PromptImage, PromptVideo
+from headrace.models.media.decoding import (
+    HEAD_BYTES,
+    IMAGES,
+    VIDEOS,
+    ClipLimits,
+    Format,
+    Kind,
+    content_of,
+    decode_clip,
+    decode_picture,
+    parse_data_url,
+    sniff,
+)
 from headrace.models.media.settings import MediaSettings
 from headrace.models.storage.credentials import CloudCredentials
-from headrace.models.storage.fetching import fetch
+from headrace.models.storage.http_download import fetch
 from headrace.models.storage.locations import (
     CLOUD_SCHEMES,
     WEB_SCHEMES,
-    LocalPlace,
-    ObjectPlace,
+    LocalLocation,
+    ObjectLocation,
     parse_location,
     public_text,
     scheme_of,
 )
-from headrace.models.storage.objects import ObjectLimits, ObjectSource
+from headrace.models.storage.object_stores import ObjectLimits, ObjectSource
 
 log = logging.getLogger("headrace.media")
 
@@ -60,7 +68,7 @@ _OTHER_CLOUDS = ("cs",)
 
 
 class MediaReader:
-    """Reads media within limits. Every problem with an item is an InvalidArgument that says what to do."""
+    """Reads media within limits. Every problem is an InvalidArgument that says what to do."""
 
     def __init__(self, settings: MediaSettings, credentials: CloudCredentials | None = None) -> None:
         self._settings = settings
@@ -70,26 +78,26 @@ class MediaReader:
         self._under_way = 0
         self._closed = threading.Event()
 
-    async def picture(self, url: str) -> Picture:
-        """The image behind a URL."""
+    async def picture(self, url: str) -> PromptImage:
+        """Read an image."""
         found = await self._run(lambda cancelled: self._read(url, "image", 1.0, None, cancelled))
-        if not isinstance(found, Picture):
+        if not isinstance(found, PromptImage):
             raise InvalidArgument(f"{_shown(url)} is a video, where an image is expected: {IMAGES}")
         return found
 
-    async def clip(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> Clip:
-        """Frames of the video behind a URL: `fps` of each second, spread wider where that makes more than `max_frames`."""
+    async def clip(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> PromptVideo:
+        """Read frames of a video: `fps` per second, or fewer to stay below `max_frames`."""
         found = await self._run(lambda cancelled: self._read(url, "video", fps, max_frames, cancelled))
-        if not isinstance(found, Clip):
+        if not isinstance(found, PromptVideo):
             raise InvalidArgument(f"{_shown(url)} is an image, where a video is expected: {VIDEOS}")
         return found
 
-    async def item(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> Picture | Clip:
-        """Either, by what it is; names do not matter."""
+    async def item(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> PromptImage | PromptVideo:
+        """Read an image or a video, by its content."""
         return await self._run(lambda cancelled: self._read(url, None, fps, max_frames, cancelled))
 
     def close(self) -> None:
-        """Stop what is under way and take no more."""
+        """Cancel running reads and refuse new ones."""
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -106,19 +114,19 @@ class MediaReader:
             )
             return await future
         except (asyncio.CancelledError, Cancelled):
-            # Of the work, because the reader was closed; or of the caller, who is to know.
+            # The reader was closed, or the caller was cancelled.
             task = asyncio.current_task()
             if self._closed.is_set() and (task is None or not task.cancelling()):
                 raise _stopping() from None
             raise
         finally:
-            # Of a caller who went away: the thread sees it and clears up.
+            # The caller was cancelled: the thread notices and cleans up.
             gone.set()
             self._under_way -= 1
 
     def _read(
         self, url: str, kind: Kind | None, fps: float, max_frames: int | None, cancelled: Callable[[], bool]
-    ) -> Picture | Clip:
+    ) -> PromptImage | PromptVideo:
         settings = self._settings
         if not (0 < fps <= 1000):
             raise InvalidArgument(f"fps is {fps:g}; it must be more than 0 and at most 1000")
@@ -139,7 +147,7 @@ class MediaReader:
         except (InvalidArgument, Cancelled):
             raise
         except (NotFound, PermissionDenied, Unavailable, DeadlineExceeded) as error:
-            # For whoever sent the URL, a server that does not answer and a file that is not there are the same mistake.
+            # For the client, an unreachable server and a missing file are the same mistake.
             raise InvalidArgument(error.message) from None
         except HeadraceError:
             raise
@@ -149,7 +157,7 @@ class MediaReader:
 
     def _decoded(
         self, file: IO[bytes], url: str, kind: Kind | None, limits: ClipLimits, cancelled: Callable[[], bool]
-    ) -> Picture | Clip:
+    ) -> PromptImage | PromptVideo:
         head = file.read(HEAD_BYTES)
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -175,7 +183,7 @@ class MediaReader:
 
     @contextlib.contextmanager
     def _opened(self, url: str, kind: Kind | None, cancelled: Callable[[], bool]) -> Iterator[IO[bytes]]:
-        """What a URL names, as a file that is gone afterwards if it was ours."""
+        """Fetch a URL into a file; it is removed afterwards unless it is a local file."""
         settings = self._settings
         most = settings.image_bytes if kind == "image" else settings.video_bytes
         scheme = "data" if url[:5].lower() == "data:" else scheme_of(url)
@@ -206,7 +214,7 @@ class MediaReader:
                 "send an http(s):// or data: URL"
             )
         place = parse_location(url)
-        if not isinstance(place, ObjectPlace):
+        if not isinstance(place, ObjectLocation):
             raise InvalidArgument(f"{_shown(url)} is not in an object store")
         settings = self._settings
         limits = ObjectLimits(most, 1000, settings.idle_seconds, settings.fetch_seconds / 4)
@@ -238,15 +246,15 @@ def _stopping() -> Unavailable:
 
 def _open_local(url: str, folders: tuple[Path, ...], most: int) -> IO[bytes]:
     place = parse_location(url)
-    if not folders or not isinstance(place, LocalPlace):
+    if not folders or not isinstance(place, LocalLocation):
         raise InvalidArgument("paths of the server's own disk are not read; send an http(s):// or data: URL")
-    # One text for all that is wrong: what lies outside of the folders is nobody's business.
+    # One text for all reasons: do not reveal what exists outside of the folders.
     wrong = InvalidArgument(f"{_shown(url)} is not a file in a folder that this server reads media from")
     path = place.path.resolve()
     if not any(path.is_relative_to(folder.resolve()) for folder in folders):
         raise wrong
     try:
-        # Not through a link that was put there meanwhile, and never waiting for the other end of a pipe.
+        # Do not follow a link that was put there meanwhile, and do not wait for the other end of a pipe.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         raise wrong from None
@@ -269,5 +277,5 @@ def _a(kind: Kind) -> str:
 
 
 def _shown(url: str) -> str:
-    """A URL for an error: without its query, and of `data:` only the beginning."""
+    """Return a URL for an error message: without its query; of a `data:` URL only the beginning."""
     return url[:40].partition(",")[0] + ",..." if url[:5].lower() == "data:" else public_text(url)

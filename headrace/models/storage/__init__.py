@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Artefacts and media from elsewhere, as verified local files. The only room that fetches a URL."""
+"""Fetch models and media from URLs, object stores and the Hugging Face Hub, as verified local files.
+
+No other package fetches URLs.
+"""

@@ -1,45 +1,137 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpacks .tar, .tar.gz and .zip into a folder, trusting nothing in them: `unpack`.
-
-Called by `bringing`. Takes plain files and folders only. Links, devices, absolute names and `..` are refused rather than
-skipped: an archive that has them is not what its owner thinks it is. A compressed archive is never inflated further than
-the limit, and no header makes us read much at once.
-"""
+"""Unpack .tar, .tar.gz and .zip archives safely."""
 
 from __future__ import annotations
 
 import errno
 import gzip
 import logging
+import stat
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
 from headrace.core.errors import Cancelled, FailedPrecondition, InvalidArgument
 from headrace.core.limits import MIB
-from headrace.models.storage.fetching import never
-from headrace.models.storage.unpacking import UnpackLimits, inside
-from headrace.models.storage.zips import unpack_zip
+from headrace.models.storage.http_download import never_cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackLimits:
+    """Limits for unpacking one archive."""
+
+    max_bytes: int = 1024 * 1024 * MIB
+    max_files: int = 100_000
+
+    def too_much(self, name: str) -> InvalidArgument:
+        """Return the error for an archive that exceeds the limits."""
+        return InvalidArgument(f"{name} unpacks to more than {self.max_files} files or {self.max_bytes} bytes")
+
+
+def inside(folder: Path, member: str, name: str) -> Path:
+    """Return the path of a member below the folder. Raises InvalidArgument if it would be outside."""
+    parts = [part for part in member.split("/") if part not in {"", "."}]
+    if member.startswith("/") or ".." in parts or "\\" in member or "\0" in member:
+        raise InvalidArgument(f"{name} holds a name that leads out of its folder; pack it with relative names")
+    return folder.joinpath(*parts)
+
+
+_PIECE = MIB
+_DIRECTORY_BYTES = 32 * MIB
+"""Maximum that zipfile may read at once: the central directory."""
+_DIRECTORY_ENTRY = b"PK\x01\x02"
+_ENCRYPTED = 0x1
+
+
+def unpack_zip(file: IO[bytes], folder: Path, limits: UnpackLimits, cancelled: Callable[[], bool], name: str) -> None:
+    """Unpack a zip into an empty folder. `unpack` converts the exceptions."""
+    bounded = cast("IO[bytes]", _BoundedZip(file, limits, name))
+    try:
+        with zipfile.ZipFile(bounded) as archive:
+            _extract_zip(archive, folder, limits, cancelled, name)
+    except (NotImplementedError, RuntimeError):
+        raise InvalidArgument(f"{name} is packed in a way that is not read here; use plain zip (deflate)") from None
+
+
+class _BoundedZip:
+    """A file that limits reads, and the number of entries of the central directory."""
+
+    def __init__(self, file: IO[bytes], limits: UnpackLimits, name: str) -> None:
+        self._file = file
+        self._limits = limits
+        self._name = name
+
+    def read(self, size: int = -1) -> bytes:
+        if size > _DIRECTORY_BYTES:
+            raise self._limits.too_much(self._name)
+        data = self._file.read(_DIRECTORY_BYTES if size < 0 else size)
+        if data.startswith(_DIRECTORY_ENTRY) and data.count(_DIRECTORY_ENTRY) > self._limits.max_files:
+            raise self._limits.too_much(self._name)
+        return data
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _extract_zip(
+    archive: zipfile.ZipFile, folder: Path, limits: UnpackLimits, cancelled: Callable[[], bool], name: str
+) -> None:
+    left = limits.max_bytes
+    members = archive.infolist()
+    if len(members) > limits.max_files:
+        raise limits.too_much(name)
+    for member in members:
+        target = _zip_target(member, folder, name)
+        if member.filename.endswith("/"):  # like `is_dir`, which fails for an empty name
+            target.mkdir(parents=True, exist_ok=True)
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # zipfile checks the CRC-32 after the last byte.
+        with archive.open(member) as source, target.open("xb") as file:
+            while piece := source.read(_PIECE):
+                if cancelled():
+                    raise Cancelled(f"unpacking {name} was cancelled")
+                left -= len(piece)
+                if left < 0:
+                    raise limits.too_much(name)
+                file.write(piece)
+
+
+def _zip_target(member: zipfile.ZipInfo, folder: Path, name: str) -> Path:
+    if member.flag_bits & _ENCRYPTED:
+        raise InvalidArgument(f"{name} is encrypted; pack it without a password")
+    kind = stat.S_IFMT(member.external_attr >> 16)
+    if kind not in {0, stat.S_IFREG, stat.S_IFDIR}:
+        raise InvalidArgument(f"{name} holds a link, device or other special file; pack plain files and folders only")
+    # zipfile cuts a name at NUL; the original still has it.
+    return inside(folder, member.orig_filename if "\0" in member.orig_filename else member.filename, name)
+
 
 log = logging.getLogger("headrace.storage")
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".zip")
-_PIECE = MIB
 _ZIP_HEADS = (b"PK\x03\x04", b"PK\x05\x06")
 _READ_BYTES = 4 * MIB
-"""The most a header may make tarfile read at once: names and attributes, which are short."""
+"""Maximum that one header may make tarfile read: names and attributes, which are short."""
 
 
 def is_archive(name: str) -> bool:
-    """Whether a file's name says that it is one we unpack."""
+    """Return whether a file name has the suffix of a supported archive."""
     return name.lower().endswith(SUFFIXES)
 
 
 def stem(name: str) -> str:
-    """The name without the suffix of an archive."""
+    """Return a name without its archive suffix."""
     lower = name.lower()
     return next((name[: -len(suffix)] for suffix in SUFFIXES if lower.endswith(suffix)), name)
 
@@ -48,12 +140,12 @@ def unpack(
     archive: Path,
     folder: Path,
     limits: UnpackLimits,
-    cancelled: Callable[[], bool] = never,
+    cancelled: Callable[[], bool] = never_cancelled,
     name: str = "",
 ) -> None:
-    """Unpack into an empty folder. Raises InvalidArgument; what was written until then is the caller's to remove.
+    """Unpack into an empty folder. Raises InvalidArgument; the caller removes what was written.
 
-    `name` is how errors call the archive, where it lies under another one.
+    `name` is the archive's name in errors, if the file has another one.
     """
     name = name or archive.name
     try:
@@ -78,7 +170,7 @@ def unpack(
 
 
 class _Bounded:
-    """A file that does not yield more than it may. tarfile reads, tells and seeks forward."""
+    """A file that stops after a maximum of bytes. tarfile reads, tells and seeks forward."""
 
     def __init__(self, file: IO[bytes], most: int, name: str) -> None:
         self._file = file

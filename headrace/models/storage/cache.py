@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder that several processes bring things into: whole entries, each under a name that says which state of what it is.
-
-Used by `bringing`. An entry is filled in a hidden folder and renamed; one that was cut off is kept for the next try. Locks
-are files below `.locks`, two for each entry: `NAME` is held by whoever fills it, `NAME.use` is shared by all who use it and
-says how large it is and, by its time, when it was last wanted. Both go with the process that holds them, however it ends.
-"""
+"""The download cache: a folder that several processes share, with complete entries and eviction."""
 
 from __future__ import annotations
 
@@ -17,34 +12,222 @@ import logging
 import os
 import re
 import shutil
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, Unavailable
 from headrace.core.telemetry.progress import Progress, ProgressEvent
-from headrace.models.storage.cache_room import BRINGING, LOCKS, PARTS, USE, bytes_below, make_room, on_disk
-from headrace.models.storage.problems import DataDamaged, DiskFull, NoRoom, no_room
-from headrace.models.storage.telling import Told
+from headrace.models.storage.errors import DataDamaged, DiskFull, NoRoom, no_room, readable_bytes
+
+_REPORT_SECONDS = 0.2
+_RATE_SECONDS = 5.0
+"""The rate is that of the last seconds."""
+
+
+class DownloadProgress:
+    """Progress of one download. `heard` may be called from any thread."""
+
+    def __init__(
+        self, progress: Progress, task: str, total: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._progress = progress
+        self._task = task
+        self._total = total
+        self._clock = clock
+        self._done = 0
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def heard(self, size: int) -> None:
+        """Count received bytes."""
+        with self._lock:
+            self._done += size
+            now = self._clock()
+            if not self._seen:
+                # Bytes of an earlier attempt are reported first and do not count for the rate.
+                self._seen.append((now, self._done))
+            if now < self._next:
+                return
+            self._next = now + _REPORT_SECONDS
+            self._progress(ProgressEvent(self._task, self._done, self._total, "bytes", self._pace(now)))
+
+    def say(self, state: Literal["running", "finished", "failed"]) -> None:
+        """Report the start or the end."""
+        message = {"running": "downloading", "failed": "the download failed", "finished": "downloaded"}[state]
+        with self._lock:
+            self._progress(ProgressEvent(self._task, self._done, self._total, "bytes", message, state))
+
+    def _pace(self, now: float) -> str:
+        self._seen.append((now, self._done))
+        while len(self._seen) > 2 and now - self._seen[0][0] > _RATE_SECONDS:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        if now <= since or self._done <= before:
+            return "downloading"
+        rate = (self._done - before) / (now - since)
+        text = f"downloading at {readable_bytes(rate)}/s"
+        if self._total is None or self._total < self._done:
+            return text
+        return f"{text}, {readable_seconds((self._total - self._done) / rate)} left"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Format a duration for people: 12 s, 3 min 5 s, 2 h 10 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
 
 log = logging.getLogger("headrace.storage")
+
+LOCKS = ".locks"
+USE = ".use"
+INCOMPLETE = ".bringing-"
+PARTS = ".parts"
+_GOING = ".going-"
+_CACHE_LOCK = ".cache"
+_STALE_SECONDS = 7 * 24 * 3600.0
+"""Age after which interrupted downloads are removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    bytes: int
+    wanted: float
+    """When it was last used."""
+
+
+def make_room(folder: Path, what: str, name: str, size: int | None, had: int, most_bytes: int) -> None:
+    """Evict entries until one of `size` bytes (None: unknown) fits, of which `had` exist. 0: no limit.
+
+    Raises NoRoom, a FailedPrecondition, with the size that is needed.
+    """
+    if most_bytes and size is not None and size > most_bytes:
+        raise NoRoom(
+            f"{what} has {readable_bytes(size)} and the cache {folder} may hold {readable_bytes(most_bytes)}; raise that"
+        )
+    with _one_at_a_time(folder):
+        kept = [entry for entry in _all(folder) if entry.name != name]
+        now = time.time()
+        for entry in list(kept):
+            unfinished = not (folder / entry.name).is_dir()
+            if unfinished and now - entry.wanted > _STALE_SECONDS and _remove(folder, entry.name):
+                kept.remove(entry)
+        wanted = max(size or 0, had)
+        if most_bytes:
+            _evict(folder, what, kept, wanted, had, most_bytes)
+        free = shutil.disk_usage(folder).free
+        if wanted - had > free:
+            raise NoRoom(no_room(what, folder, wanted - had))
+        (folder / LOCKS / f"{name}{USE}").write_text(json.dumps({"bytes": wanted}))
+
+
+def _evict(folder: Path, what: str, kept: list[_Entry], wanted: int, had: int, most_bytes: int) -> None:
+    """Remove the least recently used entries until the new one fits into the limit and onto the disk."""
+    total = sum(entry.bytes for entry in kept)
+    for entry in sorted(kept, key=lambda entry: entry.wanted):
+        if total + wanted <= most_bytes and wanted - had <= shutil.disk_usage(folder).free:
+            return
+        if _remove(folder, entry.name):
+            total -= entry.bytes
+    if total + wanted > most_bytes:
+        raise NoRoom(
+            f"there is no room for {what} in the cache {folder}: it needs {readable_bytes(wanted)}, the cache may hold "
+            f"{readable_bytes(most_bytes)}, and {readable_bytes(total)} of it are in use; raise that, or stop what uses them"
+        )
+
+
+def _all(folder: Path) -> list[_Entry]:
+    """Return every entry, including incomplete ones."""
+    names: dict[str, Path] = {}
+    for path in folder.iterdir():
+        if path.name.startswith(INCOMPLETE) and not path.name.endswith(PARTS):
+            names[path.name.removeprefix(INCOMPLETE)] = path
+        elif path.name.startswith(_GOING):
+            shutil.rmtree(path, ignore_errors=True)  # The process that removed it was killed.
+        elif not path.name.startswith("."):
+            names[path.name] = path
+    found = []
+    for name, path in names.items():
+        lock = folder / LOCKS / f"{name}{USE}"
+        try:
+            size = int(json.loads(lock.read_text())["bytes"])
+            wanted = lock.stat().st_mtime
+        except (OSError, ValueError, KeyError, TypeError):
+            size, wanted = bytes_below(path), 0.0
+        found.append(_Entry(name, size, wanted))
+    return found
+
+
+def on_disk(found: os.stat_result) -> int:
+    """Return the disk usage of a file, without its holes."""
+    return found.st_blocks * 512
+
+
+def bytes_below(folder: Path, measure: Callable[[os.stat_result], int] = lambda found: found.st_size) -> int:
+    """Return the size of all files in a folder."""
+    total = 0
+    for above, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += measure(os.lstat(os.path.join(above, name)))
+    return total
+
+
+def _remove(folder: Path, name: str) -> bool:
+    """Remove an entry unless it is being filled or used; return whether it is gone."""
+    locks = folder / LOCKS
+    filling, using = locks / name, locks / f"{name}{USE}"
+    with filling.open("ab") as one, using.open("ab") as other:
+        try:
+            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        going = folder / f"{_GOING}{name}"
+        for path in (folder / name, folder / f"{INCOMPLETE}{name}"):
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(going)
+                log.info("%s leaves the cache: others need the room", name)
+                shutil.rmtree(going, ignore_errors=True)
+        (folder / f"{INCOMPLETE}{name}{PARTS}").unlink(missing_ok=True)
+        using.unlink(missing_ok=True)
+        filling.unlink(missing_ok=True)
+    return True
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    with (folder / LOCKS / _CACHE_LOCK).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
 
 _LOOK_AGAIN_SECONDS = 0.2
 
 
 class CacheUse:
-    """What someone uses of caches: nobody removes it until this is closed, or the process ends."""
+    """Cache entries in use: they are not evicted until this is closed or the process ends."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
 
     def hold(self, file: int) -> None:
-        """Keep a lock that was taken."""
+        """Keep a lock."""
         self._files.append(file)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all locks."""
         while self._files:
             os.close(self._files.pop())
 
@@ -57,20 +240,20 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Where an entry is being filled."""
+    """An entry that is being filled."""
 
     folder: Path
-    """With what an earlier try has left, where it kept a journal."""
+    """The folder, with what an earlier attempt left if it kept a journal."""
     journal: Path
     heard: Callable[[int], None]
-    """Takes the number of bytes that have come."""
+    """Called with the number of received bytes."""
 
 
 Fill = Callable[[Filling], None]
 
 
 class Cache:
-    """A cache folder, for one who brings."""
+    """A cache folder."""
 
     def __init__(
         self,
@@ -90,7 +273,7 @@ class Cache:
         self._use = use
 
     def entry(self, name: str, state: str, size: int | None, fill: Fill) -> Path:
-        """The folder of this name and state: there, or filled now. It is in use from here on."""
+        """Return the folder of an entry of this name and state, and fill it if it does not exist. Marks it as in use."""
         try:
             return self._entry(name, state, size, fill)
         except OSError as error:
@@ -113,7 +296,7 @@ class Cache:
             lock = self._lock_use(entry.name)
             try:
                 if not entry.is_dir():
-                    had = _bytes_come(self._folder / f"{BRINGING}{entry.name}", size)
+                    had = _bytes_come(self._folder / f"{INCOMPLETE}{entry.name}", size)
                     make_room(self._folder, self._what, entry.name, size, had, self._most_bytes)
                     self._fill(entry, size, fill)
                     self._note(entry)
@@ -122,15 +305,15 @@ class Cache:
                 raise
             if self._use is not None:
                 self._use.hold(lock)
-            # Else it is not closed: the system lets go of it when the process ends, also by a signal.
+            # Not closed: the system releases it when the process ends, also by a signal.
         return entry
 
     def _fill(self, entry: Path, size: int | None, fill: Fill) -> None:
-        told = Told(self._progress, self._task, size)
-        new = self._folder / f"{BRINGING}{entry.name}"
-        journal = self._folder / f"{BRINGING}{entry.name}{PARTS}"
+        told = DownloadProgress(self._progress, self._task, size)
+        new = self._folder / f"{INCOMPLETE}{entry.name}"
+        journal = self._folder / f"{INCOMPLETE}{entry.name}{PARTS}"
         if not journal.exists():
-            # Of one who kept no journal: nobody else is at it, since we have the lock.
+            # Without a journal nothing can be resumed; we hold the lock.
             shutil.rmtree(new, ignore_errors=True)
         try:
             new.mkdir(exist_ok=True)
@@ -149,19 +332,19 @@ class Cache:
         told.say("finished")
 
     def _note(self, entry: Path) -> None:
-        """What the entry takes now, unpacked; and let others go if that was not known before."""
+        """Record the unpacked size of an entry, and evict others if the size was unknown before."""
         size = bytes_below(entry)
         (self._folder / LOCKS / f"{entry.name}{USE}").write_text(json.dumps({"bytes": size}))
         if self._most_bytes:
-            with contextlib.suppress(FailedPrecondition):  # it is here; the next one will be refused
+            with contextlib.suppress(FailedPrecondition):  # It exists already; the next one will be refused.
                 make_room(self._folder, self._what, entry.name, 0, size, self._most_bytes)
 
     def _lock_use(self, name: str) -> int:
-        """Say that the entry is in use, as long as the file that this returns is open."""
+        """Mark an entry as in use while the returned file is open."""
         path = self._folder / LOCKS / f"{name}{USE}"
         while True:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(file, fcntl.LOCK_SH)  # who removes holds it for a moment only
+            fcntl.flock(file, fcntl.LOCK_SH)  # A process that removes an entry holds it only for a moment.
             if _is_the_file(file, path):
                 os.utime(file)
                 return file
@@ -169,7 +352,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _alone(self, name: str) -> Iterator[None]:
-        """While nobody else, in this or another process, brings the same."""
+        """Hold a lock against other threads and processes that fetch the same entry."""
         waiting = False
         path = self._folder / LOCKS / name
         while True:
@@ -190,14 +373,14 @@ class Cache:
 
 
 def _may_continue(error: BaseException) -> bool:
-    """Whether what has come is good, and the next try may go on from there."""
+    """Return whether a failed download can be resumed."""
     if isinstance(error, DataDamaged | DiskFull | NoRoom):
         return False
     return isinstance(error, Cancelled | Unavailable) or not isinstance(error, HeadraceError | OSError)
 
 
 def _is_the_file(file: int, path: Path) -> bool:
-    """Whether an open file is still the one of this name: a lock on one that was removed locks nothing."""
+    """Return whether an open file still has this name: a lock on a removed file locks nothing."""
     try:
         found = os.stat(path)
     except OSError:
@@ -207,11 +390,11 @@ def _is_the_file(file: int, path: Path) -> bool:
 
 
 def _bytes_come(folder: Path, size: int | None) -> int:
-    """What has come of an entry that was cut off: its files have holes, so what they take on the disk."""
+    """Return the received bytes of an incomplete entry: its files have holes, so their disk usage."""
     come = bytes_below(folder, on_disk)
     return come if size is None else min(come, size)
 
 
 def plain_name(name: str) -> str:
-    """A name that can be a file's, as near as can be."""
+    """Return a valid file name that resembles a name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:80]

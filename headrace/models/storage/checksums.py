@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a file is what its store says it should be: `Checksum`, and where a store says so.
+"""Verify downloaded files by the checksums that stores report.
 
-Used by `objects` and `hub`. S3 names the MD5 of an object in its ETag when it came in one part and is not encrypted with a
-key of its own; Azure in Content-MD5, where whoever wrote the blob has set it; S3 has further ones on request. What a store
-does not say cannot be checked: then the size and the ETag of every range have to do.
+S3 has the MD5 of an object in its ETag if it was uploaded in one part and is not encrypted with a customer key, and
+more on request; Azure has Content-MD5 if the uploader has set it. Without a checksum only sizes and ETags are compared.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.core.limits import MIB
-from headrace.models.storage.together import Stopped
+from headrace.models.storage.parallel import Stopped
 
 _PIECE = MIB
 _MD5_TAG = re.compile(r'"?([0-9a-f]{32})"?')
@@ -29,14 +28,14 @@ _LENGTHS = {"md5": 16, "sha256": 32, "sha1": 20, "crc32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """What the bytes of a file should come to."""
+    """An expected checksum."""
 
     kind: str
     """md5, sha1, sha256 or crc32."""
     digest: bytes
 
     def fits(self, path: Path, stopped: Stopped) -> bool:
-        """Read the file and say so. Ends early, with True, when stopped: who stops does not use the file."""
+        """Return whether a file has this checksum. Returns True early when stopped: the file is then not used."""
         running = _running(self.kind)
         with path.open("rb", buffering=0) as file:
             buffer = bytearray(_PIECE)
@@ -49,13 +48,13 @@ class Checksum:
 
 
 def from_etag(etag: str) -> Checksum | None:
-    """The MD5 that an S3 store's ETag is, unless it came in parts (then it has a `-`)."""
+    """Return the MD5 in an S3 ETag; None for multipart uploads (their ETag has a `-`)."""
     found = _MD5_TAG.fullmatch(etag)
     return Checksum("md5", bytes.fromhex(found[1])) if found else None
 
 
 def from_hex(kind: str, text: str) -> Checksum | None:
-    """From digits, as the Hub writes it; None if they are none."""
+    """Return a checksum from hex digits, as the Hub writes it; None if they are invalid."""
     try:
         digest = bytes.fromhex(text)
     except ValueError:
@@ -64,11 +63,11 @@ def from_hex(kind: str, text: str) -> Checksum | None:
 
 
 def from_headers(headers: Mapping[str, str]) -> Checksum | None:
-    """The best that the headers of an answer name; their names in lower case."""
+    """Return the best checksum in response headers (names in lower case)."""
     named = [(kind, headers.get(name, "")) for kind, name in _AMAZON.items()]
     whole = headers.get("x-amz-checksum-type", "").upper()
     if whole != "FULL_OBJECT" and (whole or "-" in headers.get("etag", "")):
-        named = []  # of its parts' checksums, and where the parts ended is not known
+        named = []  # A checksum of the parts' checksums, with unknown part sizes.
     for kind, text in (*named, ("md5", headers.get("content-md5", ""))):
         try:
             digest = base64.b64decode(text, validate=True)
@@ -80,7 +79,7 @@ def from_headers(headers: Mapping[str, str]) -> Checksum | None:
 
 
 def etag_is_md5(headers: Mapping[str, str]) -> bool:
-    """Whether an ETag that looks like an MD5 is one: not of what S3 encrypts with a key that is not its own."""
+    """Return whether an ETag that looks like an MD5 is one: not for objects encrypted with a customer key."""
     encrypted = headers.get("x-amz-server-side-encryption", "").lower()
     return encrypted in {"", "aes256"} and "x-amz-server-side-encryption-customer-algorithm" not in headers
 

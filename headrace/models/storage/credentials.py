@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a workspace's object stores, by bucket, from the `cloud_metadata` that a job carries.
+"""Credentials of object stores, by bucket, from the `cloud_metadata` of a job.
 
     {cloud_type: {bucket: {cloud_region, access_key, account_name, secret_key, endpoint_url}}}
 
-Made by whoever reads a job, asked by `objects` and `hub`. A bucket that is not named has no keys: those of another bucket
-are never tried on it. Nothing here is shown by `repr`.
+A bucket that is not listed has no credentials: those of another bucket are never used for it. `repr` shows no secrets.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.core.errors import InvalidArgument, PermissionDenied
-from headrace.models.storage.locations import Cloud
-from headrace.models.storage.urls import parse_web_url
+from headrace.models.storage.locations import Cloud, parse_web_url
 
 _CLOUDS: dict[str, Cloud] = {
     "aws": "aws",
@@ -33,21 +31,21 @@ _FIELDS = ("cloud_region", "access_key", "account_name", "secret_key", "endpoint
 
 @dataclass(frozen=True, slots=True)
 class BucketKeys:
-    """How to reach one bucket."""
+    """Credentials of one bucket."""
 
     cloud: Cloud
     bucket: str
     region: str = ""
     access_key: str = field(default="", repr=False)
     secret_key: str = field(default="", repr=False)
-    """Of gcp: the JSON text of a service account."""
+    """For gcp: the JSON text of a service account."""
     account_name: str = field(default="", repr=False)
     endpoint_url: str = ""
-    """Where the store is, if not where its maker has it. Plain http is used only when this says http://."""
+    """The store's endpoint, if not the cloud's own. Plain http is used only if this says http://."""
 
 
 class CloudCredentials:
-    """All keys of a workspace."""
+    """All credentials of a workspace."""
 
     def __init__(self, buckets: tuple[BucketKeys, ...] = (), hub_token: str = "") -> None:
         self._buckets = {(keys.cloud, keys.bucket): keys for keys in buckets}
@@ -56,7 +54,7 @@ class CloudCredentials:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> CloudCredentials:
-        """From a job's `cloud_metadata`. Raises InvalidArgument that names the field, never its value."""
+        """Parse the `cloud_metadata` of a job. Raises InvalidArgument that names the field, never its value."""
         found: list[BucketKeys] = []
         token = ""
         if not isinstance(metadata, Mapping):
@@ -69,11 +67,11 @@ class CloudCredentials:
                 token = _hub_token(buckets)
             elif kind in _CLOUDS:
                 found += [_keys(_CLOUDS[kind], str(bucket), details) for bucket, details in buckets.items()]
-            # Others (self_hosted, lepton, slurm) tell of no store that we read.
+            # Other types (self_hosted, lepton, slurm) have no store that we read.
         return cls(tuple(found), token)
 
     def keys_of(self, cloud: Cloud, bucket: str) -> BucketKeys:
-        """The keys of this very bucket. SeaweedFS speaks S3, so s3:// finds its buckets too, if aws has none so named."""
+        """Return the credentials of a bucket. s3:// also finds SeaweedFS buckets if aws has none of this name."""
         keys = self._buckets.get((cloud, bucket))
         if keys is None and cloud == "aws":
             keys = self._buckets.get(("seaweedfs", bucket))
@@ -122,7 +120,7 @@ def _is_web(url: str) -> bool:
 
 
 def _hub_token(details: Mapping[str, Any]) -> str:
-    """A workspace's token lies at the top or below a name that stands where others have their bucket."""
+    """A workspace's token is at the top, or below a name in place of the bucket."""
     for value in (details, *details.values()):
         if isinstance(value, Mapping):
             token = value.get("token") or value.get("access_key")

@@ -2,8 +2,8 @@
 """One gRPC call, as a handler sees it: messages in, messages out, a status at the end.
 
 Opened by `services.Services` on an HTTP/2 stream. A unary method's handler gets the call and its one message and
-answers, now or later, by `reply` or `fail`; a streaming method's handler sets the callbacks. `streaming` turns these
-into coroutines. Everything happens in the event loop's thread; after the call is over every method does nothing.
+answers, now or later, by `reply` or `fail`; a streaming method's handler sets the callbacks. All methods must be called
+in the event loop's thread; after the call has ended they do nothing.
 """
 
 from __future__ import annotations
@@ -12,21 +12,33 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from headrace.core.errors import INTERNAL_TEXT, DeadlineExceeded, HeadraceError, Internal, Unavailable
-from headrace.core.ids import REQUEST_ID_FIELD, request_id
-from headrace.net.grpc.messages import PREFIX_BYTES, MessageAssembler, prefixed, prefixed_gzip
-from headrace.net.grpc.metadata import custom_metadata, encode_metadata
+from headrace.core.errors import (
+    INTERNAL_TEXT,
+    DeadlineExceeded,
+    HeadraceError,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+    Unimplemented,
+)
+from headrace.core.limits import Limits
+from headrace.core.names import REQUEST_ID_FIELD, request_id
+from headrace.net.grpc.messages import (
+    PREFIX_BYTES,
+    MessageAssembler,
+    custom_metadata,
+    encode_metadata,
+    parse_timeout,
+    prefixed,
+    prefixed_gzip,
+)
 from headrace.net.grpc.status import GRPC_STATUS, OK_BLOCK, Status, status_block
-from headrace.net.http.exchange import Buffer, listed
-from headrace.net.http.heads import RequestHead
+from headrace.net.http.exchange import buffer_list
+from headrace.net.http.heads import Buffer, RequestHead
+from headrace.net.http2.connection import Http2Connection
 from headrace.net.http2.headers import encode_field, encode_fields, encode_status
 from headrace.net.http2.stream import Stream
-
-if TYPE_CHECKING:
-    from headrace.net.grpc.services import CallPlan
-    from headrace.net.http2.connection import Http2Connection
 
 log = logging.getLogger("headrace.wire")
 
@@ -37,30 +49,82 @@ HEAD_BLOCK = encode_status(200) + encode_field(b"content-type", b"application/gr
 _HEAD_BLOCK_GZIP = HEAD_BLOCK + encode_field(b"grpc-encoding", b"gzip")
 _ACCEPT_BLOCK = encode_field(b"grpc-accept-encoding", b"identity,deflate,gzip")
 
-# How far a call is, seen from its handler: what it sent may still wait for the client's window.
+# State of a call as its handler sees it; what the handler sent may still wait for the client's window.
 _NEW, _STARTED, _OVER = range(3)
 
 Metadata = list[tuple[str, str | bytes]]
 
+UnaryHandler = Callable[["GrpcCall", Buffer], None]
+"""Answers a unary call, given the call and its message."""
+
+StreamHandler = Callable[["GrpcCall"], None]
+"""Starts a call that streams in either direction: sets the call's callbacks."""
+
+Methods = dict[bytes, tuple[UnaryHandler | None, StreamHandler | None]]
+"""By path, as in `/service/method`; one of the two handlers is set."""
+
+_SHORT_BYTES = 16 * 1024
+"""A message up to this size is copied out of its frame; a larger one is assembled in its own memory."""
+
+
+class CallPlan:
+    """How to serve calls with the same request head. Immutable, and shared by all of them."""
+
+    __slots__ = (
+        "encoding",
+        "error",
+        "gzip",
+        "plain",
+        "short_bytes",
+        "stream_handler",
+        "streams",
+        "timeout_seconds",
+        "unary_handler",
+    )
+
+    def __init__(self, head: RequestHead, methods: Methods, limits: Limits) -> None:
+        self.error: HeadraceError | None = None
+        self.timeout_seconds: float | None = None
+        self.encoding = head.get(b"grpc-encoding")
+        # Only a client that compresses its messages gets compressed ones.
+        self.gzip = self.encoding == b"gzip"
+        unary, stream = methods.get(head.path, (None, None))
+        self.unary_handler: UnaryHandler = unary or _not_unary
+        self.stream_handler: StreamHandler = stream or _not_streaming
+        self.streams = stream is not None
+        self.short_bytes = -1 if self.streams else min(_SHORT_BYTES, limits.message_bytes)
+        """The largest message of a unary call that is read without an assembler."""
+        try:
+            if unary is None and stream is None:
+                raise Unimplemented(f"unknown method {head.path.decode('latin-1')[:256]}")
+            if head.method != b"POST":
+                raise InvalidArgument("gRPC calls are POST requests")
+            timeout = head.get(b"grpc-timeout")
+            if timeout is not None:
+                self.timeout_seconds = parse_timeout(timeout)
+        except HeadraceError as error:
+            self.error = error
+        self.plain = self.error is None and self.timeout_seconds is None and not self.streams
+        """Whether there is nothing to do before the message has arrived."""
+
 
 class GrpcCall(Stream):
-    """See the module."""
+    """A gRPC call on an HTTP/2 stream."""
 
     # Defaults on the class, as in `Stream`.
     details = b""
     """Serialized google.rpc.Status for `grpc-status-details-bin`; set before failing."""
     on_message: Callable[[Buffer], None] | None = None
-    """For streaming methods: called with each message. `pause` and `resume` hold the client back."""
+    """For streaming methods: called with each message. `pause` and `resume` control the client's window."""
     on_half_close: Callable[[], None] | None = None
     """For streaming methods: called when the client has sent its last message."""
     on_cancel: Callable[[], object] | None = None
-    """Called once if the call ends otherwise than by its handler: the client cancels, goes away or breaks a rule, its
+    """Called once if the call ends other than by its handler: the client cancels, disconnects or breaks the protocol, its
     deadline passes, or a callback raises. Set it to stop work."""
     on_writable: Callable[[], None] | None = None
     """Called when `send` may be called again after it returned False."""
     on_over: Callable[[], None] | None = None
-    """Called once when the call is over, however it came to that. For who counts calls, not for handlers; must not
-    raise."""
+    """Called once when the call ends for any reason. For code that counts calls, not for handlers; must not raise."""
     _message: Buffer | None = None
     _assembler: MessageAssembler | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -80,12 +144,12 @@ class GrpcCall(Stream):
 
     @property
     def metadata(self) -> Metadata:
-        """The caller's own metadata."""
+        """The client's metadata."""
         return custom_metadata(self.head)
 
     @property
     def timeout_seconds(self) -> float | None:
-        """What the caller gave as its time, counted from the call's arrival."""
+        """The client's timeout, counted from the call's arrival."""
         return self._plan.timeout_seconds
 
     @property
@@ -95,15 +159,15 @@ class GrpcCall(Stream):
 
     @property
     def over(self) -> bool:
-        """Whether the call has its status or the client has gone."""
+        """Whether the call has its status or the client has disconnected."""
         return self._phase == _OVER
 
     def set_initial_metadata(self, pairs: Metadata) -> None:
-        """Metadata to send before the first message."""
+        """Set metadata to send before the first message."""
         self._initial = encode_fields(encode_metadata(pairs))
 
     def set_trailing_metadata(self, pairs: Metadata) -> None:
-        """Metadata to send with the status."""
+        """Set metadata to send with the status."""
         self._trailing = encode_fields(encode_metadata(pairs))
 
     def reply(self, message: Buffer | list[Buffer]) -> None:
@@ -112,7 +176,7 @@ class GrpcCall(Stream):
             self.send(message)
             self.finish()
             return
-        buffers = listed(message)
+        buffers = buffer_list(message)
         size = 0
         for buffer in buffers:
             size += len(buffer)
@@ -133,18 +197,18 @@ class GrpcCall(Stream):
         self.send_whole(head, prefixed(buffers, size), size + PREFIX_BYTES, trailers)
 
     def send(self, message: Buffer | list[Buffer]) -> bool:
-        """Send one message of a stream of them. False asks the caller to wait for `on_writable`."""
+        """Send one message of a response stream. False asks the caller to wait for `on_writable`."""
         if self._phase == _OVER:
             return True
         self.start()
-        buffers = listed(message)
+        buffers = buffer_list(message)
         size = sum(map(len, buffers))
         if self._plan.gzip and size >= _GZIP_BYTES:
             return self.send_data(prefixed_gzip(buffers))
         return self.send_data(prefixed(buffers, size))
 
     def start(self) -> None:
-        """Send the head with the initial metadata, if it has not gone out yet."""
+        """Send the head with the initial metadata, if it has not been sent yet."""
         if self._phase == _NEW:
             self._phase = _STARTED
             self.send_headers((_HEAD_BLOCK_GZIP if self._plan.gzip else HEAD_BLOCK) + self._initial)
@@ -167,23 +231,23 @@ class GrpcCall(Stream):
             self.send_headers(HEAD_BLOCK + self._initial + _ACCEPT_BLOCK + block, end=True)
 
     def fail(self, error: BaseException) -> None:
-        """End the call with an error's status; an exception that is not ours is told as INTERNAL, without its text."""
+        """End the call with an error's status; an unexpected exception becomes INTERNAL, without its text."""
         if isinstance(error, HeadraceError):
             if error.retry_after_seconds is not None:
                 seconds = str(math.ceil(error.retry_after_seconds))
                 self._trailing += encode_fields(encode_metadata([("retry-after", seconds)]))
             self.finish(GRPC_STATUS[error.code], error.message)
             return
-        found_by = request_id(self.head.get(REQUEST_ID_FIELD.encode()))
-        details = {"request_id": found_by, "method": self.head.path.decode("latin-1"), "peer": self.peer}
-        log.error("a call failed", exc_info=error, extra=details)
-        self._trailing += encode_fields(encode_metadata([(REQUEST_ID_FIELD, found_by)]))
+        log_id = request_id(self.head.get(REQUEST_ID_FIELD.encode()))
+        details = {"request_id": log_id, "method": self.head.path.decode("latin-1"), "peer": self.peer}
+        log.error("gRPC call failed", exc_info=error, extra=details)
+        self._trailing += encode_fields(encode_metadata([(REQUEST_ID_FIELD, log_id)]))
         self.finish(Status.INTERNAL, INTERNAL_TEXT)
 
     # Called by the connection.
 
     def on_open(self, ends: bool) -> None:
-        """See `Stream.on_open`."""
+        """Start the deadline timer, and open a streaming method."""
         plan = self._plan
         if plan.plain:
             return
@@ -194,16 +258,16 @@ class GrpcCall(Stream):
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(plan.timeout_seconds, self._deadline_passed)
         if plan.streams:
-            self._guarded(plan.open_stream, self)
+            self._guarded(plan.stream_handler, self)
 
     def on_data(self, data: memoryview) -> None:
-        """See `Stream.on_data`."""
+        """Assemble messages from received bytes."""
         assembler = self._assembler
         if assembler is not None:
             if assembler.take(data):
                 return
         elif self._message is None:
-            # The straight road: a unary call whose whole message came in one frame.
+            # The fast path: a unary call whose message is one complete frame.
             size = len(data) - PREFIX_BYTES
             if 0 <= size <= self._plan.short_bytes and data[:PREFIX_BYTES] == b"\0" + size.to_bytes(4, "big"):
                 self._message = bytes(data[PREFIX_BYTES:])
@@ -211,11 +275,11 @@ class GrpcCall(Stream):
         self._guarded(self._assemble, data)
 
     def on_end(self) -> None:
-        """See `Stream.on_end`."""
+        """Call the unary handler, or tell a streaming method that the client has sent everything."""
         if self._phase == _OVER:
             return
         if self._assembler is not None and self._assembler.incomplete:
-            self._break_off(Internal("the call ended inside a message"))
+            self._end_with(Internal("the call ended inside a message"))
         elif self._plan.streams:
             if self.on_half_close is not None:
                 self._guarded(self.on_half_close)
@@ -223,30 +287,30 @@ class GrpcCall(Stream):
             self.finish(Status.UNIMPLEMENTED, "a unary call has one message, not none")
         else:
             try:
-                self._plan.answer(self, self._message)
+                self._plan.unary_handler(self, self._message)
             except Exception as error:
-                self._break_off(error)
+                self._end_with(error)
 
     def on_reset(self, code: int) -> None:
-        """See `Stream.on_reset`."""
+        """Cancel the call."""
         phase, self._phase = self._phase, _OVER
         if phase != _OVER:
             if self.on_over is not None:
                 self.on_over()
             self._stop_timer()
             self._log(Status.CANCELLED)
-            self._cancelled()
+            self._call_on_cancel()
 
     def on_expire(self) -> None:
-        """See `Stream.on_expire`."""
-        self._break_off(Unavailable("the server is shutting down"))
+        """End the call with UNAVAILABLE."""
+        self._end_with(Unavailable("the server is shutting down"))
 
-    def on_room(self) -> None:
-        """See `Stream.on_room`."""
+    def on_send_ready(self) -> None:
+        """Tell the handler that it may send again."""
         if self.on_writable is not None:
             self.on_writable()
 
-    # Inside.
+    # Internal.
 
     def _assemble(self, data: memoryview) -> None:
         if self._phase == _OVER:
@@ -265,24 +329,24 @@ class GrpcCall(Stream):
                 self.finish(Status.UNIMPLEMENTED, "a unary call has one message, not more")
                 return
 
-    def _guarded(self, deed: Callable[..., None], *arguments: object) -> None:
+    def _guarded(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
-            deed(*arguments)
+            callback(*arguments)
         except Exception as error:
-            self._break_off(error)
+            self._end_with(error)
 
-    def _break_off(self, error: BaseException) -> None:
-        """End the call with an error that its handler did not give it, and tell the handler."""
+    def _end_with(self, error: BaseException) -> None:
+        """End the call with an error that did not come from its handler, and notify the handler."""
         was_over = self._phase == _OVER
         self.fail(error)
         if not was_over:
-            self._cancelled()
+            self._call_on_cancel()
 
     def _deadline_passed(self) -> None:
         self._timer = None
-        self._break_off(DeadlineExceeded("the caller's deadline has passed"))
+        self._end_with(DeadlineExceeded("the caller's deadline has passed"))
 
-    def _cancelled(self) -> None:
+    def _call_on_cancel(self) -> None:
         callback, self.on_cancel = self.on_cancel, None
         if callback is not None:
             callback()
@@ -296,3 +360,11 @@ class GrpcCall(Stream):
         access_log = self.connection.site.access_log
         if access_log is not None:
             access_log(self.connection.peer, self.head, status)
+
+
+def _not_unary(_call: GrpcCall, _message: Buffer) -> None:
+    raise Unimplemented("this method streams")
+
+
+def _not_streaming(_call: GrpcCall) -> None:
+    raise Unimplemented("this method does not stream")

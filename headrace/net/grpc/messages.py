@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Length-prefixed messages: cutting a stream of bytes into them, and writing them.
+"""gRPC messages and metadata on the wire: length-prefixed messages, `grpc-timeout`, metadata fields.
 
-A message that arrives in pieces is written once, into memory of its final size, however many frames it took. One that
-lies whole in what was received becomes `bytes`: small ones come by the thousand and must not cost an array each.
+A message that arrives in pieces is written once, into memory of its final size, however many frames it took. One that is
+complete in the received bytes becomes `bytes`: small ones are frequent and must not cost an array each.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 import zlib
 from collections.abc import Iterator
 
 from headrace.core.buffers import uninitialised
 from headrace.core.errors import Internal, InvalidArgument, TooLarge, Unimplemented
 from headrace.net.http.coding import inflate
-from headrace.net.http.exchange import Buffer
+from headrace.net.http.heads import Buffer, Field, Fields, RequestHead
 
 PREFIX_BYTES = 5
 
 
 class MessageAssembler:
-    """Puts the messages of one call together."""
+    """Assembles the messages of one call."""
 
     __slots__ = ("_compressed", "_filled", "_limit", "_message", "_prefix", "encoding")
 
@@ -33,11 +36,11 @@ class MessageAssembler:
 
     @property
     def incomplete(self) -> bool:
-        """Whether a message has begun and not ended."""
+        """Whether a message has started and is not complete."""
         return bool(self._prefix) or self._message is not None
 
     def take(self, data: memoryview) -> bool:
-        """Take bytes from the middle of a message: most of the frames of a large one. False leaves them to `feed`."""
+        """Copy bytes from the middle of a large message, which most frames are. False leaves them to `feed`."""
         message = self._message
         end = self._filled + len(data)
         if message is None or end >= len(message):
@@ -47,7 +50,7 @@ class MessageAssembler:
         return True
 
     def feed(self, data: memoryview) -> Iterator[Buffer]:
-        """Take received bytes; the messages they complete, each before anything is said of what comes after it."""
+        """Yield the messages that received bytes complete, each before an error in the bytes after it is raised."""
         position, end = 0, len(data)
         while position < end:
             message = self._message
@@ -59,9 +62,9 @@ class MessageAssembler:
                     break
                 size = self._begin()
                 if size <= end - position:
-                    whole = bytes(data[position : position + size])
+                    complete = bytes(data[position : position + size])
                     position += size
-                    yield self.decode(whole) if self._compressed else whole
+                    yield self.decode(complete) if self._compressed else complete
                     continue
                 message = self._message = uninitialised(size)
             room = len(message) - self._filled
@@ -82,7 +85,7 @@ class MessageAssembler:
         return inflate(self.encoding, message, self._limit)
 
     def _begin(self) -> int:
-        """Read a prefix; the size of the message that follows."""
+        """Read a prefix; return the size of the message that follows."""
         flag = self._prefix[0]
         size = int.from_bytes(self._prefix[1:], "big")
         self._prefix = b""
@@ -95,18 +98,64 @@ class MessageAssembler:
 
 
 def check_size(size: int, limit: int) -> None:
-    """Refuse a message before memory is taken for it."""
+    """Reject a message over the limit before memory is allocated for it."""
     if size > limit:
         raise TooLarge(f"Received message larger than max ({size} vs. {limit})")
 
 
 def prefixed(buffers: list[Buffer], size: int) -> list[Buffer]:
-    """A message with its prefix, not compressed."""
+    """Return a message with its prefix, not compressed."""
     return [b"\0" + size.to_bytes(4, "big"), *buffers]
 
 
 def prefixed_gzip(buffers: list[Buffer]) -> list[Buffer]:
-    """A message with its prefix, compressed by gzip."""
+    """Return a message with its prefix, compressed by gzip."""
     packer = zlib.compressobj(level=1, wbits=31)
     packed = b"".join([packer.compress(buffer) for buffer in buffers] + [packer.flush()])
     return [b"\1" + len(packed).to_bytes(4, "big"), packed]
+
+
+_TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
+_UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_RESERVED = frozenset((b"te", b"content-type", b"user-agent", b"host", b"content-length", b"accept-encoding"))
+
+
+def parse_timeout(value: bytes) -> float:
+    """Return the seconds of a `grpc-timeout` value such as `100m`."""
+    match = _TIMEOUT.fullmatch(value)
+    if match is None:
+        raise InvalidArgument("grpc-timeout is up to eight digits and a unit, as in '100m'")
+    return int(match[1]) * _UNIT_SECONDS[match[2]]
+
+
+def custom_metadata(head: RequestHead) -> list[tuple[str, str | bytes]]:
+    """Return the client's metadata; keys that end in `-bin` carry bytes."""
+    pairs: list[tuple[str, str | bytes]] = []
+    for name, value in head.fields:
+        if name in _RESERVED or name.startswith(b"grpc-"):
+            continue
+        if name.endswith(b"-bin"):
+            pairs += [(name.decode(), _from_base64(part)) for part in value.split(b",")]
+        else:
+            pairs.append((name.decode(), value.decode("latin-1")))
+    return pairs
+
+
+def encode_metadata(pairs: list[tuple[str, str | bytes]]) -> Fields:
+    """Return metadata as header fields."""
+    fields: list[Field] = []
+    for key, value in pairs:
+        if key.endswith("-bin") != isinstance(value, bytes):
+            raise ValueError(f"metadata {key!r}: keys that end in -bin carry bytes, all others text")
+        if isinstance(value, bytes):
+            fields.append((key.encode(), base64.b64encode(value).rstrip(b"=")))
+        else:
+            fields.append((key.encode(), value.encode("latin-1")))
+    return fields
+
+
+def _from_base64(text: bytes) -> bytes:
+    try:
+        return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
+    except binascii.Error:
+        raise InvalidArgument("binary metadata is not base64") from None

@@ -1,82 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of gRPC methods a server has, and the opening of calls to them.
+"""The gRPC methods of a server, and coroutines that serve them.
 
-Filled by composition roots; asked by `http2.connection` for every request whose content type is gRPC's.
+Programs fill `Services`; `http2.connection` calls its `open` for every request. `CoroutineCalls` serves a streaming
+method with a coroutine instead of callbacks: easier to read, and not used on the hot path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
 
-from headrace.core.errors import HeadraceError, InvalidArgument, Unimplemented
-from headrace.core.limits import Limits
-from headrace.net.grpc.call import GrpcCall
-from headrace.net.grpc.metadata import parse_timeout
-from headrace.net.http.exchange import Buffer
-from headrace.net.http.heads import RequestHead
-
-if TYPE_CHECKING:
-    from headrace.net.http2.connection import Http2Connection
-    from headrace.net.http2.stream import Stream
-
-UnaryHandler = Callable[[GrpcCall, Buffer], None]
-"""Answers a unary call: gets the call and its message."""
-
-StreamHandler = Callable[[GrpcCall], None]
-"""Begins any call with a stream of messages on either side: sets the call's callbacks."""
-
-Methods = dict[bytes, tuple[UnaryHandler | None, StreamHandler | None]]
-"""By path, as in `/service/method`; one of the two is there."""
-
-
-_SHORT_BYTES = 16 * 1024
-"""A message up to this size is copied out of its frame; a larger one is put together in memory of its own."""
-
-
-class CallPlan:
-    """How calls with one and the same head are served. Shared by all of them, never changed."""
-
-    __slots__ = (
-        "answer",
-        "encoding",
-        "error",
-        "gzip",
-        "open_stream",
-        "plain",
-        "short_bytes",
-        "streams",
-        "timeout_seconds",
-    )
-
-    def __init__(self, head: RequestHead, methods: Methods, limits: Limits) -> None:
-        self.error: HeadraceError | None = None
-        self.timeout_seconds: float | None = None
-        self.encoding = head.get(b"grpc-encoding")
-        # A client that compresses its messages gets compressed ones; others asked for nothing.
-        self.gzip = self.encoding == b"gzip"
-        unary, stream = methods.get(head.path, (None, None))
-        self.answer: UnaryHandler = unary or _unanswered
-        self.open_stream: StreamHandler = stream or _unopened
-        self.streams = stream is not None
-        self.short_bytes = -1 if self.streams else min(_SHORT_BYTES, limits.message_bytes)
-        """The largest message of a unary call that is taken as it comes, without an assembler."""
-        try:
-            if unary is None and stream is None:
-                raise Unimplemented(f"unknown method {head.path.decode('latin-1')[:256]}")
-            if head.method != b"POST":
-                raise InvalidArgument("gRPC calls are POST requests")
-            timeout = head.get(b"grpc-timeout")
-            if timeout is not None:
-                self.timeout_seconds = parse_timeout(timeout)
-        except HeadraceError as error:
-            self.error = error
-        self.plain = self.error is None and self.timeout_seconds is None and not self.streams
-        """Nothing to do before the message has come."""
+from headrace.core.errors import Cancelled
+from headrace.net.grpc.call import CallPlan, GrpcCall, Methods, StreamHandler, UnaryHandler
+from headrace.net.grpc.status import Status
+from headrace.net.http.heads import Buffer, RequestHead
+from headrace.net.http2.connection import Http2Connection
+from headrace.net.http2.stream import Stream
 
 
 class Services:
-    """All methods of a server."""
+    """The gRPC methods of a server. Implements `site.StreamOpener`."""
 
     def __init__(self) -> None:
         self._methods: Methods = {}
@@ -84,7 +29,7 @@ class Services:
         """Full names of the services, for reflection."""
 
     def add_service(self, name: str) -> None:
-        """Announce a service by its full name."""
+        """Add a service's full name to the list that reflection returns."""
         if name not in self.names:
             self.names.append(name)
 
@@ -99,13 +44,13 @@ class Services:
         self._methods[f"/{service}/{method}".encode()] = (None, handler)
 
     def methods(self) -> Iterable[str]:
-        """Every method as `/service/method`."""
+        """Return every method as `/service/method`."""
         return (path.decode() for path in self._methods)
 
     def open(self, connection: Http2Connection, stream_id: int, head: RequestHead) -> Stream | None:
-        """Begin a call on a new stream; None if the request is not gRPC's. The head remembers how it is served.
+        """Start a call on a new stream; None if the request is not gRPC. The plan is cached in the head.
 
-        A room that takes calls whatever their method (the router) overrides this and opens streams of its own.
+        The router overrides this to accept calls of any method, and opens streams of its own.
         """
         plan = head.memo
         if plan is None:
@@ -117,13 +62,96 @@ class Services:
 
 
 def is_grpc(content_type: bytes) -> bool:
-    """Whether a request with this content type is a gRPC call."""
+    """Return whether a request with this content type is a gRPC call."""
     return content_type == b"application/grpc" or content_type.startswith((b"application/grpc+", b"application/grpc;"))
 
 
-def _unanswered(_call: GrpcCall, _message: Buffer) -> None:
-    raise Unimplemented("this method streams")
+_WAITING_BYTES = 1024 * 1024
+"""Bytes of received messages that may wait for the coroutine before flow control stops the client."""
+
+_MESSAGE_COST = _WAITING_BYTES // 16
+"""Counted for each message beside its bytes, so that many small ones stop the client too."""
 
 
-def _unopened(_call: GrpcCall) -> None:
-    raise Unimplemented("this method does not stream")
+class MessageStream:
+    """A call as a coroutine sees it: `async for` over received messages, `await send` to answer."""
+
+    def __init__(self, call: GrpcCall) -> None:
+        self.call = call
+        self._messages: deque[Buffer] = deque()
+        self._waiting = 0
+        self._ended = False
+        self._arrival = asyncio.Event()
+        self._room = asyncio.Event()
+        call.on_message = self._on_message
+        call.on_half_close = self._on_half_close
+        call.on_writable = self._room.set
+
+    async def receive(self) -> Buffer | None:
+        """Return the next message, or None after the last."""
+        while not self._messages:
+            if self._ended:
+                return None
+            self._arrival.clear()
+            await self._arrival.wait()
+        message = self._messages.popleft()
+        self._waiting -= len(message) + _MESSAGE_COST
+        if self._waiting <= _WAITING_BYTES // 2:
+            self.call.resume()
+        return message
+
+    async def __aiter__(self) -> AsyncIterator[Buffer]:
+        """Iterate over the client's messages."""
+        while (message := await self.receive()) is not None:
+            yield message
+
+    async def send(self, message: Buffer | list[Buffer]) -> None:
+        """Send a message, and wait while the client does not read."""
+        if self.call.over:
+            raise Cancelled("the call is over")
+        self._room.clear()
+        if not self.call.send(message):
+            await self._room.wait()
+
+    def _on_message(self, message: Buffer) -> None:
+        self._messages.append(message)
+        self._waiting += len(message) + _MESSAGE_COST
+        if self._waiting >= _WAITING_BYTES:
+            self.call.pause()
+        self._arrival.set()
+
+    def _on_half_close(self) -> None:
+        self._ended = True
+        self._arrival.set()
+
+
+class CoroutineCalls:
+    """Runs a coroutine per call and references its task: an unreferenced task may be garbage-collected."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def serve(self, coroutine: Callable[[MessageStream], Awaitable[None]]) -> StreamHandler:
+        """Return a handler for `Services.streaming`. The call ends with the coroutine: OK, or its error's status."""
+
+        def open_call(call: GrpcCall) -> None:
+            stream = MessageStream(call)
+            task = asyncio.ensure_future(self._run(coroutine, stream))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            call.on_cancel = task.cancel
+
+        return open_call
+
+    async def _run(self, coroutine: Callable[[MessageStream], Awaitable[None]], stream: MessageStream) -> None:
+        call = stream.call
+        try:
+            await coroutine(stream)
+        except asyncio.CancelledError:
+            # Usually because the call is over; if not, something the coroutine awaited was cancelled.
+            call.finish(Status.CANCELLED, "the call was cancelled by the server")
+            raise
+        except BaseException as error:
+            call.fail(error)
+        else:
+            call.finish()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gRPC status: the codes, the one table from our error codes to them, and how a status is written in trailers."""
+"""gRPC status codes, the mapping from our error codes to them, and the encoding of a status in trailers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.net.http2.headers import encode_field
 
 
 class Status(IntEnum):
-    """The codes of gRPC."""
+    """Status codes of gRPC."""
 
     OK = 0
     CANCELLED = 1
@@ -48,9 +48,9 @@ GRPC_STATUS: dict[Code, Status] = {
     Code.UNAVAILABLE: Status.UNAVAILABLE,
     Code.INTERNAL: Status.INTERNAL,
 }
-"""Every error code as a gRPC status. A message over its limit is RESOURCE_EXHAUSTED, as grpcio says it."""
+"""Every error code as a gRPC status. A message over its limit is RESOURCE_EXHAUSTED, as in grpcio."""
 
-# Printable ASCII except the percent sign goes through as it is (gRPC over HTTP/2, "Status-Message").
+# Printable ASCII except the percent sign is not escaped (gRPC over HTTP/2, "Status-Message").
 _SAFE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 
@@ -59,7 +59,7 @@ _MESSAGE_BYTES = 4096
 
 
 def status_block(status: Status, message: str) -> bytes:
-    """The header block of `grpc-status` and `grpc-message`. A long message is cut."""
+    """Return the header block of `grpc-status` and `grpc-message`. A long message is cut."""
     return _remembered_block(status, message[:_MESSAGE_BYTES])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a handler sees of HTTP: an exchange (one request and its response), heads, routes, statuses, content coding.
+"""HTTP as a handler sees it: an exchange (one request and its response), heads, routes, statuses, content coding.
 
-May not live here: sockets, frames, anything that differs between HTTP/1.1 and HTTP/2; those rooms implement `Exchange`.
+No sockets, frames, or anything that differs between HTTP/1.1 and HTTP/2: `http1` and `http2` implement `Exchange`.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Content coding: request bodies that come compressed, and whether and how to compress a response.
+"""Content coding (gzip and deflate): inflates request bodies, chooses a coding for a response, compresses it.
 
-Called by `http1` and `http2` around a handler. Pure: bytes in, bytes out; knows no exchange and no socket.
+Called by `http1` and `http2` around a handler. Pure functions: bytes in, bytes out.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import re
 import zlib
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from headrace.core.errors import InvalidArgument, TooLarge
-
-if TYPE_CHECKING:
-    from headrace.net.http.exchange import Buffer
+from headrace.net.http.heads import Buffer
 
 GZIP = b"gzip"
 DEFLATE = b"deflate"
@@ -24,23 +21,23 @@ _GZIP_BITS = 31
 _ZLIB_BITS = 15
 _RAW_BITS = -15
 _LEVEL = 1
-"""The fastest: a response is compressed in the loop's thread."""
+"""The fastest level: a response is compressed in the event loop's thread."""
 
 _WINDOW_BYTES = 64 * 1024
-"""zlib copies what follows the end of a member; fed in windows, many small members do not cost n squared."""
+"""zlib copies what follows the end of a member; fed in windows, many small members do not take quadratic time."""
 
-_MEMBERS = 16_384
-"""gzip members in one body. bgzip makes one per 64 KiB; each costs microseconds, so they may not be millions."""
+_MAX_MEMBERS = 16_384
+"""Maximum gzip members in one body. bgzip makes one per 64 KiB; each costs microseconds, so millions are too many."""
 
-_REMEMBERED = 256
-_REMEMBERED_BYTES = 200
-"""Accept-Encoding values that are remembered: clients use a handful, all of them short."""
+_CACHED_VALUES = 256
+_CACHED_BYTES = 200
+"""Cached Accept-Encoding values: clients use a handful, all of them short."""
 
 _QUALITY = re.compile(rb"0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?")
 
 
 def inflate(encoding: bytes, body: Buffer, limit: int) -> bytes:
-    """Undo a request's Content-Encoding; more than `limit` bytes are neither returned nor made."""
+    """Decode a request body by its Content-Encoding; never makes more than `limit` bytes."""
     name = encoding.strip().lower()
     if name in (b"", b"identity"):
         if len(body) > limit:
@@ -61,15 +58,15 @@ def inflate(encoding: bytes, body: Buffer, limit: int) -> bytes:
 
 
 def choose_coding(accept: bytes) -> bytes | None:
-    """The coding a response should have, for an Accept-Encoding value: `gzip`, `deflate`, or None for no coding."""
-    return _choose_remembered(accept) if len(accept) <= _REMEMBERED_BYTES else _choose(accept)
+    """Return the coding of a response for an Accept-Encoding value: `gzip`, `deflate`, or None."""
+    return _choose_cached(accept) if len(accept) <= _CACHED_BYTES else _choose(accept)
 
 
 def deflate(coding: bytes, buffers: Iterable[Buffer]) -> bytes:
-    """Compress `buffers` as one body, with a coding that `choose_coding` gave. The same input gives the same bytes."""
+    """Compress `buffers` as one body with a coding from `choose_coding`. Deterministic."""
     if coding not in (GZIP, DEFLATE):
         raise ValueError(f"{coding!r} is not a coding this server makes")
-    # zlib's gzip header has a modification time of 0; and "deflate" in HTTP means the zlib format (RFC 9110, 8.4.1.2).
+    # zlib writes a modification time of 0; "deflate" in HTTP means the zlib format (RFC 9110, 8.4.1.2).
     packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP_BITS if coding == GZIP else _ZLIB_BITS)
     pieces = [packer.compress(buffer) for buffer in buffers]
     pieces.append(packer.flush())
@@ -77,7 +74,7 @@ def deflate(coding: bytes, buffers: Iterable[Buffer]) -> bytes:
 
 
 class _Inflater:
-    """Inflates one body, member by member, and counts what it makes."""
+    """Inflates one body, member by member, within a limit."""
 
     def __init__(self, body: memoryview, limit: int) -> None:
         self._body = body
@@ -87,18 +84,18 @@ class _Inflater:
         self._pieces: list[bytes] = []
 
     def deflate_bits(self) -> int:
-        # RFC 9110 wants the zlib format, but some clients send bare deflate data. No encoder begins bare data with
-        # a low nibble of 8 (a stored block with a padding bit set), so the zlib header can be told apart.
+        # RFC 9110 requires the zlib format, but some clients send raw deflate data. No encoder begins raw data with a
+        # low nibble of 8 (a stored block with a padding bit set), so a zlib header can be recognized.
         start = bytes(self._body[:2])
         zlib_header = len(start) == 2 and start[0] & 15 == 8 and int.from_bytes(start, "big") % 31 == 0
         return _ZLIB_BITS if zlib_header else _RAW_BITS
 
     def members(self) -> None:
-        for _ in range(_MEMBERS):
+        for _ in range(_MAX_MEMBERS):
             self.member(_GZIP_BITS)
             if bytes(self._body[self._position : self._position + 2]) != b"\x1f\x8b":
                 return
-        raise TooLarge(f"the gzip body has more than {_MEMBERS} members: compress it as one")
+        raise TooLarge(f"the gzip body has more than {_MAX_MEMBERS} members: compress it as one")
 
     def member(self, bits: int) -> None:
         unpacker = zlib.decompressobj(bits)
@@ -107,7 +104,7 @@ class _Inflater:
             if not len(window):
                 raise InvalidArgument("the compressed request body is cut short")
             try:
-                # One byte over what is left, because a max_length of 0 would mean no limit, and to see the excess.
+                # One byte over what is left: a max_length of 0 would mean no limit, and the excess must be seen.
                 piece = unpacker.decompress(window, self._left + 1)
             except zlib.error:
                 raise InvalidArgument("the request body is not what its Content-Encoding says") from None
@@ -139,7 +136,7 @@ def _choose(accept: bytes) -> bytes | None:
     gzip = qualities.get(GZIP, others)
     zlib_ = qualities.get(DEFLATE, others)
     best = max(gzip, zlib_)
-    # No coding is always possible; it wins only where the client says that it likes it better.
+    # No coding is always possible; it wins only if the client prefers it.
     if best == 0 or best < qualities.get(b"identity", 0.0):
         return None
     return GZIP if gzip == best else DEFLATE
@@ -154,4 +151,4 @@ def _quality(parameters: list[bytes]) -> float:
     return 1.0
 
 
-_choose_remembered = lru_cache(maxsize=_REMEMBERED)(_choose)
+_choose_cached = lru_cache(maxsize=_CACHED_VALUES)(_choose)

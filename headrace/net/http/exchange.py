@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request and its response, as a handler sees them, whatever the HTTP version underneath.
+"""One HTTP request and its response, as a handler sees them, whatever the HTTP version.
 
-The wire calls `handler(exchange)` once; the handler answers now or later, from the event loop's thread, by `respond`
-(whole) or by `start`, `send`..., `finish` (streamed). No coroutine is involved unless the handler starts one.
+The connection calls `handler(exchange)` once; the handler answers, at once or later, in the event loop's thread, with
+`respond` (complete) or with `start`, `send`..., `finish` (streamed). No coroutine runs unless the handler starts one.
 """
 
 from __future__ import annotations
@@ -14,44 +14,42 @@ from math import ceil
 import orjson
 
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError
-from headrace.core.ids import REQUEST_ID_FIELD, request_id
+from headrace.core.names import REQUEST_ID_FIELD, request_id
 from headrace.net.http.coding import choose_coding, deflate
-from headrace.net.http.heads import CONTENT_TYPE, JSON, Fields, RequestHead, ResponseHead
-from headrace.net.http.status import HTTP_STATUS
+from headrace.net.http.heads import CONTENT_TYPE, HTTP_STATUS, JSON, Buffer, Fields, RequestHead, ResponseHead
 
 log = logging.getLogger("headrace.wire")
 
-Buffer = bytes | bytearray | memoryview
 _BUFFER_TYPES = (bytes, bytearray, memoryview)
 Body = Buffer | Sequence[Buffer]
 Handler = Callable[["Exchange"], None]
 
 
 class Exchange:
-    """Base of `http1.exchange.Http1Exchange` and `http2.exchange.Http2Exchange`.
+    """Base of `http1.exchange.Http1Exchange`, `http2.exchange.Http2Exchange` and `asgi_app.AsgiExchange`.
 
-    Every method must be called from the loop's thread. After the client has gone, all of them do nothing.
+    Every method must be called from the event loop's thread. After the client has disconnected, all of them do nothing.
     """
 
     head: RequestHead
     body: Buffer
-    """The whole request body; empty for a route that streams its body."""
+    """The complete request body; empty for a route that streams its body."""
     params: tuple[str, ...]
-    """What the route's placeholders matched, decoded, in order."""
+    """Values of the route's placeholders, decoded, in order."""
     on_disconnect: Callable[[], None] | None
-    """Called once if the client goes away before the response is finished. Set it to cancel work."""
+    """Called once if the client disconnects before the response is complete. Set it to cancel work."""
     on_body: Callable[[bytes], None] | None
-    """For a route that streams its body: called with each piece as it comes."""
+    """For a route that streams its body: called with each piece as it arrives."""
     on_body_end: Callable[[], None] | None
     """For a route that streams its body: called once after the last piece."""
     on_writable: Callable[[], None] | None
     """Called when `send` may be called again after it returned False."""
     on_over: Callable[[], None] | None = None
-    """Called once when the exchange is over: answered in full, cut, taken over, or its client gone. For who counts
+    """Called once when the exchange ends: answered, aborted, taken over, or its client disconnected. For code that counts
     requests, not for handlers; must not raise."""
     more_lines = b""
-    """Fields of the response beside the handler's, whatever it answers: `name: value` and CR LF, each. Not checked: for
-    fields that are ours."""
+    """More response fields, whatever the handler answers: `name: value` and CR LF, each. Not checked: only for fields that
+    this project sets."""
 
     @property
     def peer(self) -> str:
@@ -60,25 +58,25 @@ class Exchange:
 
     @property
     def peer_address(self) -> bytes:
-        """The same without the port, for X-Forwarded-For."""
-        return address_in(self.peer)
+        """The client's address without the port, for X-Forwarded-For."""
+        return peer_host(self.peer)
 
     @property
     def started(self) -> bool:
-        """Whether a response head has gone out, so that no other can."""
+        """Whether a response head has been sent, so that no other can be."""
         raise NotImplementedError
 
     @property
     def closed(self) -> bool:
-        """Whether the response is complete or the client has gone."""
+        """Whether the response is complete or the client has disconnected."""
         raise NotImplementedError
 
     def respond(self, head: ResponseHead, body: Body = b"", extra: Fields = ()) -> None:
-        """Send a whole response. `body` may be several buffers, which are written without being joined."""
+        """Send a complete response. `body` may be several buffers, which are written without being joined."""
         raise NotImplementedError
 
     def respond_written(self, head: ResponseHead, lines: bytes, body: Buffer) -> None:
-        """As `respond`, for a proxy that has written `lines` before: the whole of an HTTP/1.1 head, but for the date.
+        """Send a complete response from a proxy that has encoded `lines`: an HTTP/1.1 head without the date.
 
         Not for HEAD, and only for a body that may be copied.
         """
@@ -93,7 +91,7 @@ class Exchange:
         raise NotImplementedError
 
     def send_chunk(self, data: bytes, begin: int) -> bool:
-        """The same, for a piece that comes as one chunk of HTTP/1.1: its text is `data[begin:-2]`."""
+        """Send a piece that is encoded as one HTTP/1.1 chunk already: its content is `data[begin:-2]`."""
         return self.send(data[begin:-2])
 
     def finish(self) -> None:
@@ -101,11 +99,11 @@ class Exchange:
         raise NotImplementedError
 
     def abort(self) -> None:
-        """End the exchange so that the client sees it was cut: a response that was begun cannot be taken back."""
+        """End the exchange so that the client sees an incomplete response: a sent head cannot be taken back."""
         raise NotImplementedError
 
     def pause_body(self) -> None:
-        """Ask for no more `on_body` calls: the client is held back by flow control."""
+        """Stop `on_body` calls: flow control stops the client."""
         raise NotImplementedError
 
     def resume_body(self) -> None:
@@ -113,9 +111,9 @@ class Exchange:
         raise NotImplementedError
 
     def fail(self, error: BaseException) -> None:
-        """Answer an error as JSON `{"error": ...}`, or cut the response if it has begun.
+        """Answer an error as JSON `{"error": ...}`, or abort the response if it has started.
 
-        An exception that is not ours goes to the log, and only the id to find it there goes to the client.
+        An unexpected exception is logged, and the client gets only the id under which the log has it.
         """
         if not isinstance(error, HeadraceError):
             self._fail_internally(error)
@@ -130,30 +128,32 @@ class Exchange:
 
     def _fail_internally(self, error: BaseException) -> None:
         head = self.head
-        found_by = request_id(head.get(REQUEST_ID_FIELD.encode()))
-        details = {"request_id": found_by, "path": head.path.decode("latin-1"), "peer": self.peer}
-        log.error("a request failed", exc_info=error, extra=details)
+        log_id = request_id(head.get(REQUEST_ID_FIELD.encode()))
+        details = {"request_id": log_id, "path": head.path.decode("latin-1"), "peer": self.peer}
+        log.error("request failed", exc_info=error, extra=details)
         if self.started:
             self.abort()
         else:
-            extra = ((REQUEST_ID_FIELD.encode(), found_by.encode()),)
+            extra = ((REQUEST_ID_FIELD.encode(), log_id.encode()),)
             self.respond(_INTERNAL_HEAD, _error_json(INTERNAL_TEXT), extra)
 
 
-def address_in(peer: str) -> bytes:
-    """The address alone of a client that logs call so; `unknown` where it has none."""
+def peer_host(peer: str) -> bytes:
+    """Return the address of `Exchange.peer` without the port; `unknown` if it has none."""
     return (peer.rpartition(":")[0].strip("[]") or "unknown").encode()
 
 
-def listed(body: Body) -> list[Buffer]:
-    """A body as a list of buffers."""
+def buffer_list(body: Body) -> list[Buffer]:
+    """Return a body as a list of buffers."""
     if isinstance(body, _BUFFER_TYPES):
         return [body]
     return body if isinstance(body, list) else list(body)
 
 
-def encoded(accept: bytes, head: ResponseHead, buffers: list[Buffer], extra: Fields) -> tuple[list[Buffer], Fields]:
-    """Compress a body if the client accepts it, it is worth it, and the handler has not done so already."""
+def compress_body(
+    accept: bytes, head: ResponseHead, buffers: list[Buffer], extra: Fields
+) -> tuple[list[Buffer], Fields]:
+    """Compress a body if the client accepts it, the size is worth it, and the handler has not compressed it."""
     if head.raw:
         return buffers, extra
     size = sum(map(len, buffers))
@@ -164,11 +164,11 @@ def encoded(accept: bytes, head: ResponseHead, buffers: list[Buffer], extra: Fie
 
 
 _COMPRESS_BYTES = (1024, 8 * 1024 * 1024)
-"""Sizes worth compressing when the client accepts it: below, nothing is saved; above, the loop would stand still."""
+"""Sizes worth compressing: below, nothing is saved; above, the event loop would be blocked for too long."""
 
 
 def _error_json(message: str) -> bytes:
-    # A message may quote what a client sent; what is no text in it must not become an error in the error.
+    # A message may quote what a client sent: invalid Unicode in it must not raise here.
     return orjson.dumps({"error": message.encode(errors="replace").decode()})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of requests and responses: the part before the body, in a form each HTTP version can use without work.
+"""Request and response heads: the part of an HTTP message before its body, prepared for every HTTP version.
 
 A `ResponseHead` is made once, when a route is set up, and keeps its HTTP/1.1 bytes and its HTTP/2 header block; what
 varies from one response to the next (a length, an id) is passed beside it as `extra`.
@@ -8,11 +8,35 @@ varies from one response to the next (a length, an id) is passed beside it as `e
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from http import HTTPStatus
 
-from headrace.net.http.status import REASON
+from headrace.core.errors import Code
+
+HTTP_STATUS: dict[Code, int] = {
+    Code.INVALID_ARGUMENT: 400,
+    Code.NOT_FOUND: 404,
+    Code.ALREADY_EXISTS: 409,
+    Code.UNAUTHENTICATED: 401,
+    Code.PERMISSION_DENIED: 403,
+    Code.FAILED_PRECONDITION: 409,
+    Code.TOO_LARGE: 413,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.DEADLINE_EXCEEDED: 504,
+    Code.CANCELLED: 499,
+    Code.UNIMPLEMENTED: 501,
+    Code.UNAVAILABLE: 503,
+    Code.INTERNAL: 500,
+}
+"""Every error code as an HTTP status. 499 is nginx's "client closed request": it appears in logs only."""
+
+REASON: dict[int, bytes] = {status.value: status.phrase.encode() for status in HTTPStatus}
+REASON[499] = b"Client Closed Request"
 
 _NAME_BYTES = b"abcdefghijklmnopqrstuvwxyz0123456789!#$%&'*+-.^_`|~"
-"""What RFC 9110 calls a token, in lower case."""
+"""The characters of an RFC 9110 token, in lower case."""
+
+Buffer = bytes | bytearray | memoryview
+"""Bytes of a body."""
 
 Field = tuple[bytes, bytes]
 Fields = Sequence[Field]
@@ -21,8 +45,8 @@ Fields = Sequence[Field]
 class RequestHead:
     """Method, target and fields of a request. Field names are lower case; pseudo-headers are not among them.
 
-    HTTP/2 keeps one of these per distinct header block and hands it to many requests, so it must never be changed;
-    `memo` is the one exception: a room above may keep there what it worked out from the head.
+    Many requests share one head (HTTP/2 keeps one per distinct header block), so it must never be changed; the exception
+    is `memo`, where a layer above may cache what it derived from the head.
     """
 
     __slots__ = (
@@ -58,10 +82,10 @@ class RequestHead:
         """Set by HTTP/2, which has to check it against the frames."""
         self.memo: object = None
         self.by_name = dict(fields)
-        """The fields by name; the last one where a name is repeated."""
+        """The fields by name; the last one if a name is repeated."""
 
     def get(self, name: bytes) -> bytes | None:
-        """The value of a field by its lower-case name; the last one where it is repeated."""
+        """Return the value of a field by its lower-case name; the last one if it is repeated."""
         return self.by_name.get(name)
 
 
@@ -73,7 +97,7 @@ class ResponseHead:
     def __init__(self, status: int, fields: Iterable[Field] = (), *, raw: bool = False) -> None:
         self.status = status
         self.raw = raw
-        """Whether bodies go out as they are: those of a proxy are not ours to compress."""
+        """Whether bodies are sent as they are: a proxy must not compress them."""
         self.fields = tuple(fields)
         for name, value in self.fields:
             check_field(name, value)
@@ -82,11 +106,11 @@ class ResponseHead:
         self.http1: bytes = b"".join(lines)
         """Status line and fields as HTTP/1.1 bytes, without the empty line that ends a head."""
         self.http2: bytes | None = None
-        """The same as an HTTP/2 header block; filled in by `wire.http2` at first use."""
+        """The same as an HTTP/2 header block; set by `http2.headers` at first use."""
 
 
 def check_field(name: bytes, value: bytes) -> None:
-    """Refuse a field that would split a response head, or that HTTP/2 could not carry."""
+    """Raise for a field that would split a response head, or that HTTP/2 does not allow."""
     if not name or name.translate(None, _NAME_BYTES) or b"\r" in value or b"\n" in value or b"\0" in value:
         raise ValueError(f"response field {name!r} is not allowed: lower-case name, no line breaks in the value")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which handler answers a request: exact paths, paths with `{placeholders}`, and mounted prefixes.
+"""The routing table: finds a request's handler by exact path, path with `{placeholders}`, or mounted prefix.
 
-Filled by composition roots before the first request; asked by `http1` and `http2` for every one. A path that matched
-once is remembered, so a hot route costs one dictionary look-up however it was written.
+Programs fill it before the first request; `http1` and `http2` search it for every request. A matched path is cached, so
+that a hot route costs one dictionary look-up however it was written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.net.http.heads import CONTENT_TYPE, JSON, RequestHead, ResponseHea
 
 _REMEMBERED_PATHS = 4096
 _REMEMBERED_PATH_BYTES = 512
-"""Longer ones are looked up each time: 4096 paths of 64 KiB would be a quarter of a gigabyte."""
+"""Longer paths are not cached: 4096 paths of 64 KiB would take a quarter of a gigabyte."""
 _REMEMBERED_HEADS = 1024
 _PLACEHOLDER = re.compile(r"\\\{[a-z0-9_]+\\\}")
 _SEGMENT = "([^/]+)"
@@ -26,16 +26,16 @@ _ESCAPED = re.compile(r"\\(.)")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A handler and how it wants its requests."""
+    """A handler and how it receives request bodies."""
 
     handler: Handler
     streams_body: bool = False
-    """Call the handler as soon as the head is there; the body comes through `on_body`."""
+    """Call the handler as soon as the head is complete; the body arrives through `on_body`."""
     raw: bool = False
-    """Give the body as it came, not inflated."""
+    """Pass the body as received, not inflated."""
     whole_bytes: int = 0
     longer: Route | None = None
-    """Takes requests whose body is longer than `whole_bytes`, or whose length is not told before."""
+    """The route for requests whose body is longer than `whole_bytes`, or of unknown length."""
 
 
 Match = tuple[Route, tuple[str, ...]]
@@ -43,21 +43,21 @@ Match = tuple[Route, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class KnownHead:
-    """What the bytes of an HTTP/1.1 head turned out to mean."""
+    """The bytes of an HTTP/1.1 head and their parsed form."""
 
     text: bytes
-    """Those bytes."""
+    """The head's bytes."""
     size: int
-    """How many there are with the body."""
+    """Size of head and body."""
     head: RequestHead
     route: Route
     params: tuple[str, ...]
     plain: bool
-    """Whether its body goes to the handler as it came."""
+    """Whether the handler gets the body as received."""
 
 
 class Routes:
-    """A table from method and path to a route."""
+    """Maps method and path to a route."""
 
     def __init__(self) -> None:
         self._exact: dict[bytes, dict[bytes, Route]] = {b"*": {b"OPTIONS": _SERVER_OPTIONS}}
@@ -67,66 +67,66 @@ class Routes:
         self._known_heads: dict[bytes, dict[bytes, KnownHead]] = {b"http": {}, b"https": {}}
 
     def add(self, method: str, path: str, handler: Handler, *, streams_body: bool = False) -> None:
-        """Answer `method` on `path`; `{name}` in the path matches one segment. GET also answers HEAD."""
+        """Add a route; `{name}` in the path matches one segment. GET also answers HEAD."""
         route = Route(handler, streams_body)
         methods = self._methods_of(path)
         if method == "GET" and methods.get(b"HEAD") in (None, methods.get(b"GET")):
             methods[b"HEAD"] = route
         methods[method.encode()] = route
-        self._forget()
+        self._clear_caches()
 
     def mount(self, prefix: str, handler: Handler) -> None:
-        """Give every request under `prefix` that no other route answers to `handler`, with a streamed body."""
+        """Send every request under `prefix` that no other route matches to `handler`, with a streamed body."""
         self._mounts.append((prefix.rstrip("/").encode(), Route(handler, streams_body=True)))
         self._mounts.sort(key=lambda mount: -len(mount[0]))
-        self._forget()
+        self._clear_caches()
 
     def fallback(self, handler: Handler, streaming: Handler, *, whole_bytes: int) -> None:
-        """Give every request that no other route answers to `handler`, or to `streaming` if its body is long.
+        """Send every request that no other route matches to `handler`, or to `streaming` if its body is long.
 
-        For proxies: a body up to `whole_bytes` comes whole and any other streamed, and neither is inflated.
+        For proxies: a body up to `whole_bytes` is buffered and any other streamed; neither is inflated.
         """
         longer = Route(streaming, streams_body=True)
         self._mounts.append((b"", Route(handler, raw=True, whole_bytes=whole_bytes, longer=longer)))
         self._mounts.sort(key=lambda mount: -len(mount[0]))
-        self._forget()
+        self._clear_caches()
 
     def find(self, method: bytes, path: bytes) -> Match:
-        """The route for a request; for an unknown path or method, one that answers 404 or 405."""
+        """Return the route of a request; for an unknown path or method, one that answers 404 or 405."""
         match = self._remembered.get((method, path))
         if match is None:
             match = self._search(method, path)
         return match
 
     def listed(self) -> list[tuple[str, str]]:
-        """Every method and path, in the order of paths; placeholders are `{}`, since their names are not kept.
+        """Return every method and path, sorted by path; placeholders are `{}`, since their names are not kept.
 
-        HEAD is left out where GET answers it; mounted prefixes, the fallback and `OPTIONS *` are no routes of their own.
+        Without HEAD where GET answers it, mounted prefixes, the fallback and `OPTIONS *`.
         """
         paths = [(path.decode(), methods) for path, methods in self._exact.items() if path.startswith(b"/")]
         for pattern, methods in self._patterns:
             text = pattern.pattern.decode().replace(_SEGMENT, "{}")
             paths.append((_ESCAPED.sub(r"\1", text), methods))
-        found = [
+        routes = [
             (path, method.decode())
             for path, methods in paths
             for method, route in methods.items()
             if method != b"HEAD" or methods.get(b"GET") is not route
         ]
-        return [(method, path) for path, method in sorted(found)]
+        return [(method, path) for path, method in sorted(routes)]
 
     def known_heads(self, scheme: bytes) -> dict[bytes, KnownHead]:
-        """HTTP/1.1 heads seen before, by their bytes. For `http1.reader`."""
+        """Return the HTTP/1.1 heads seen before, by their bytes. For `http1.reader`."""
         return self._known_heads[scheme]
 
     def remember_head(self, scheme: bytes, known: KnownHead) -> None:
-        """Keep the meaning of a head."""
+        """Cache a parsed head."""
         heads = self._known_heads[scheme]
         if len(heads) >= _REMEMBERED_HEADS:
             heads.clear()
         heads[known.text] = known
 
-    def _forget(self) -> None:
+    def _clear_caches(self) -> None:
         self._remembered.clear()
         for heads in self._known_heads.values():
             heads.clear()
@@ -160,21 +160,21 @@ class Routes:
         return _NOT_FOUND, ()
 
     def _candidates(self, path: bytes) -> list[tuple[dict[bytes, Route], tuple[str, ...]]]:
-        found: list[tuple[dict[bytes, Route], tuple[str, ...]]] = []
+        candidates: list[tuple[dict[bytes, Route], tuple[str, ...]]] = []
         exact = self._exact.get(path)
         if exact is not None:
-            found.append((exact, ()))
+            candidates.append((exact, ()))
         for pattern, methods in self._patterns:
             match = pattern.fullmatch(path)
             if match is not None:
                 try:
-                    found.append((methods, tuple(_decode(group) for group in match.groups())))
+                    candidates.append((methods, tuple(_decode(group) for group in match.groups())))
                 except HeadraceError as error:
                     return [({method: Route(_failing(error)) for method in methods}, ())]
-        return found
+        return candidates
 
     def _remember(self, method: bytes, path: bytes, match: Match) -> Match:
-        # Clients choose paths, so the memory of them is bounded; a full table is simply begun again.
+        # Clients choose paths, so the cache is bounded; a full one is cleared.
         if len(path) <= _REMEMBERED_PATH_BYTES:
             if len(self._remembered) >= _REMEMBERED_PATHS:
                 self._remembered.clear()
@@ -209,4 +209,4 @@ _NOT_FOUND = Route(_not_found)
 
 _NO_CONTENT_HEAD = ResponseHead(204)
 _SERVER_OPTIONS = Route(lambda exchange: exchange.respond(_NO_CONTENT_HEAD))
-"""`OPTIONS *` asks nothing of any resource: a ping (RFC 9110, 9.3.7)."""
+"""`OPTIONS *` asks for no resource: it works as a ping (RFC 9110, 9.3.7)."""

@@ -2,7 +2,7 @@
 """Server-Sent Events on an exchange: one event is one `send` of a streamed response.
 
 Made by handlers that stream text (tokens, progress); works on every HTTP version because it only uses `Exchange`.
-The format is https://html.spec.whatwg.org/multipage/server-sent-events.html. Knows nothing of what the events say.
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from headrace.core.errors import ResourceExhausted
+from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, Fields, ResponseHead
-
-if TYPE_CHECKING:
-    from headrace.net.http.exchange import Exchange
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
-# x-accel-buffering: nginx otherwise keeps events until its buffer is full.
+# x-accel-buffering: otherwise nginx buffers events until its buffer is full.
 _HEAD = ResponseHead(
     200, [(CONTENT_TYPE, EVENT_STREAM), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 )
@@ -29,14 +26,14 @@ _PING = b": ping\n\n"
 
 
 class EventStream:
-    """A streamed response of events. Takes over the exchange's `on_writable` and `on_disconnect`; set them here."""
+    """A streamed response of events. Uses the exchange's `on_writable` and `on_disconnect`; set them here instead."""
 
     def __init__(self, exchange: Exchange, *, extra: Fields = (), ping_seconds: float | None = None) -> None:
         """Send the response head. `ping_seconds` keeps proxies from closing a silent stream."""
         self.on_writable: Callable[[], None] | None = None
         """Called when `send` may be called again after it returned False."""
         self.on_disconnect: Callable[[], None] | None = exchange.on_disconnect
-        """Called once if the client goes away before `finish`."""
+        """Called once if the client disconnects before `finish`."""
         self._exchange = exchange
         self._blocked = False
         self._unread = 0
@@ -50,7 +47,7 @@ class EventStream:
 
     @property
     def closed(self) -> bool:
-        """Whether the stream is finished or the client has gone."""
+        """Whether the stream is finished or the client has disconnected."""
         return self._exchange.closed
 
     def send(self, data: str | bytes, event: str | None = None, id: str | None = None) -> bool:
@@ -58,7 +55,7 @@ class EventStream:
         return self._write(encode_event(data, event, id))
 
     def send_within(self, most_unread_bytes: int, data: str | bytes) -> None:
-        """Send one event of a sender that cannot wait; a client that leaves more unread than this is cut off."""
+        """Send one event from a sender that cannot wait; abort if the client leaves more than this unread."""
         if self._blocked:
             self._unread += len(data)
             if self._unread > most_unread_bytes:
@@ -67,16 +64,16 @@ class EventStream:
         self.send(data)
 
     async def send_wait(self, data: str | bytes, event: str | None = None, id: str | None = None) -> bool:
-        """Send one event and wait until another may be sent. False: the client has gone, stop."""
+        """Send one event and wait until another may be sent. Return False if the client has disconnected."""
         if not self.send(data, event, id) and not self.closed:
             if self._waiter is None:
                 self._waiter = asyncio.get_running_loop().create_future()
-            # Shielded: a caller that gives up waiting must not cancel what others wait for.
+            # Shielded: a cancelled caller must not cancel what others wait for.
             await asyncio.shield(self._waiter)
         return not self.closed
 
     def ping(self) -> bool:
-        """Send a comment, which readers ignore. Nothing is sent while the client is behind with its reading."""
+        """Send a comment, which readers ignore. Nothing is sent while the client does not read."""
         return False if self._blocked else self._write(_PING)
 
     def finish(self) -> None:
@@ -85,7 +82,7 @@ class EventStream:
         self._exchange.finish()
 
     def abort(self) -> None:
-        """Cut the stream, so that the client sees that it was not finished."""
+        """Abort the stream, so that the client sees that it was not finished."""
         self._stop()
         self._exchange.abort()
 
@@ -127,7 +124,7 @@ class EventStream:
 
 
 def encode_event(data: str | bytes, event: str | None = None, id: str | None = None) -> bytes:
-    """The bytes of one event; every line of `data` gets its own field, so a reader puts them together again."""
+    """Return the bytes of one event; every line of `data` gets its own field, and readers join them again."""
     head = b""
     if event is not None:
         head = b"event: %b\n" % _one_line("event", event)

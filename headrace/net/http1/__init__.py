@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP/1.1 on a socket: llhttp (through httptools) reads requests, `protocol` keeps order and time, `exchange` answers.
+"""HTTP/1.1: llhttp (through httptools) parses requests, `connection` keeps order and timeouts, `exchange` answers.
 
-May not live here: routing decisions, HTTP/2, WebSocket frames (a connection is handed over by `take_over`).
+No routing decisions, HTTP/2 or WebSocket frames here; `Http1Exchange.take_over` gives a connection to another protocol.
 """

@@ -1,30 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP/1.1 request and its response. Made by `reader`, ordered by `protocol`, used by handlers."""
+"""One HTTP/1.1 request and its response. Made by `reader`, ordered by `connection`, used by handlers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from headrace.net.http.exchange import Body, Buffer, Exchange, encoded, listed
-from headrace.net.http.heads import Fields, RequestHead, ResponseHead, check_field
-
-if TYPE_CHECKING:
-    from headrace.net.http.routes import Route
-    from headrace.net.http1.protocol import Http1Protocol
-    from headrace.net.site import Site
+from headrace.net.http.exchange import Body, Exchange, buffer_list, compress_body
+from headrace.net.http.heads import Buffer, Fields, RequestHead, ResponseHead, check_field
+from headrace.net.http.routes import Route
+from headrace.net.site import Site
 
 _JOIN_BYTES = 16 * 1024
 """A response up to this size is joined and written in one piece; a larger one is written buffer by buffer."""
 
 
 _BODILESS = frozenset((100, 101, 102, 103, 204, 304))
-"""No body follows these. Nor do they get a length: that of a 304 would have to be the one of the 200 it stands for."""
+"""No body follows these, and no length: a 304 would have to give the length of the 200 it replaces."""
 
 
 class Stage:
-    """How far the response is. Plain numbers: an enum's members are slow to look up, and this is asked often."""
+    """State of the response. Plain numbers: an enum's members are slow to look up, and every request reads them."""
 
     WAITING = 0
     STREAMING = 1
@@ -32,87 +29,129 @@ class Stage:
 
 
 _WAITING, _STREAMING, _DONE = Stage.WAITING, Stage.STREAMING, Stage.DONE
-"""For the path of every request: a name of the module is quicker to look up than one of a class."""
+"""For the hot path: a module's name is quicker to look up than a class attribute."""
 
 
-class Pause:
-    """Why a connection is not read. Each reason begins and ends by itself; the client is read when none is left."""
+class PauseReason:
+    """Why reading is paused, as bits. Reasons are set and cleared independently; reading resumes when none is left."""
 
     HANDLER = 1
-    """A handler asked for it (`pause_body`)."""
-    LINE = 2
-    """Enough requests wait in line."""
+    """A handler called `pause_body`."""
+    QUEUE = 2
+    """The queue of pipelined requests is full."""
     UPLOAD = 4
-    """A streamed request waits in line: its body must not pile up."""
+    """A streamed request is queued: its body must not pile up."""
     END = 8
     """Nothing more will be read as HTTP."""
 
 
-class Http1Exchange(Exchange):
-    """See `Exchange`. `stage` and the fields below it are for this room only."""
+class ExchangeConnection(Protocol):
+    """The connection as its exchanges see it; `connection.Http1Connection` implements it."""
 
-    # Defaults on the class for what most requests never touch, since making an exchange is on every request's path. What
-    # all of them ask for is set by `made_exchange`: an instance's own attribute is found several times as quickly.
+    site: Site
+    peer: str
+    peer_address: bytes
+    ending: bool
+    write_paused: bool
+
+    def write(self, data: Buffer) -> None:
+        """Write bytes to the socket."""
+
+    def write_many(self, buffers: list[Buffer]) -> None:
+        """Write several buffers to the socket without joining them."""
+
+    def response_started(self, exchange: Http1Exchange, status: int) -> None:
+        """Note that the head of a streamed response has been sent."""
+
+    def finished(self, exchange: Http1Exchange, status: int, close: bool, data: Buffer = b"") -> None:
+        """Write the last bytes of the current response, and go on with the next request."""
+
+    def closes_after(self, exchange: Http1Exchange) -> bool:
+        """Return whether the connection closes after this response."""
+        ...
+
+    def guard(self, exchange: Http1Exchange, callback: Callable[..., object], *arguments: object) -> None:
+        """Call a handler's callback; an exception fails the exchange, not the connection."""
+
+    def pause_reading(self, reason: int) -> None:
+        """Stop reading from the socket."""
+
+    def resume_reading(self, reason: int) -> None:
+        """Undo `pause_reading` for this reason."""
+
+    def detach(self) -> asyncio.Transport:
+        """Give the transport to another protocol."""
+        ...
+
+    def abort(self) -> None:
+        """Close at once."""
+
+
+class Http1Exchange(Exchange):
+    """An `Exchange` on an HTTP/1.1 connection. `stage` and the attributes below it are for this package only."""
+
+    # Defaults on the class for what most requests never set, since every request makes an exchange. What every request
+    # reads is set by `new_exchange`: an instance attribute is found several times as quickly.
     peer_address = b""
     on_disconnect: Callable[[], None] | None = None
     on_body: Callable[[bytes], None] | None = None
     on_body_end: Callable[[], None] | None = None
     on_writable: Callable[[], None] | None = None
     dispatched = False
-    wants_leave = False
-    """The client of a streamed request waits for 100 Continue."""
+    expects_continue = False
+    """Whether the client of a streamed request waits for 100 Continue."""
     taken_over = False
     leftover = b""
     _chunked = False
-    _silent = False
-    _keeps = False
+    _bodiless = False
+    _keep_alive_after_body = False
     _early_pieces: list[bytes] | None = None
     ends_early = False
-    """The body had come to its end, or there is none, when the handler of a streamed request was called."""
+    """Whether the body was complete, or there is none, when the handler of a streamed request was called."""
 
-    _connection: Http1Protocol
+    _connection: ExchangeConnection
     route: Route
     keep_alive: bool
     stage: int
 
     @property
     def peer(self) -> str:
-        """See `Exchange.peer`."""
+        """The client's address, for logs."""
         return self._connection.peer
 
     @property
     def site(self) -> Site:
-        """The site it came to, for a protocol that takes the connection over."""
+        """The server's shared state, for a protocol that takes the connection over."""
         return self._connection.site
 
     @property
     def started(self) -> bool:
-        """See `Exchange.started`."""
+        """Whether a response head has been sent."""
         return self.stage != Stage.WAITING
 
     @property
     def closed(self) -> bool:
-        """See `Exchange.closed`."""
+        """Whether the response is complete or the client has disconnected."""
         return self.stage == _DONE
 
     def respond(self, head: ResponseHead, body: Body = b"", extra: Fields = ()) -> None:
-        """See `Exchange.respond`."""
+        """Send a complete response."""
         if self.stage:
             return
         connection = self._connection
         status = head.status
-        buffers = body if body.__class__ is list else listed(body)
+        buffers = body if body.__class__ is list else buffer_list(body)
         request = self.head
         accept = request.by_name.get(b"accept-encoding")
         if accept is not None:
-            buffers, extra = encoded(accept, head, buffers, extra)
+            buffers, extra = compress_body(accept, head, buffers, extra)
         length = 0
         for buffer in buffers:
             length += len(buffer)
         if request.method == b"HEAD" or status in _BODILESS:
             buffers = []
         close = not self.keep_alive or (connection.ending and connection.closes_after(self))
-        # An HTTP/1.0 client that asked to keep the connection has to be told that it is kept.
+        # An HTTP/1.0 client that asked for keep-alive expects it to be confirmed.
         ending = (
             b"connection: close\r\n" if close else b"" if request.version == "1.1" else b"connection: keep-alive\r\n"
         )
@@ -127,7 +166,7 @@ class Http1Exchange(Exchange):
             text = b"%b%b\r\n" % (text[:-2], self.more_lines)
         if length <= _JOIN_BYTES:
             data = b"".join([text, *buffers])
-            # Only now: what fails above, a bad field or a body that is no bytes, can still be answered by an error.
+            # Only now: a failure above (a bad field, a body that is not bytes) can still be answered by an error.
             self.stage = _DONE
             connection.finished(self, status, close, data)
         else:
@@ -137,7 +176,7 @@ class Http1Exchange(Exchange):
             connection.finished(self, status, close)
 
     def respond_written(self, head: ResponseHead, lines: bytes, body: Buffer) -> None:
-        """See `Exchange.respond_written`."""
+        """Send a complete response whose HTTP/1.1 head the caller has encoded."""
         connection = self._connection
         if self.stage or not self.keep_alive or connection.ending or self.head.version != "1.1":
             self.respond(head, body)
@@ -147,16 +186,16 @@ class Http1Exchange(Exchange):
         connection.finished(self, head.status, False, data)
 
     def start(self, head: ResponseHead, extra: Fields = ()) -> None:
-        """See `Exchange.start`."""
+        """Send a response head; the body follows by `send`."""
         if self.stage:
             return
         connection = self._connection
         text = head.http1 + connection.site.date_line + _lines(extra) + self.more_lines
         self.stage = Stage.STREAMING
-        self._silent = self.head.method == b"HEAD" or head.status in _BODILESS
+        self._bodiless = self.head.method == b"HEAD" or head.status in _BODILESS
         if self.head.version == "1.1":
             has_length = any(name == b"content-length" for name, _ in (*head.fields, *extra))
-            if not has_length and not self._silent:
+            if not has_length and not self._bodiless:
                 self._chunked = True
                 text += b"transfer-encoding: chunked\r\n"
         else:
@@ -167,9 +206,9 @@ class Http1Exchange(Exchange):
         connection.response_started(self, head.status)
 
     def send(self, data: Buffer) -> bool:
-        """See `Exchange.send`."""
+        """Send a piece of a streamed body."""
         connection = self._connection
-        if self.stage == Stage.STREAMING and len(data) and not self._silent:
+        if self.stage == Stage.STREAMING and len(data) and not self._bodiless:
             if not self._chunked:
                 connection.write(data)
             elif len(data) <= _JOIN_BYTES:
@@ -179,15 +218,15 @@ class Http1Exchange(Exchange):
         return not connection.write_paused
 
     def send_chunk(self, data: bytes, begin: int) -> bool:
-        """See `Exchange.send_chunk`."""
-        if self.stage != _STREAMING or not self._chunked or self._silent:
+        """Send a piece of a streamed body that is encoded as one chunk already."""
+        if self.stage != _STREAMING or not self._chunked or self._bodiless:
             return self.send(data[begin:-2])
         connection = self._connection
         connection.write(data)
         return not connection.write_paused
 
     def finish(self) -> None:
-        """See `Exchange.finish`."""
+        """End a streamed body."""
         if self.stage != Stage.STREAMING:
             return
         self.stage = _DONE
@@ -196,7 +235,7 @@ class Http1Exchange(Exchange):
         connection.finished(self, 0, connection.closes_after(self), last)
 
     def abort(self) -> None:
-        """See `Exchange.abort`."""
+        """Close the connection, so that the client sees an incomplete response."""
         if self.stage != _DONE:
             self.stage = _DONE
             if self.on_over is not None:
@@ -204,31 +243,31 @@ class Http1Exchange(Exchange):
             self._connection.abort()
 
     def pause_body(self) -> None:
-        """See `Exchange.pause_body`."""
+        """Stop reading from the client."""
         if self.stage != _DONE:
-            self._connection.pause_reading(Pause.HANDLER)
+            self._connection.pause_reading(PauseReason.HANDLER)
 
     def resume_body(self) -> None:
-        """See `Exchange.resume_body`."""
+        """Read from the client again."""
         if self.stage != _DONE:
-            self._connection.resume_reading(Pause.HANDLER)
+            self._connection.resume_reading(PauseReason.HANDLER)
 
     def take_over(self) -> tuple[asyncio.Transport, bytes]:
-        """Detach the connection from HTTP: its transport, and what was received after the request's head."""
+        """Detach the connection from HTTP; return its transport and the bytes received after the request's head."""
         self.stage = _DONE
         self.taken_over = True
         if self.on_over is not None:
             self.on_over()
         return self._connection.detach(), self.leftover
 
-    # Called by `reader` and `protocol`.
+    # Called by `reader` and `connection`.
 
-    def body_begins(self) -> None:
-        """A streamed body is on its way. Until it has come, an answer has to be the connection's last."""
-        self._keeps, self.keep_alive = self.keep_alive, False
+    def body_started(self) -> None:
+        """Disable keep-alive until a streamed body is complete."""
+        self._keep_alive_after_body, self.keep_alive = self.keep_alive, False
 
     def body_arrived(self, data: bytes) -> None:
-        """Hand a piece of a streamed body on, or keep it until the handler has been called."""
+        """Pass a piece of a streamed body to the handler, or keep it until the handler has been called."""
         if not self.dispatched:
             if self._early_pieces is None:
                 self._early_pieces = []
@@ -237,16 +276,16 @@ class Http1Exchange(Exchange):
             self._connection.guard(self, self.on_body, data)
 
     def body_ended(self) -> None:
-        """A streamed body is whole: tell the handler, or remember to tell it."""
+        """Tell the handler that a streamed body is complete, at once or when it has been called."""
         if self.stage == Stage.WAITING:
-            self.keep_alive = self._keeps
+            self.keep_alive = self._keep_alive_after_body
         if not self.dispatched:
             self.ends_early = True
         elif self.on_body_end is not None and self.stage != _DONE:
             self._connection.guard(self, self.on_body_end)
 
     def release_early_body(self) -> None:
-        """The handler has been called: give it what came before."""
+        """Pass on what arrived before the handler was called."""
         pieces, self._early_pieces = self._early_pieces, None
         for piece in pieces or ():
             self.body_arrived(piece)
@@ -254,7 +293,7 @@ class Http1Exchange(Exchange):
             self._connection.guard(self, self.on_body_end)
 
     def disconnected(self) -> None:
-        """The client has gone."""
+        """End the exchange and tell the handler that the client has disconnected."""
         if self.stage != _DONE:
             self.stage = _DONE
             if self.on_over is not None:
@@ -263,10 +302,10 @@ class Http1Exchange(Exchange):
                 self._connection.guard(self, self.on_disconnect)
 
 
-def made_exchange(
-    connection: Http1Protocol, head: RequestHead, route: Route, params: tuple[str, ...] = (), body: Buffer = b""
+def new_exchange(
+    connection: ExchangeConnection, head: RequestHead, route: Route, params: tuple[str, ...] = (), body: Buffer = b""
 ) -> Http1Exchange:
-    """A request that has come. In place of `__init__`, which would have to be called by way of C, for every request."""
+    """Make the exchange of a request. Replaces `__init__`, whose call goes through C and costs more per request."""
     exchange = Http1Exchange()
     exchange._connection = connection
     exchange.peer_address = connection.peer_address

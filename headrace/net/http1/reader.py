@@ -1,39 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the bytes of an HTTP/1.1 connection into exchanges with a head and a body.
+"""Reads HTTP/1.1 requests: turns received bytes into exchanges with a head and a body.
 
-Owned by `protocol.Http1Protocol`, which feeds it and is told of each request. httptools (llhttp in its strict mode)
-does the parsing and refuses smuggling shapes; this module adds the limits, assembles bodies, and lets the kernel write
-a large body straight into its own memory. It never writes to the socket.
+Owned by `connection.Http1Connection`. httptools (llhttp in strict mode) parses and rejects request smuggling; this module
+adds the limits, assembles bodies, and lets the kernel write a large body straight into its own memory. `HeadCache` skips
+the parser for heads it has seen before. Nothing here writes to the socket.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import httptools
 
 from headrace.core.buffers import uninitialised
 from headrace.net.http.heads import Field, RequestHead
-from headrace.net.http1.exchange import Http1Exchange, made_exchange
-from headrace.net.http1.recognising import Recogniser
-
-if TYPE_CHECKING:
-    from headrace.net.http1.protocol import Http1Protocol
+from headrace.net.http.routes import KnownHead
+from headrace.net.http1.exchange import ExchangeConnection, Http1Exchange, new_exchange
 
 _DIRECT_BODY_BYTES = 64 * 1024
 """A body with a longer Content-Length is read by the kernel into its own memory; a shorter one is cheaper to copy."""
 
 
 class Phase:
-    """Where in a request the reader stands."""
+    """Which part of a request is being read."""
 
     BETWEEN = 0
     HEAD = 1
     BODY = 2
 
 
-class Refusal(Exception):
-    """The request cannot be served and the connection cannot go on: an HTTP status and a text for the client."""
+class RequestRejected(Exception):
+    """The request cannot be served and the connection must close: an HTTP status and an error text for the client."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -41,13 +38,34 @@ class Refusal(Exception):
         self.text = text
 
 
+class RequestSink(ExchangeConnection, Protocol):
+    """The connection as its reader sees it: where complete requests go."""
+
+    open: bool
+    """Whether more requests may be read."""
+    last: KnownHead
+    last_size: int
+
+    def request_begun(self, exchange: Http1Exchange) -> None:
+        """Handle a request whose head is complete and whose body is streamed."""
+
+    def request_complete(self, exchange: Http1Exchange) -> None:
+        """Handle a complete request."""
+
+    def continue_expected(self, exchange: Http1Exchange) -> None:
+        """Send 100 Continue when it is this request's turn."""
+
+    def stop_reading(self) -> None:
+        """Read nothing more as HTTP."""
+
+
 class RequestReader:
-    """One per connection. Methods named `on_*` are called by httptools."""
+    """Reads the requests of one connection. Methods named `on_*` are called by httptools."""
 
     __slots__ = (
         "_chunks",
         "_connection",
-        "_digested",
+        "_content_length",
         "_fields",
         "_filled",
         "_head_bytes",
@@ -55,56 +73,56 @@ class RequestReader:
         "_parser",
         "_pieces",
         "_received",
+        "_reported",
         "_routes",
         "_scheme",
         "_site",
         "_streams",
         "_target",
-        "_undigested",
+        "_unreported_bytes",
         "_upgrading",
-        "_want",
         "direct",
         "exchange",
+        "head_cache",
         "phase",
-        "recogniser",
         "since",
     )
 
-    def __init__(self, connection: Http1Protocol, scheme: bytes) -> None:
+    def __init__(self, connection: RequestSink, scheme: bytes) -> None:
         self._connection = connection
         self._site = connection.site
         self._limits = connection.site.limits
         self._routes = connection.site.routes
         self._scheme = scheme
-        self.recogniser = Recogniser(connection, self, scheme)
+        self.head_cache = HeadCache(connection, self, scheme)
         self._parser: Any = httptools.HttpRequestParser(self)
         self.phase = Phase.BETWEEN
         self.since = 0.0
-        """When the present phase began, by the site's coarse clock."""
+        """When the current phase began, by the site's coarse clock."""
         self._target = b""
         self._fields: list[Field] = []
         self._head_bytes = 0
-        self._digested = False
-        self._undigested = 0
+        self._reported = False
+        self._unreported_bytes = 0
         self.exchange: Http1Exchange | None = None
         """The request whose body is being read."""
         self._streams = False
         self._upgrading = False
-        self._want = 0
+        self._content_length = 0
         self._received = 0
         self._chunks = 0
         self._pieces: list[bytes] = []
         self.direct: memoryview | None = None
-        """A large body on its way: the kernel writes into it."""
+        """Memory of a large body that is being received: the kernel writes into it."""
         self._filled = 0
 
-    # Fed by the connection.
+    # Called by the connection.
 
     def feed(self, received: bytes) -> None:
-        """Parse received bytes, at least one; raises `Refusal` when the connection cannot go on."""
+        """Parse received bytes, at least one; raise `RequestRejected` if the connection must close."""
         data = memoryview(received)
         while data:
-            self._digested = False
+            self._reported = False
             try:
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as stopped:
@@ -112,20 +130,20 @@ class RequestReader:
                 continue
             except httptools.HttpParserCallbackError as failure:
                 cause = failure.__context__
-                if isinstance(cause, Refusal):
+                if isinstance(cause, RequestRejected):
                     raise cause from None
                 raise
             except httptools.HttpParserError as failure:
-                raise Refusal(400, f"the request is not HTTP/1.1: {failure}") from None
-            if not self._digested:
-                # llhttp keeps an unfinished field, a chunk extension or empty lines to itself: count what it swallows.
-                self._undigested += len(data)
-                if self._undigested > self._limits.header_bytes:
+                raise RequestRejected(400, f"the request is not HTTP/1.1: {failure}") from None
+            if not self._reported:
+                # llhttp reports no unfinished field, chunk extension or empty line: count what it swallows.
+                self._unreported_bytes += len(data)
+                if self._unreported_bytes > self._limits.header_bytes:
                     raise self._head_too_large() if self.phase != Phase.BODY else self._chunks_too_large()
             return
 
-    def give_up(self) -> None:
-        """Nothing more will be read: let go of what was half read, and of the parser, which refers back to this."""
+    def stop(self) -> None:
+        """Read nothing more: release what was half read, and the parser, which refers back to this object."""
         self.exchange = None
         self.phase = Phase.BETWEEN
         self.direct = None
@@ -134,28 +152,28 @@ class RequestReader:
         self._parser = None
 
     def direct_rest(self, direct: memoryview) -> memoryview:
-        """Where the kernel should write the rest of a large body, and nothing after it."""
+        """Return the memory for the rest of a large body."""
         return direct[self._filled :]
 
     def direct_filled(self, size: int) -> bool:
-        """`size` bytes were written into `direct_rest`; whether that is all of the body."""
+        """Count `size` bytes written into `direct_rest`; return whether the body is complete."""
         self._filled += size
         self.since = self._site.now
-        return self._filled == self._want
+        return self._filled == self._content_length
 
     def direct_complete(self) -> None:
-        """Hand the large body over."""
-        # llhttp still waits for a body it will never see: the next request gets a new parser.
+        """Complete a request with a large body."""
+        # llhttp still waits for the body, which it never gets: the next request needs a new parser.
         self._parser = httptools.HttpRequestParser(self)
         self._complete_direct()
 
     def await_body(self, exchange: Http1Exchange, size: int, begun: bytes) -> None:
-        """The head of a request is known, and its body has begun: read the rest of it."""
+        """Read the rest of a body whose head came from the cache."""
         self.exchange = exchange
         self._streams = False
         self.phase = Phase.BODY
         self.since = self._site.now
-        self._want = size
+        self._content_length = size
         self._filled = len(begun)
         self.direct = uninitialised(size)
         self.direct[: self._filled] = begun
@@ -163,24 +181,24 @@ class RequestReader:
     # Called by httptools.
 
     def on_message_begin(self) -> None:
-        """A request line begins."""
+        """Start a request."""
         if not self._connection.open:
-            # The answer before was the last one of the connection: what follows in the same packet is not read.
-            raise Refusal(400, "nothing may follow a request that closes the connection")
+            # The connection closes after the previous response: what follows in the same packet is not read.
+            raise RequestRejected(400, "nothing may follow a request that closes the connection")
         self.phase = Phase.HEAD
         self.since = self._site.now
         self._target = b""
         self._fields = []
         self._head_bytes = 0
-        self._digest()
+        self._mark_reported()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the request target."""
+        """Collect a piece of the request target."""
         self._target += url
         self._head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header field (or trailer field, which nobody here reads)."""
+        """Collect a header field; count and ignore a trailer field."""
         if self.phase == Phase.HEAD:
             self._head_bytes += len(name) + len(value)
             self._fields.append((name.lower(), value.rstrip()))
@@ -188,7 +206,7 @@ class RequestReader:
             self._count_trailer(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        """The head is whole: find its route and prepare for its body."""
+        """Find the route of a complete head and prepare for the body."""
         fields = self._fields
         limits = self._limits
         if len(fields) > limits.header_count or self._head_bytes > limits.header_bytes:
@@ -198,12 +216,12 @@ class RequestReader:
             return
         exchange = self._new_exchange(self._parser.should_keep_alive())
         self._prepare_body(exchange)
-        self.recogniser.read(exchange, self._want)
+        self.head_cache.remember(exchange, self._content_length)
 
     def on_body(self, data: bytes) -> None:
-        """A piece of the body, de-chunked."""
+        """Collect a piece of the body, already de-chunked."""
         self.since = self._site.now
-        self._digested = True
+        self._reported = True
         if self._streams:
             if self.exchange is not None:
                 self.exchange.body_arrived(data)
@@ -218,14 +236,14 @@ class RequestReader:
             self._pieces.append(data)
 
     def on_chunk_header(self) -> None:
-        """A chunk begins."""
+        """Count a chunk."""
         self._chunks += 1
-        self._digest()
+        self._mark_reported()
         if self._chunks > self._limits.chunk_count:
-            raise Refusal(413, f"more than {self._limits.chunk_count} chunks in one body: send larger chunks")
+            raise RequestRejected(413, f"more than {self._limits.chunk_count} chunks in one body: send larger chunks")
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """Complete the request."""
         if self._upgrading:
             return
         if self.direct is not None:
@@ -238,14 +256,14 @@ class RequestReader:
         else:
             self._complete(b"")
 
-    # Inside.
+    # Internal.
 
-    def _digest(self) -> None:
-        self._digested = True
-        self._undigested = 0
+    def _mark_reported(self) -> None:
+        self._reported = True
+        self._unreported_bytes = 0
 
     def _new_exchange(self, keep_alive: bool) -> Http1Exchange:
-        """The request whose head llhttp has just read."""
+        """Make the exchange of the head that llhttp has just parsed."""
         parser = self._parser
         target = self._target
         if target[:1] != b"/":
@@ -255,46 +273,46 @@ class RequestReader:
         if version == "1.1":
             self._check_host(head)
         elif version != "1.0":
-            raise Refusal(505, f"HTTP/{version} is not spoken here: use HTTP/1.1")
+            raise RequestRejected(505, f"HTTP/{version} is not supported: use HTTP/1.1")
         route, params = self._routes.find(head.method, head.path)
-        self.exchange = exchange = made_exchange(self._connection, head, route, params)
+        self.exchange = exchange = new_exchange(self._connection, head, route, params)
         exchange.keep_alive = keep_alive
         return exchange
 
     def _prepare_body(self, exchange: Http1Exchange) -> None:
         get = exchange.head.by_name.get
-        length = get(b"content-length")
-        self._want = want = int(length) if length else 0
+        field = get(b"content-length")
+        self._content_length = length = int(field) if field else 0
         self._received = self._chunks = self._head_bytes = 0
         self._streams = False
-        self._digest()
+        self._mark_reported()
         coding = get(b"transfer-encoding")
         if coding is not None:
             self._check_coding(exchange.head)
-        elif want == 0:
+        elif length == 0:
             exchange.ends_early = True
             return
         route = exchange.route
-        if route.longer is not None and (coding is not None or want > route.whole_bytes):
+        if route.longer is not None and (coding is not None or length > route.whole_bytes):
             exchange.route = route.longer
         self.phase = Phase.BODY
         self.since = self._site.now
         expect = get(b"expect") if exchange.head.version == "1.1" else None
         if expect is not None and expect.lower() != b"100-continue":
-            raise Refusal(417, "only 'Expect: 100-continue' is understood")
+            raise RequestRejected(417, "only 'Expect: 100-continue' is supported")
         if exchange.route.streams_body:
             self._streams = True
-            exchange.wants_leave = expect is not None
-            exchange.body_begins()
+            exchange.expects_continue = expect is not None
+            exchange.body_started()
             self._connection.request_begun(exchange)
             return
-        if want > self._limits.body_bytes:
+        if length > self._limits.body_bytes:
             raise self._body_too_large()
-        if want > _DIRECT_BODY_BYTES:
-            self.direct = uninitialised(want)
+        if length > _DIRECT_BODY_BYTES:
+            self.direct = uninitialised(length)
             self._filled = 0
         if expect is not None:
-            self._connection.leave_wanted(exchange)
+            self._connection.continue_expected(exchange)
 
     def _complete_direct(self) -> None:
         body = self.direct
@@ -306,7 +324,7 @@ class RequestReader:
         self.exchange = None
         self.phase = Phase.BETWEEN
         self.since = self._site.now
-        self._digest()
+        self._mark_reported()
         if exchange is None:
             return
         if self._streams:
@@ -317,25 +335,25 @@ class RequestReader:
             self._connection.request_complete(exchange)
 
     def _after_upgrade(self, rest: memoryview) -> memoryview:
-        """The parser stopped after a head that asks for an upgrade; go on as the request deserves."""
+        """Handle a head that asks for an upgrade: the parser has stopped after it."""
         self._upgrading = False
-        self.recogniser.forget()
+        self.head_cache.skip()
         method = self._parser.get_method()
         if method == b"CONNECT":
-            raise Refusal(501, "CONNECT is not served: this is not a proxy")
+            raise RequestRejected(501, "CONNECT is not served: this is not a proxy")
         fields = dict(self._fields)
         bodiless = fields.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in fields
         if bodiless and fields.get(b"upgrade", b"").lower() == b"websocket":
             exchange = self._new_exchange(False)
             exchange.ends_early = True
-            # What follows may be frames already: nothing is read as HTTP, whether the handler takes over or answers.
+            # What follows may be frames already: nothing more is read as HTTP, even if the handler does not upgrade.
             exchange.leftover = bytes(rest)
             self._complete(b"")
             self._connection.stop_reading()
             return rest[:0]
         if b"transfer-encoding" in fields:
-            raise Refusal(400, "a request that asks for an upgrade must not have a chunked body")
-        # Nobody here offers another upgrade (h2c, mostly): read the same head again as if it had not asked.
+            raise RequestRejected(400, "a request that asks for an upgrade must not have a chunked body")
+        # No other upgrade is offered (most ask for h2c): parse the same head again without the Upgrade field.
         lines = [b"%b %b HTTP/%b\r\n" % (method, self._target, self._parser.get_http_version().encode())]
         lines += [b"%b: %b\r\n" % field for field in self._fields if field[0] != b"upgrade"]
         self._parser = httptools.HttpRequestParser(self)
@@ -347,35 +365,102 @@ class RequestReader:
             if name == b"host":
                 count += 1
         if count != 1:
-            raise Refusal(400, "an HTTP/1.1 request needs exactly one Host header")
+            raise RequestRejected(400, "an HTTP/1.1 request needs exactly one Host header")
 
     def _check_coding(self, head: RequestHead) -> None:
-        # llhttp lets through codings that it does not undo ("gzip, chunked"), and HTTP/1.0, which has no chunks.
+        # llhttp accepts codings that it does not decode ("gzip, chunked"), and HTTP/1.0, which has no chunks.
         codings = [value.lower() for name, value in head.fields if name == b"transfer-encoding"]
         if codings != [b"chunked"] or head.version != "1.1":
-            raise Refusal(501, "only 'Transfer-Encoding: chunked' is understood, and only in HTTP/1.1")
+            raise RequestRejected(501, "only 'Transfer-Encoding: chunked' is supported, and only in HTTP/1.1")
 
     def _count_trailer(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > self._limits.header_bytes:
             raise self._chunks_too_large()
 
-    def _head_too_large(self) -> Refusal:
+    def _head_too_large(self) -> RequestRejected:
         limits = self._limits
-        return Refusal(431, f"the header is over {limits.header_bytes} bytes or {limits.header_count} fields")
+        return RequestRejected(431, f"the header is over {limits.header_bytes} bytes or {limits.header_count} fields")
 
-    def _chunks_too_large(self) -> Refusal:
-        return Refusal(431, f"the extensions of a chunk, or the trailers, are over {self._limits.header_bytes} bytes")
+    def _chunks_too_large(self) -> RequestRejected:
+        return RequestRejected(
+            431, f"the extensions of a chunk, or the trailers, are over {self._limits.header_bytes} bytes"
+        )
 
-    def _body_too_large(self) -> Refusal:
-        return Refusal(413, f"the body is over the limit of {self._limits.body_bytes} bytes")
+    def _body_too_large(self) -> RequestRejected:
+        return RequestRejected(413, f"the body is over the limit of {self._limits.body_bytes} bytes")
 
 
 def _origin_form(target: bytes) -> bytes:
-    """Path and query of an absolute-form target; `*` stays as it is."""
+    """Return path and query of an absolute-form target; `*` stays as it is."""
     scheme, separator, rest = target.partition(b"://")
     if separator and scheme.lower() in (b"http", b"https"):
         authority, mark, query = rest.partition(b"?")
         slash = authority.find(b"/")
         return (authority[slash:] if slash >= 0 else b"/") + mark + query
     return target
+
+
+_KNOWN_HEAD_BYTES = 4096
+"""Heads up to this size are remembered."""
+
+
+class HeadCache:
+    """Takes requests whose head was seen before, byte for byte, without parsing. One per connection.
+
+    Clients repeat themselves, and the same bytes mean the same request: one dictionary look-up replaces the parser. The
+    connection gives it the bytes between requests; the reader adds the heads it parsed. Why this is safe:
+    docs/decisions/0004.
+    """
+
+    __slots__ = ("_connection", "_known", "_reader", "_routes", "_scheme", "_text")
+
+    def __init__(self, connection: RequestSink, reader: RequestReader, scheme: bytes) -> None:
+        self._connection = connection
+        self._reader = reader
+        self._scheme = scheme
+        self._routes = connection.site.routes
+        self._known = connection.site.routes.known_heads(scheme)
+        self._text: bytes | None = None
+        """The head that the reader parses now, if it may be remembered."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Complete the requests whose heads are known; return the remaining bytes for the reader."""
+        connection = self._connection
+        size = len(data)
+        start = 0
+        while True:
+            end = data.find(b"\r\n\r\n", start, start + _KNOWN_HEAD_BYTES) + 4
+            text = data[start:end]
+            known = self._known.get(text)
+            if known is None:
+                # Empty lines before a request are not part of its head: only text that begins with a method is kept.
+                self._text = text if end > start + 4 and text[:1].isupper() else None
+                return data[start:]
+            stop = start + known.size
+            exchange = new_exchange(connection, known.head, known.route, known.params)
+            if stop > size:
+                self._reader.await_body(exchange, stop - end, data[end:])
+                return b""
+            exchange.body = data[end:stop]
+            if known.plain and known.size == size:
+                connection.last, connection.last_size = known, size
+            connection.request_complete(exchange)
+            if stop == size or not connection.open:
+                return b""
+            start = stop
+
+    def remember(self, exchange: Http1Exchange, body_bytes: int) -> None:
+        """Remember a head that the reader has parsed, if `feed` passed it on and it is a simple one."""
+        text, self._text = self._text, None
+        head, route = exchange.head, exchange.route
+        plain = exchange.keep_alive and head.version == "1.1" and not route.streams_body
+        if text is None or not plain or any(head.get(name) is not None for name in (b"transfer-encoding", b"expect")):
+            return
+        bare = route.raw or b"content-encoding" not in head.by_name
+        known = KnownHead(text, len(text) + body_bytes, head, route, exchange.params, bare)
+        self._routes.remember_head(self._scheme, known)
+
+    def skip(self) -> None:
+        """Do not remember the head that the reader parses now."""
+        self._text = None

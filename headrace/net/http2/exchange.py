@@ -1,32 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP request over HTTP/2 and its response: the `Exchange` that handlers know, on a stream."""
+"""One HTTP/2 request and its response: the `Exchange` that handlers use, on a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from headrace.core.buffers import uninitialised
 from headrace.core.errors import TooLarge, Unavailable
 from headrace.net.http.coding import inflate
-from headrace.net.http.exchange import Body, Buffer, Exchange, encoded, listed
-from headrace.net.http.heads import CONTENT_TYPE, JSON, Field, Fields, RequestHead, ResponseHead
-from headrace.net.http2.frames import ErrorCode, StreamFault
+from headrace.net.http.exchange import Body, Exchange, buffer_list, compress_body
+from headrace.net.http.heads import CONTENT_TYPE, JSON, Buffer, Field, Fields, RequestHead, ResponseHead
+from headrace.net.http2.frames import ErrorCode, StreamError
 from headrace.net.http2.headers import encode_fields, response_block
-from headrace.net.http2.stream import Stream
-
-if TYPE_CHECKING:
-    from headrace.net.http2.connection import Http2Connection
+from headrace.net.http2.stream import Stream, StreamConnection
 
 
 class Http2Exchange(Stream, Exchange):
-    """See `Exchange` and `Stream`."""
+    """An `Exchange` on an HTTP/2 `Stream`."""
 
-    def __init__(self, connection: Http2Connection, stream_id: int, head: RequestHead) -> None:
+    def __init__(self, connection: StreamConnection, stream_id: int, head: RequestHead) -> None:
         super().__init__(connection, stream_id, head)
         self._route, self.params = connection.site.routes.find(head.method, head.path)
-        self._gathered: bytearray | None = None
-        self._whole: memoryview | None = None
+        self._unsized_body: bytearray | None = None
+        self._sized_body: memoryview | None = None
         self._filled = 0
         self._started = False
         self._status = 0
@@ -39,7 +35,7 @@ class Http2Exchange(Stream, Exchange):
     # Called by the connection.
 
     def on_open(self, ends: bool) -> None:
-        """See `Stream.on_open`."""
+        """Call the handler if the route streams its body; otherwise wait for the body."""
         route, length = self._route, self.head.content_length
         if route.longer is not None and not ends and (length is None or length > route.whole_bytes):
             self._route = route.longer
@@ -54,10 +50,10 @@ class Http2Exchange(Stream, Exchange):
             self._continue(ends)
 
     def on_data(self, data: memoryview) -> None:
-        """See `Stream.on_data`."""
+        """Pass a piece of the body to the handler, or keep it until the body is complete."""
         length = self.head.content_length
         if length is not None and self.received > length:
-            fault = StreamFault(ErrorCode.PROTOCOL_ERROR, "the body is longer than its content-length")
+            fault = StreamError(ErrorCode.PROTOCOL_ERROR, "the body is longer than its content-length")
             self.connection.fail_stream(self, fault)
             return
         if self._route.streams_body:
@@ -68,68 +64,68 @@ class Http2Exchange(Stream, Exchange):
             limit = self.connection.site.limits.body_bytes
             if self.received > limit:
                 self.fail(_too_large(limit))
-            elif self._gathered is None:
-                self._gathered = bytearray(data)
+            elif self._unsized_body is None:
+                self._unsized_body = bytearray(data)
             else:
-                # Not a list of pieces: a client that sends a byte a frame would make each cost fifty.
-                self._gathered += data
+                # Not a list of pieces: one byte per frame would cost fifty bytes each.
+                self._unsized_body += data
         elif len(data) == length:
             self.body = bytes(data)
         else:
-            if self._whole is None:
-                # Not at the head: a promise of bytes should cost nothing until some of them come.
-                self._whole = uninitialised(length)
+            if self._sized_body is None:
+                # Not at the head: a large content-length must cost nothing until bytes arrive.
+                self._sized_body = uninitialised(length)
             end = self._filled + len(data)
-            self._whole[self._filled : end] = data
+            self._sized_body[self._filled : end] = data
             self._filled = end
 
     def on_end(self) -> None:
-        """See `Stream.on_end`."""
+        """Call the handler with the complete body, or tell a streaming handler that the body has ended."""
         if self._route.streams_body:
             if self.on_body_end is not None:
                 self._guarded(self.on_body_end)
             return
         if self._started:
             return
-        if self._whole is not None:
-            self.body, self._whole = self._whole, None
-        elif self._gathered is not None:
-            self.body, self._gathered = self._gathered, None
+        if self._sized_body is not None:
+            self.body, self._sized_body = self._sized_body, None
+        elif self._unsized_body is not None:
+            self.body, self._unsized_body = self._unsized_body, None
         self._dispatch()
 
     def on_reset(self, code: int) -> None:
-        """See `Stream.on_reset`."""
+        """Tell the handler that the client has disconnected."""
         if self.on_over is not None:
-            self._tell_over()
+            self._notify_over()
         if self.on_disconnect is not None:
             callback, self.on_disconnect = self.on_disconnect, None
             self._guarded(callback)
 
-    def patience(self) -> float | None:
-        """See `Stream.patience`."""
+    def stall_timeout(self) -> float | None:
+        """Return the timeout for the request body while it is incomplete, else the one for reading the response."""
         if self.pending_bytes or self.remote_closed or self.paused:
-            return super().patience()
+            return super().stall_timeout()
         return self.connection.site.limits.body_idle_seconds
 
     def on_stall(self) -> None:
-        """See `Stream.on_stall`."""
+        """Answer 408 if no response has started; reset the stream otherwise."""
         if self._started:
             super().on_stall()
         else:
             seconds = self.connection.site.limits.body_idle_seconds
-            self.respond(_TIMEOUT_HEAD, b'{"error":"the body stood still for %g seconds"}' % seconds)
+            self.respond(_TIMEOUT_HEAD, b'{"error":"the body made no progress for %g seconds"}' % seconds)
             self.on_reset(ErrorCode.CANCEL)
 
     def on_expire(self) -> None:
-        """See `Stream.on_expire`."""
+        """Answer 503 if no response has started; reset the stream otherwise."""
         if self._started:
             super().on_expire()
         else:
             self.fail(Unavailable("the server is shutting down"))
             self.on_reset(ErrorCode.CANCEL)
 
-    def on_room(self) -> None:
-        """See `Stream.on_room`."""
+    def on_send_ready(self) -> None:
+        """Tell the handler that it may send again."""
         if self.on_writable is not None:
             self._guarded(self.on_writable)
 
@@ -137,28 +133,28 @@ class Http2Exchange(Stream, Exchange):
 
     @property
     def peer(self) -> str:
-        """See `Exchange.peer`."""
+        """The client's address, for logs."""
         return self.connection.peer
 
     @property
     def started(self) -> bool:
-        """See `Exchange.started`."""
+        """Whether a response head has been sent."""
         return self._started
 
     @property
     def closed(self) -> bool:
-        """See `Exchange.closed`."""
+        """Whether the response is complete or the client has disconnected."""
         return self.local_closed
 
     def respond(self, head: ResponseHead, body: Body = b"", extra: Fields = ()) -> None:
-        """See `Exchange.respond`."""
+        """Send a complete response."""
         if self._started or self.local_closed:
             return
         self._started = True
-        buffers = listed(body)
+        buffers = buffer_list(body)
         accept = self.head.get(b"accept-encoding")
         if accept is not None:
-            buffers, extra = encoded(accept, head, buffers, extra)
+            buffers, extra = compress_body(accept, head, buffers, extra)
         size = sum(map(len, buffers))
         status = head.status
         block = response_block(head) + self.connection.site.date_block
@@ -173,10 +169,10 @@ class Http2Exchange(Stream, Exchange):
         else:
             self.send_whole(block, buffers, size, None)
         if self.on_over is not None:
-            self._tell_over()
+            self._notify_over()
 
     def start(self, head: ResponseHead, extra: Fields = ()) -> None:
-        """See `Exchange.start`."""
+        """Send a response head; the body follows by `send`."""
         if not self._started:
             self._started = True
             self._log(head.status)
@@ -185,42 +181,42 @@ class Http2Exchange(Stream, Exchange):
             self.send_headers(block)
 
     def send(self, data: Buffer) -> bool:
-        """See `Exchange.send`."""
+        """Send a piece of a streamed body."""
         if self.head.method == b"HEAD":
             return True
         return self.send_data([data])
 
     def finish(self) -> None:
-        """See `Exchange.finish`."""
+        """End a streamed body."""
         self.send_data([], end=True)
         if self.on_over is not None:
-            self._tell_over()
+            self._notify_over()
 
     def abort(self) -> None:
-        """See `Exchange.abort`."""
+        """Reset the stream, so that the client sees an incomplete response."""
         self.reset(ErrorCode.INTERNAL_ERROR)
         if self.on_over is not None:
-            self._tell_over()
+            self._notify_over()
 
     def pause_body(self) -> None:
-        """See `Exchange.pause_body`."""
+        """Stop opening the client's window."""
         self.pause()
 
     def resume_body(self) -> None:
-        """See `Exchange.resume_body`."""
+        """Open the client's window again."""
         self.resume()
 
-    # Inside.
+    # Internal.
 
     def _continue(self, ends: bool) -> None:
-        """Tell a client that waits for it to send the body, unless it has its answer already."""
+        """Send 100 Continue to a client that waits for it, unless the response has started."""
         if not ends and not self._started and (self.head.get(b"expect") or b"").lower() == b"100-continue":
             self.send_headers(_CONTINUE_BLOCK)
 
-    def _guarded(self, deed: Callable[..., None], *arguments: object) -> None:
-        """Call a handler's callback: its failure is this stream's, not the connection's."""
+    def _guarded(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Call a handler's callback; an exception fails this exchange, not the connection."""
         try:
-            deed(*arguments)
+            callback(*arguments)
         except Exception as error:
             self.fail(error)
 
@@ -233,8 +229,8 @@ class Http2Exchange(Stream, Exchange):
         except Exception as error:
             self.fail(error)
 
-    def _tell_over(self) -> None:
-        # A stream that was answered may still be reset, while its client does not read.
+    def _notify_over(self) -> None:
+        # Once: a stream that was answered may still be reset while its client does not read.
         callback, self.on_over = self.on_over, None
         if callback is not None:
             callback()

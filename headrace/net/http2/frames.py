@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frame layout, types, flags, settings and error codes of HTTP/2 (RFC 9113 sections 4, 6 and 7), and how to write them."""
+"""HTTP/2 frames: layout, types, flags, settings and error codes (RFC 9113 sections 4, 6 and 7), and flood limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import IntEnum
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 HEADER = struct.Struct(">HBBBI")
-"""A frame header: length (upper 16 bits, lower 8), type, flags, stream."""
+"""A frame header: length (upper 16 bits, lower 8), type, flags, stream id."""
 
 HEADER_BYTES = 9
 STREAM_MASK = 0x7FFFFFFF
@@ -49,7 +49,7 @@ class Setting(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """Why a stream or a connection ended."""
+    """Error codes of RST_STREAM and GOAWAY."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -67,8 +67,8 @@ class ErrorCode(IntEnum):
     HTTP_1_1_REQUIRED = 13
 
 
-class ConnectionFault(Exception):
-    """The peer broke the connection's rules: GOAWAY and close."""
+class Http2ConnectionError(Exception):
+    """The peer broke the protocol on the connection: answered by GOAWAY and close."""
 
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(text)
@@ -76,8 +76,8 @@ class ConnectionFault(Exception):
         self.text = text
 
 
-class StreamFault(Exception):
-    """The peer broke one stream's rules: RST_STREAM, and the connection goes on."""
+class StreamError(Exception):
+    """The peer broke the protocol on one stream: answered by RST_STREAM; the connection stays open."""
 
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(text)
@@ -86,34 +86,78 @@ class StreamFault(Exception):
 
 
 def frame_header(length: int, kind: int, flags: int, stream_id: int) -> bytes:
-    """The nine bytes before a payload."""
+    """Return the nine bytes before a payload."""
     return HEADER.pack(length >> 8, length & 0xFF, kind, flags, stream_id)
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    """A whole frame."""
+    """Return a complete frame."""
     length = len(payload)
     return HEADER.pack(length >> 8, length & 0xFF, kind, flags, stream_id) + payload
 
 
 def settings_frame(values: dict[Setting, int]) -> bytes:
-    """A SETTINGS frame."""
+    """Return a SETTINGS frame."""
     return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", key, value) for key, value in values.items()))
 
 
 def window_update_frame(stream_id: int, increment: int) -> bytes:
-    """A WINDOW_UPDATE frame; stream 0 is the connection."""
+    """Return a WINDOW_UPDATE frame; stream 0 is the connection."""
     return frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4, "big"))
 
 
 def reset_frame(stream_id: int, code: ErrorCode) -> bytes:
-    """An RST_STREAM frame."""
+    """Return an RST_STREAM frame."""
     return frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big"))
 
 
 def goaway_frame(last_stream_id: int, code: ErrorCode, text: bytes = b"") -> bytes:
-    """A GOAWAY frame."""
+    """Return a GOAWAY frame."""
     return frame(GOAWAY, 0, 0, last_stream_id.to_bytes(4, "big") + code.to_bytes(4, "big") + text)
 
 
 SETTINGS_ACK = frame(SETTINGS, ACK, 0)
+
+
+class TokenBucket:
+    """A rate limit for one kind of frame; an empty bucket ends the connection."""
+
+    __slots__ = ("_at", "_burst", "_left", "_per_second", "_what")
+
+    def __init__(self, what: str, burst: float, per_second: float) -> None:
+        self._what = what
+        self._burst = self._left = burst
+        self._per_second = per_second
+        self._at = 0.0
+
+    def take(self, now: float) -> None:
+        """Take one token; raise `Http2ConnectionError` if there is none left."""
+        if now != self._at:
+            self._left = min(self._burst, self._left + (now - self._at) * self._per_second)
+            self._at = now
+        self._left -= 1
+        if self._left < 0:
+            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, f"too many {self._what}")
+
+    def put_back(self) -> None:
+        """Return one token: a completed request pays for an occasional cancel."""
+        if self._left < self._burst:
+            self._left += 1
+
+
+class FloodLimits:
+    """Rate limits of one connection for frames that cost the server work and bring no request.
+
+    They stop rapid reset (CVE-2023-44487), made-you-reset (CVE-2025-8671), and ping, settings, priority and empty-frame
+    floods (CVE-2019-9512, -9513, -9515, -9518). Real clients stay far below: grpcio cancelling a thousand calls at once,
+    or probing bandwidth with pings, is allowed.
+    """
+
+    __slots__ = ("empty_frames", "pings", "priorities", "resets", "settings")
+
+    def __init__(self, concurrent_streams: int) -> None:
+        self.resets = TokenBucket("stream resets", max(100.0, 2.0 * concurrent_streams), 200.0)
+        self.pings = TokenBucket("pings", 1000.0, 500.0)
+        self.settings = TokenBucket("SETTINGS frames", 100.0, 10.0)
+        self.priorities = TokenBucket("PRIORITY frames", 10_000.0, 1000.0)
+        self.empty_frames = TokenBucket("empty frames", 1000.0, 100.0)

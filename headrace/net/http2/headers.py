@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Header blocks: decoding a client's into a checked `RequestHead`, and encoding ours.
+"""HTTP/2 header blocks: decodes a client's into a checked `RequestHead`, and encodes ours.
 
-HPACK itself is the `hpack` package's work. What makes it fast enough is memory: a client repeats the same block for the
-same request, and a block that did not change the dynamic table means the same until the table changes. Decoding,
-checking and routing are then one dictionary look-up. Ours are written without the dynamic table, so they never depend
-on what was sent before.
+The `hpack` package does the decoding. A cache makes it fast: a client repeats the same block for the same request, and
+a block that did not change the dynamic table means the same until the table changes. Decoding, checking and routing
+are then one dictionary look-up. Our blocks do not use the dynamic table, so they never depend on what was sent before.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from hpack.table import HeaderTable
 
 from headrace.core.limits import Limits
 from headrace.net.http.heads import Field, RequestHead, ResponseHead, check_field
-from headrace.net.http2.frames import ConnectionFault, ErrorCode, StreamFault
+from headrace.net.http2.frames import ErrorCode, Http2ConnectionError, StreamError
 
 _REMEMBERED_BYTES = 256 * 1024
 _FIELD_COST = 64
-"""What a remembered field takes beside its bytes. Clients choose both, so what they cost is bounded together."""
+"""Memory of a remembered field beside its bytes. Clients choose both, so the sum is bounded."""
 _LENGTH_DIGITS = 18
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _BAD_VALUE = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
 _BAD_PSEUDO = re.compile(rb"[\0- \x7f]")
-"""Stricter than RFC 9113 asks for: a space or control character here would split a line of HTTP/1.1, or of a log."""
+"""Stricter than RFC 9113: a space or control character here would split a line of HTTP/1.1, or of a log."""
 _CONNECTION_FIELDS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
 _SIZE_UPDATES = frozenset(bytes([first]) for first in range(0x20, 0x40))
@@ -36,7 +35,7 @@ _STATIC_STATUS = {200: b"\x88", 204: b"\x89", 206: b"\x8a", 304: b"\x8b", 400: b
 
 
 class _CountingTable(HeaderTable):
-    """A dynamic table that knows whether it has changed."""
+    """A dynamic table that counts its changes."""
 
     changes = 0
 
@@ -57,7 +56,7 @@ class HeaderReader:
         self._remembered_bytes = 0
 
     def request(self, block: bytes) -> RequestHead:
-        """The head of a new request; raises `StreamFault` if it is malformed, after the table has been kept right."""
+        """Decode the head of a new request; raise `StreamError` if it is malformed, after the table was updated."""
         head = self._remembered.get(block)
         if head is None:
             fields, stable = self._decode(block)
@@ -67,16 +66,16 @@ class HeaderReader:
         return head
 
     def trailers(self, block: bytes) -> list[Field]:
-        """The fields after a body."""
+        """Decode the fields after a body."""
         fields, _ = self._decode(block)
         for name, value in fields:
             _check_field(name, value)
             if name.startswith(b":"):
-                raise StreamFault(ErrorCode.PROTOCOL_ERROR, "pseudo-header in trailers")
+                raise StreamError(ErrorCode.PROTOCOL_ERROR, "pseudo-header in trailers")
         return fields
 
     def skip(self, block: bytes) -> None:
-        """Decode a block that nobody will look at: it may change the table."""
+        """Decode a block whose fields are not needed: it may change the table."""
         self._decode(block)
 
     def _remember(self, block: bytes, head: RequestHead) -> None:
@@ -90,23 +89,25 @@ class HeaderReader:
         self._remembered[block] = head
 
     def _decode(self, block: bytes) -> tuple[list[Field], bool]:
-        """The fields of a block, and whether the block left the dynamic table as it was."""
+        """Return the fields of a block, and whether the block left the dynamic table unchanged."""
         table = self._table
         before = table.changes
         try:
             fields: list[Field] = list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError:
-            raise ConnectionFault(
+            raise Http2ConnectionError(
                 ErrorCode.ENHANCE_YOUR_CALM, f"header list over {self._limits.header_bytes} bytes"
             ) from None
         except (HPACKError, IndexError, UnicodeDecodeError, ValueError):
-            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "header block is not HPACK") from None
+            raise Http2ConnectionError(ErrorCode.COMPRESSION_ERROR, "header block is not HPACK") from None
         if len(fields) > self._limits.header_count + len(_PSEUDO):
-            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, f"more than {self._limits.header_count} header fields")
-        # A block may begin with table size updates, which evict entries even if the size is the same in the end.
+            raise Http2ConnectionError(
+                ErrorCode.ENHANCE_YOUR_CALM, f"more than {self._limits.header_count} header fields"
+            )
+        # A block may begin with table size updates, which evict entries even if the final size is the same.
         stable = table.changes == before and block[:1] not in _SIZE_UPDATES
         if not stable:
-            # Indices into the table have moved: no remembered block means what it meant.
+            # Indices into the table have moved: remembered blocks are no longer valid.
             self._remembered.clear()
             self._remembered_bytes = 0
         return fields, stable
@@ -146,7 +147,7 @@ def _checked_request(decoded: list[Field]) -> RequestHead:
 
 
 def _with_host(fields: list[Field], authority: bytes) -> list[Field]:
-    """The fields with one Host that says what :authority says, for those who know only Host (8.3.1)."""
+    """Return the fields with a Host equal to :authority, for handlers that read only Host (8.3.1)."""
     hosts = [value for name, value in fields if name == b"host"]
     if len(hosts) > 1 or (hosts and authority and hosts[0].lower() != authority.lower()):
         raise _malformed("Host is not the authority")
@@ -154,7 +155,7 @@ def _with_host(fields: list[Field], authority: bytes) -> list[Field]:
 
 
 def _joined_cookies(fields: list[Field]) -> list[Field]:
-    """The fields with the crumbs of a cookie put together again: HTTP/2 may send them one by one (8.2.3)."""
+    """Return the fields with cookie crumbs joined: HTTP/2 may send them as several fields (8.2.3)."""
     crumbs = [value for name, value in fields if name == b"cookie"]
     if len(crumbs) < 2:
         return fields
@@ -170,17 +171,17 @@ def _check_field(name: bytes, value: bytes) -> None:
         raise _malformed("connection-specific field")
 
 
-def _malformed(text: str) -> StreamFault:
-    return StreamFault(ErrorCode.PROTOCOL_ERROR, f"malformed request: {text}")
+def _malformed(text: str) -> StreamError:
+    return StreamError(ErrorCode.PROTOCOL_ERROR, f"malformed request: {text}")
 
 
 def encode_field(name: bytes, value: bytes) -> bytes:
-    """A literal field without indexing and without Huffman coding: it means the same on every connection."""
-    return b"\x00" + _text(name) + _text(value)
+    """Return a literal field without indexing and without Huffman coding, valid on every connection."""
+    return b"\x00" + _string(name) + _string(value)
 
 
 def encode_fields(fields: Iterable[Field]) -> bytes:
-    """Several literal fields, checked."""
+    """Return several literal fields, checked."""
     pieces = []
     for name, value in fields:
         check_field(name, value)
@@ -190,17 +191,17 @@ def encode_fields(fields: Iterable[Field]) -> bytes:
 
 @lru_cache(maxsize=64)
 def encode_status(status: int) -> bytes:
-    """The `:status` pseudo-header."""
+    """Return the `:status` pseudo-header."""
     return _STATIC_STATUS.get(status) or encode_field(b":status", b"%d" % status)
 
 
 def response_block(head: ResponseHead) -> bytes:
-    """The header block of a response head, worked out once."""
+    """Return the header block of a response head, encoded once."""
     block = head.http2
     if block is None:
         block = head.http2 = encode_status(head.status) + encode_fields(head.fields)
     return block
 
 
-def _text(text: bytes) -> bytes:
+def _string(text: bytes) -> bytes:
     return bytes(encode_integer(len(text), 7)) + text

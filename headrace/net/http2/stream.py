@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP/2 stream: what it may still send and receive, and what waits for the client's window.
+"""HTTP/2 streams and their connection's flow control: what each may still send and receive, and what waits for a window.
 
-The base of `exchange.Http2Exchange` and of `grpc.call.GrpcCall`, so that a request needs one object. `connection` calls
-the `on_*` methods, which those classes fill in; they call the rest.
+`Stream` is the base of `exchange.Http2Exchange` and `grpc.call.GrpcCall`, so that a request needs one object.
+`StreamConnection` is the part of a connection that streams use, and the base of `connection.Http2Connection`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from headrace.net.http.exchange import Buffer
-from headrace.net.http.heads import Field, RequestHead
+from headrace.net.http.heads import Buffer, Field, RequestHead
+from headrace.net.http2 import frames
 from headrace.net.http2.frames import (
+    CONTINUATION,
     DATA,
     DEFAULT_FRAME_BYTES,
     END_HEADERS,
@@ -20,120 +23,127 @@ from headrace.net.http2.frames import (
     HEADER,
     HEADERS,
     ErrorCode,
+    FloodLimits,
+    Http2ConnectionError,
+    StreamError,
+    frame,
     frame_header,
     window_update_frame,
 )
+from headrace.net.site import Site, WriteStall, peer_name
 
-if TYPE_CHECKING:
-    from headrace.net.http2.connection import Http2Connection
+log = logging.getLogger("headrace.wire")
 
 _pack = HEADER.pack
 _JOIN_BYTES = 16 * 1024
 _UNSENT_HIGH = 256 * 1024
 """A stream with more unsent bytes than this asks its handler to wait."""
+_UNREAD_ACKS = 1000
+_NO_TABLE = b"\x20"
+"""HPACK: the dynamic table has size 0 from here on."""
 
 
 class Stream:
-    """See the module."""
+    """One HTTP/2 stream. The connection calls the `on_*` methods, which subclasses implement."""
 
-    # Defaults on the class: most streams never set most of these, and making one is on every request's path.
+    # Defaults on the class: most streams never set most of these, and every request makes a stream.
     received = 0
-    held = 0
-    """Bytes taken but not yet granted to the client again."""
+    consumed = 0
+    """Bytes handled for which no WINDOW_UPDATE has been sent yet."""
     paused = False
-    withheld = 0
-    """Bytes that came while paused: granted when the handler goes on."""
+    unconsumed = 0
+    """Bytes received while paused; consumed when the handler resumes."""
     remote_closed = False
     local_closed = False
     sent = 0
-    """Body bytes sent after waiting for window; with `received`, what `sweep` sees moving."""
+    """Body bytes sent after waiting for a window. `sweep` looks for progress in `received` and `sent`."""
     pending_bytes = 0
     _pending: deque[Buffer] | None = None
     _end_after = False
     _trailers: bytes | None = None
-    _waiting_for_room = False
-    _moved = -1
-    _moved_at = 0.0
+    _waiting_to_send = False
+    _progress = -1
+    _progress_at = 0.0
 
-    def __init__(self, connection: Http2Connection, stream_id: int, head: RequestHead) -> None:
+    def __init__(self, connection: StreamConnection, stream_id: int, head: RequestHead) -> None:
         self.connection = connection
         self.id = stream_id
         self.head = head
         self.send_window = connection.peer_stream_window
         self.receive_window = connection.own_stream_window
 
-    # Filled in by subclasses, called by the connection.
+    # Implemented by subclasses, called by the connection.
 
     def on_open(self, ends: bool) -> None:
-        """The request's head is there; `ends` says that no body follows."""
+        """Handle a new request's head; `ends` says that no body follows."""
 
     def on_data(self, data: memoryview) -> None:
-        """A piece of the body. The view is only valid during the call."""
+        """Handle a piece of the body. The view is only valid during the call."""
         raise NotImplementedError
 
     def on_end(self) -> None:
-        """The client has sent everything."""
+        """Handle the end of the request."""
         raise NotImplementedError
 
     def on_trailers(self, fields: list[Field]) -> None:
-        """The client sent fields after the body; `on_end` follows."""
+        """Handle the fields after the body; `on_end` follows."""
 
     def on_reset(self, code: int) -> None:
-        """The stream is over: the client cancelled it, or the connection is gone."""
+        """Handle the end of the stream: the client cancelled it, or the connection is lost."""
         raise NotImplementedError
 
     def on_expire(self) -> None:
-        """The server's grace is over: say so to the client if there is a way."""
+        """End the stream at the drain deadline, with an error for the client if the protocol has one."""
         self.reset(ErrorCode.CANCEL)
         self.on_reset(ErrorCode.CANCEL)
 
-    def on_room(self) -> None:
-        """More may be sent, after `send_data` returned False."""
+    def on_send_ready(self) -> None:
+        """Send more, after `send_data` returned False."""
 
     def sweep(self, now: float) -> bool:
-        """Called about once a second. True if the client has let the stream stand still for too long."""
-        patience = self.patience()
-        moved = self.received + self.sent
-        if patience is None or moved != self._moved:
-            self._moved = moved
-            self._moved_at = now
+        """Return whether the client has stalled the stream for too long. Called about once a second."""
+        timeout = self.stall_timeout()
+        progress = self.received + self.sent
+        if timeout is None or progress != self._progress:
+            self._progress = progress
+            self._progress_at = now
             return False
-        return now - self._moved_at > patience
+        return now - self._progress_at > timeout
 
-    def patience(self) -> float | None:
-        """How long the client may leave the stream as it is; None if it is not the client who has to move."""
+    def stall_timeout(self) -> float | None:
+        """Return how long the client may make no progress; None if it is not the client's turn."""
         return self.connection.site.limits.write_idle_seconds if self.pending_bytes else None
 
     def on_stall(self) -> None:
-        """The client has not moved for too long."""
+        """End a stream whose client made no progress for too long."""
         self.reset(ErrorCode.CANCEL)
         self.on_reset(ErrorCode.CANCEL)
 
     # Receiving.
 
     def pause(self) -> None:
-        """Stop granting the client room to send."""
+        """Stop opening the client's window."""
         self.paused = True
 
     def resume(self) -> None:
-        """Grant what was withheld."""
+        """Open the window for what was received while paused."""
         if self.paused:
             self.paused = False
-            size, self.withheld = self.withheld, 0
+            size, self.unconsumed = self.unconsumed, 0
             if size:
-                self.connection.grant(self, size)
+                self.connection.consume(self, size)
 
     # Sending.
 
     def send_headers(self, block: bytes, *, end: bool = False) -> None:
-        """Send a header block, as the response's head."""
+        """Send a header block as the response's head."""
         if not self.local_closed:
             self.connection.write_headers(self.id, block, end)
             if end:
-                self._closed_locally()
+                self._close_locally()
 
     def send_whole(self, block: bytes, buffers: list[Buffer], size: int, trailers: bytes | None) -> None:
-        """Send head, body and (for gRPC) trailers: in one write when the windows allow it."""
+        """Send head, body and (for gRPC) trailers, in one write if the windows allow it."""
         connection = self.connection
         if self.local_closed:
             return
@@ -155,7 +165,7 @@ class Stream:
         connection.closed_locally(self)
 
     def send_data(self, buffers: list[Buffer], *, end: bool = False, trailers: bytes | None = None) -> bool:
-        """Send body bytes, as the client's windows allow. False asks the caller to wait for `on_room`."""
+        """Send body bytes as the client's windows allow. False asks the caller to wait for `on_send_ready`."""
         if self.local_closed or self._end_after:
             return True
         pending = self._pending
@@ -171,12 +181,12 @@ class Stream:
         connection = self.connection
         self.flush()
         if self.pending_bytes > _UNSENT_HIGH or connection.write_paused:
-            self._waiting_for_room = True
+            self._waiting_to_send = True
             return False
         return True
 
     def flush(self) -> None:
-        """Send what the windows allow, and wait in line for the connection if that, and not the stream, is full."""
+        """Send what the windows allow; queue the stream if the connection, and not its own window, blocks it."""
         while self.pump():
             pass
         if self.can_send:
@@ -184,13 +194,13 @@ class Stream:
 
     @property
     def can_send(self) -> bool:
-        """Whether there is something to send that this stream's own window does not hold back."""
+        """Whether there is something to send that this stream's own window does not block."""
         if self.local_closed:
             return False
         return self.send_window > 0 if self.pending_bytes else self._end_after
 
     def pump(self) -> bool:
-        """Send one DATA frame if there is something to send and room for it; whether it may be worth calling again."""
+        """Send one DATA frame if there is data and window for it; return whether to call again."""
         connection = self.connection
         pending = self._pending
         if self.local_closed or pending is None or connection.write_paused:
@@ -199,7 +209,7 @@ class Stream:
         if self.pending_bytes and room <= 0:
             return False
         size = min(room, self.pending_bytes) if self.pending_bytes else 0
-        buffers = _take(pending, size)
+        buffers = _pop_bytes(pending, size)
         self.pending_bytes -= size
         self.sent += size
         self.send_window -= size
@@ -211,42 +221,290 @@ class Stream:
         if last:
             if self._trailers is not None:
                 connection.write_headers(self.id, self._trailers, end=True)
-            self._closed_locally()
+            self._close_locally()
             return False
-        if self._waiting_for_room and self.pending_bytes <= _UNSENT_HIGH // 2:
-            self._waiting_for_room = False
-            connection.soon(self.on_room)
+        if self._waiting_to_send and self.pending_bytes <= _UNSENT_HIGH // 2:
+            self._waiting_to_send = False
+            connection.call_soon(self.on_send_ready)
         return self.pending_bytes > 0
 
-    def room_again(self) -> None:
-        """The socket takes bytes again."""
-        if self._waiting_for_room and self.pending_bytes <= _UNSENT_HIGH // 2:
-            self._waiting_for_room = False
-            self.on_room()
+    def send_ready(self) -> None:
+        """Wake the handler if it waits: the socket takes bytes again."""
+        if self._waiting_to_send and self.pending_bytes <= _UNSENT_HIGH // 2:
+            self._waiting_to_send = False
+            self.on_send_ready()
 
     def reset(self, code: ErrorCode) -> None:
-        """End the stream at once, both ways."""
+        """End the stream at once in both directions."""
         self.connection.reset_stream(self, code)
 
-    def forget(self) -> None:
-        """Drop what waits to be sent: the stream is over."""
+    def release(self) -> None:
+        """Mark the stream closed and drop its unsent data."""
         self.local_closed = self.remote_closed = True
         self._pending = None
         self.pending_bytes = 0
 
-    def _closed_locally(self) -> None:
+    def _close_locally(self) -> None:
         self.local_closed = True
         self.connection.closed_locally(self)
 
 
-def grant_frame(stream: Stream) -> bytes:
-    """The WINDOW_UPDATE that gives a stream its held bytes back."""
-    size, stream.held = stream.held, 0
+class StreamConnection:
+    """The part of an HTTP/2 connection that streams and the frame reader use.
+
+    It owns the socket's write side, both directions of flow control, and the queue of blocked streams.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        limits = site.limits
+        self.streams: dict[int, Stream] = {}
+        self.highest_stream = 0
+        self.flood_limits = FloodLimits(limits.concurrent_streams)
+        # Sending.
+        self.blocked: dict[int, Stream] = {}
+        """Streams that only the connection's window or the socket blocks, longest waiting first."""
+        self.peer_stream_window = frames.DEFAULT_WINDOW
+        self.peer_frame_bytes = frames.DEFAULT_FRAME_BYTES
+        self.send_window = frames.DEFAULT_WINDOW
+        self.write_paused = False
+        self._unobstructed = True
+        """Whether a small response may be sent in one write: the socket takes bytes, and no table update is due."""
+        self._transport: asyncio.Transport | None = None
+        self._out: asyncio.Transport | None = None
+        """The transport as long as it may be written to."""
+        self._peer: str | None = None
+        self._table_bytes = frames.DEFAULT_TABLE_BYTES
+        self._table_update = b""
+        self._unread_acks = 0
+        self._write_stall = WriteStall()
+        # Receiving.
+        self.own_stream_window = _window(limits.stream_window_bytes)
+        self.receive_window = _window(limits.connection_window_bytes)
+        self.consumed = 0
+        """Bytes handled for which no WINDOW_UPDATE has been sent yet."""
+        self.update_threshold = self.receive_window // 2
+        """A WINDOW_UPDATE is sent after so many consumed bytes."""
+        self.stream_update_threshold = self.own_stream_window // 2
+
+    # Implemented by the connection. Called by streams.
+
+    def closed_locally(self, stream: Stream) -> None:
+        """Close a stream on which everything has been sent."""
+        raise NotImplementedError
+
+    def reset_stream(self, stream: Stream, code: ErrorCode) -> None:
+        """End a stream at once."""
+        raise NotImplementedError
+
+    def fail_stream(self, stream: Stream, fault: StreamError) -> None:
+        """Reset a stream on which the client broke the protocol."""
+        raise NotImplementedError
+
+    # Implemented by the connection. Called by the frame reader.
+
+    def headers(self, stream_id: int, block: bytes, ends_stream: int) -> None:
+        """Handle a complete header block: a new request, or the trailers of an open one."""
+        raise NotImplementedError
+
+    def header_block_started(self) -> None:
+        """Start the timeout of a header block that arrives in several frames."""
+        raise NotImplementedError
+
+    def was_reset_by_us(self, stream_id: int) -> bool:
+        """Return whether the client may still send on a closed stream because it has not read our reset yet."""
+        raise NotImplementedError
+
+    def reset_by_peer(self, stream: Stream, code: int) -> None:
+        """Handle RST_STREAM."""
+        raise NotImplementedError
+
+    def ping_answered(self, payload: bytes) -> None:
+        """Handle the acknowledgement of a PING."""
+        raise NotImplementedError
+
+    # Called by the event loop.
+
+    def pause_writing(self) -> None:
+        """Stop sending DATA: the socket's buffer is full."""
+        self.write_paused = True
+        self._unobstructed = False
+        self._write_stall.start(self.site.now)
+
+    def resume_writing(self) -> None:
+        """Continue to send: the client has read what was buffered."""
+        self.write_paused = False
+        self._unobstructed = not self._table_update
+        self._unread_acks = 0
+        for stream in list(self.blocked.values()):
+            if not stream.pending_bytes:
+                # Only its end is missing, which needs no window.
+                stream.pump()
+        self.pump_blocked()
+        for stream in list(self.streams.values()):
+            stream.send_ready()
+
+    # Called by the server.
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def sweep_unread(self, now: float) -> None:
+        """Abort if the client has read nothing for too long."""
+        transport = self._transport
+        if transport is not None and self._write_stall.is_stalled(transport, now, self.site.limits.write_idle_seconds):
+            log.info("client stopped reading", extra={"peer": self.peer})
+            self.abort()
+
+    # Sending.
+
+    @property
+    def peer(self) -> str:
+        """The client's address, for logs."""
+        if self._peer is None:
+            self._peer = peer_name(self._transport)
+        return self._peer
+
+    def write(self, data: Buffer) -> None:
+        """Write bytes to the socket."""
+        if self._out is not None:
+            self._out.write(data)
+
+    def write_many(self, buffers: list[Buffer]) -> None:
+        """Write several buffers to the socket without joining them."""
+        if self._out is not None:
+            self._out.writelines(buffers)
+
+    def write_headers(self, stream_id: int, block: bytes, end: bool) -> None:
+        """Send a header block, in as many frames as the peer's frame size requires."""
+        if self._table_update:
+            block, self._table_update = self._table_update + block, b""
+            self._unobstructed = not self.write_paused
+        room = self.peer_frame_bytes
+        flags = END_STREAM if end else 0
+        if len(block) <= room:
+            self.write(frame(HEADERS, flags | END_HEADERS, stream_id, block))
+            return
+        pieces = [block[i : i + room] for i in range(0, len(block), room)]
+        kind = HEADERS
+        for number, piece in enumerate(pieces, 1):
+            last = END_HEADERS if number == len(pieces) else 0
+            self.write(frame_header(len(piece), kind, flags | last, stream_id) + piece)
+            kind, flags = CONTINUATION, 0
+
+    def has_room(self, stream: Stream, size: int) -> bool:
+        """Return whether a body of `size` fits in one frame and in both windows now."""
+        return (
+            size <= stream.send_window
+            and size <= self.send_window
+            and size <= self.peer_frame_bytes
+            and self._unobstructed
+        )
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call back from the event loop, not from inside this call."""
+        asyncio.get_running_loop().call_soon(callback)
+
+    def pump_blocked(self) -> None:
+        """Send what the connection's window allows now, one frame per stream in turn.
+
+        Each turn sends something or removes a stream from the queue, so that no WINDOW_UPDATE, however small, costs more
+        than it brings.
+        """
+        blocked = self.blocked
+        while blocked and self.send_window > 0 and not self.write_paused:
+            number = next(iter(blocked))
+            stream = blocked.pop(number)
+            stream.pump()
+            if stream.can_send:
+                blocked[number] = stream
+
+    def acknowledge(self, data: bytes) -> None:
+        """Send the acknowledgement of a SETTINGS or PING frame."""
+        self.write(data)
+        if self.write_paused:
+            self.count_unread()
+
+    def count_unread(self) -> None:
+        """Count a frame we must answer while the client reads nothing: our answers must not fill the memory."""
+        self._unread_acks += 1
+        if self._unread_acks > _UNREAD_ACKS + 2 * self.site.limits.concurrent_streams:
+            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "answers are not read")
+
+    def peer_window_changed(self, size: int) -> None:
+        """Apply the client's SETTINGS_INITIAL_WINDOW_SIZE to every stream (6.9.2)."""
+        change = size - self.peer_stream_window
+        self.peer_stream_window = size
+        for stream in self.streams.values():
+            stream.send_window += change
+            if stream.send_window > frames.MAX_WINDOW:
+                raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "initial window overflows a stream's")
+
+    def peer_table_changed(self, size: int) -> None:
+        """Apply the client's SETTINGS_HEADER_TABLE_SIZE. We use no table, but must announce a reduction (4.3.1)."""
+        if size < self._table_bytes:
+            self._table_bytes = 0
+            self._table_update = _NO_TABLE
+            self._unobstructed = False
+
+    def settings_changed(self) -> None:
+        """Send what larger windows allow, after the client's SETTINGS were acknowledged."""
+        for stream in list(self.streams.values()):
+            if stream.pending_bytes:
+                stream.flush()
+
+    # Receiving.
+
+    def consume(self, stream: Stream, size: int) -> None:
+        """Mark bytes of a stream as handled; opens both windows again, not too often."""
+        self.consume_connection(size)
+        if not stream.remote_closed:
+            stream.consumed += size
+            if stream.consumed >= self.own_stream_window // 2:
+                self.write(stream_window_update(stream))
+
+    def consume_connection(self, size: int) -> None:
+        """Mark bytes as handled for the connection's window only."""
+        self.consumed += size
+        if self.consumed >= self.update_threshold:
+            self.send_window_update()
+
+    def send_window_update(self) -> None:
+        """Open the connection's window again for what was consumed."""
+        consumed, self.consumed = self.consumed, 0
+        self.receive_window += consumed
+        self.write(window_update_frame(0, consumed))
+
+    def end_of_stream(self, stream: Stream) -> None:
+        """Handle END_STREAM: the client has sent all of a stream."""
+        expected = stream.head.content_length
+        if expected is not None and expected != stream.received:
+            raise StreamError(ErrorCode.PROTOCOL_ERROR, "content-length does not match the body")
+        stream.remote_closed = True
+        stream.on_end()
+
+    def guarded(self, stream: Stream, action: Callable[..., None], *arguments: object) -> None:
+        """Call `action`; a `StreamError` ends the stream, not the connection."""
+        try:
+            action(*arguments)
+        except StreamError as fault:
+            self.fail_stream(stream, fault)
+
+    def is_idle(self, stream_id: int) -> bool:
+        """Return whether a stream has never been opened."""
+        return stream_id > self.highest_stream or not stream_id & 1
+
+
+def stream_window_update(stream: Stream) -> bytes:
+    """Return the WINDOW_UPDATE frame that opens a stream's window again for what was consumed."""
+    size, stream.consumed = stream.consumed, 0
     stream.receive_window += size
     return window_update_frame(stream.id, size)
 
 
-def _take(pending: deque[Buffer], size: int) -> list[Buffer]:
+def _pop_bytes(pending: deque[Buffer], size: int) -> list[Buffer]:
     """Remove `size` bytes from the front, splitting the last buffer without a copy."""
     taken: list[Buffer] = []
     while size:
@@ -260,3 +518,8 @@ def _take(pending: deque[Buffer], size: int) -> list[Buffer]:
         taken.append(buffer)
         size -= length
     return taken
+
+
+def _window(size: int) -> int:
+    """Return a window that can be announced: a client may use the default before it has read our SETTINGS (6.9.3)."""
+    return min(max(size, frames.DEFAULT_WINDOW), frames.MAX_WINDOW)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver `brev`: a service is a container, named like its job, on an instance of NVIDIA Brev.
+"""The driver `brev`: a service is a container, named by its job id, on an instance of NVIDIA Brev.
 
-The instance is one that is there and is shared, or the service's own, which is named after its job and deleted with it.
-Nothing is looked at on an instance that does not run: `brev exec` would start it, and somebody would pay for it.
+The instance is a shared one, or the service's own, which is named after its job and deleted with it. A stopped instance is
+never queried: `brev exec` would start it, at a cost.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headrace.core.errors import AlreadyExists, FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
-from headrace.platforms.brev import remote, states
-from headrace.platforms.brev.cli import INSTALL, BrevCli, to_its_end
+from headrace.platforms.brev import remote_docker
+from headrace.platforms.brev.cli import INSTALL, BrevCli
 from headrace.platforms.brev.settings import TOKEN, BrevSettings
 from headrace.platforms.brev.tunnels import Tunnels
-from headrace.platforms.checking import check_job_id, check_spec
-from headrace.platforms.commands import Completed, run_command
-from headrace.platforms.contract import Check, Handle, LaunchSpec, Observed
+from headrace.platforms.commands import Completed, run_command, run_to_end
+from headrace.platforms.contract import Check, Handle, LaunchSpec, PlatformStatus, check_job_id, check_spec
 
 log = logging.getLogger("headrace.launch")
 
@@ -33,7 +32,7 @@ _RUNNING = "RUNNING"
 
 
 class BrevDriver:
-    """See `contract.Driver`."""
+    """Implements `contract.Driver`."""
 
     name = "brev"
 
@@ -47,7 +46,7 @@ class BrevDriver:
     # The contract
 
     async def preflight(self) -> list[Check]:
-        """See `contract.Driver.preflight`."""
+        """Check brev, its login, the instance and its docker."""
         settings = self._settings
         there = shutil.which(settings.program) is not None
         checks = [Check("brev", there, "is installed" if there else f"is not installed: {INSTALL}")]
@@ -62,108 +61,108 @@ class BrevDriver:
         return [*checks, *await self._instance_checks(instances)]
 
     async def start(self, spec: LaunchSpec) -> Handle:
-        """See `contract.Driver.start`."""
+        """Pull the image and start the container on an instance; creates the instance if needed."""
         check_spec(spec)
         nonce = secrets.token_hex(8)
-        remote.line_of(remote.START, remote.create_words(spec, self._settings, nonce), nonce)
+        remote_docker.exec_command(remote_docker.START, remote_docker.create_args(spec, self._settings, nonce), nonce)
         if (await self.status(Handle(spec.job_id, self.name))).phase != "gone":
-            raise _before(spec.job_id)
+            raise _already_started(spec.job_id)
         instance = await self._instance_for(spec.job_id)
-        shell = await self._pull(instance, spec, nonce)
-        words = remote.create_words(spec, self._settings, nonce, shell)
-        await to_its_end(self._create(instance, spec, words, nonce))
+        shell = await self._pull_image(instance, spec, nonce)
+        args = remote_docker.create_args(spec, self._settings, nonce, shell)
+        await run_to_end(self._start_container(instance, spec, args, nonce))
         data: dict[str, object] = {"instance_id": instance, "docker_url": f"http://{spec.job_id}:{_port_of(spec)}"}
         if spec.host_port is not None:
             data["host_port"] = spec.host_port
         return Handle(spec.job_id, self.name, data)
 
-    async def status(self, handle: Handle) -> Observed:
-        """See `contract.Driver.status`."""
+    async def status(self, handle: Handle) -> PlatformStatus:
+        """Return the status of the container, or of an instance without one."""
         job_id = check_job_id(handle.job_id)
         instances = await self._cli.instances()
-        instance = self._place_of(job_id, instances)
+        instance = self._instance_of(job_id, instances)
         if instance is None:
-            return Observed("gone")
-        own = instance == states.own_instance(job_id)
+            return PlatformStatus("gone")
+        own = instance == remote_docker.own_instance(job_id)
         if instances[instance] != _RUNNING:
             if own:
-                return states.instance(instance, instances[instance])
-            raise self._asleep(instance, instances[instance])
-        look = await self._look(instance, job_id)
-        if job_id in look.containers:
-            return look.containers[job_id].observed
-        if job_id in look.cut_short:
-            return states.never_started()
-        return states.instance(instance, _RUNNING) if own else Observed("gone")
+                return remote_docker.instance_status(instance, instances[instance])
+            raise self._not_running(instance, instances[instance])
+        listing = await self._list_containers(instance, job_id)
+        if job_id in listing.containers:
+            return listing.containers[job_id].observed
+        if job_id in listing.cut_short:
+            return remote_docker.never_started()
+        return remote_docker.instance_status(instance, _RUNNING) if own else PlatformStatus("gone")
 
     async def logs(self, handle: Handle, tail: int) -> str:
-        """See `contract.Driver.logs`."""
-        instance = await self._running(check_job_id(handle.job_id))
+        """Return the last lines of the container's log."""
+        instance = await self._running_instance(check_job_id(handle.job_id))
         if instance is None or tail <= 0:
             return ""
-        done = await self._cli.execute(instance, remote.LOGS, [handle.job_id, str(tail)])
+        done = await self._cli.execute(instance, remote_docker.LOGS, [handle.job_id, str(tail)])
         return "\n".join(done.out.splitlines()[-tail:])
 
     async def endpoint(self, handle: Handle) -> str | None:
-        """See `contract.Driver.endpoint`."""
+        """Return the URL of the container; opens a forwarding unless it is public."""
         job_id = check_job_id(handle.job_id)
-        instance = await self._running(job_id)
+        instance = await self._running_instance(job_id)
         if instance is None:
             return None
-        seen = (await self._look(instance, job_id)).containers.get(job_id)
-        if seen is None or seen.observed.phase != "running" or seen.port is None:
+        container = (await self._list_containers(instance, job_id)).containers.get(job_id)
+        if container is None or container.observed.phase != "running" or container.port is None:
             return None
         if self._settings.reach == "public":
-            return f"http://{await self._public_host(instance)}:{seen.port}"
-        port = seen.port
+            return f"http://{await self._public_host(instance)}:{container.port}"
+        port = container.port
         return f"http://localhost:{await self._in_thread(lambda: self._tunnels.open(job_id, instance, port))}"
 
     async def stop(self, handle: Handle, grace_seconds: float) -> None:
-        """See `contract.Driver.stop`."""
+        """Remove the container, or delete the service's own instance."""
         job_id = check_job_id(handle.job_id)
         instances = await self._cli.instances()
-        own = states.own_instance(job_id)
+        own = remote_docker.own_instance(job_id)
         if own in instances:
-            await self._delete(own)
+            await self._delete_instance(own)
         elif self._settings.instance_id in instances:
             instance = self._settings.instance_id
             if instances[instance] != _RUNNING:
-                raise self._asleep(instance, instances[instance])
-            words = [job_id, str(max(0, math.ceil(grace_seconds)))]
+                raise self._not_running(instance, instances[instance])
+            args = [job_id, str(max(0, math.ceil(grace_seconds)))]
             seconds = self._settings.command_seconds + grace_seconds
-            _check(await to_its_end(self._cli.execute(instance, remote.STOP, words, seconds=seconds)), instance)
+            _check(await run_to_end(self._cli.execute(instance, remote_docker.STOP, args, seconds=seconds)), instance)
         await self._in_thread(lambda: self._tunnels.close(job_id))
 
-    async def found(self) -> dict[str, Observed]:
-        """See `contract.Driver.found`. One look for each instance that runs."""
+    async def list_services(self) -> dict[str, PlatformStatus]:
+        """Return the status of all services, with one query per running instance."""
         instances = await self._cli.instances()
-        seen: dict[str, Observed] = {}
+        statuses: dict[str, PlatformStatus] = {}
         for name, status in instances.items():
-            job_id = states.job_of_instance(name)
+            job_id = remote_docker.job_of_instance(name)
             if job_id is not None:
-                seen[job_id] = states.instance(name, status)
+                statuses[job_id] = remote_docker.instance_status(name, status)
             if status == _RUNNING and (job_id is not None or name == self._settings.instance_id):
-                look = await self._look(name, job_id or "")
-                seen |= {each: states.never_started() for each in look.cut_short}
-                seen |= {each: one.observed for each, one in look.containers.items()}
-        return seen
+                listing = await self._list_containers(name, job_id or "")
+                statuses |= {job: remote_docker.never_started() for job in listing.cut_short}
+                statuses |= {job: container.observed for job, container in listing.containers.items()}
+        return statuses
 
     async def close(self) -> None:
-        """See `contract.Driver.close`."""
+        """Stop the threads; forwardings stay open."""
         self._threads.shutdown(wait=False)
-        self._tunnels.let_go()
+        self._tunnels.detach()
 
-    # Its steps
+    # Steps
 
     async def _instance_checks(self, instances: dict[str, str]) -> list[Check]:
         settings = self._settings
         name = settings.instance_id
         can_create = bool(settings.instance_type or settings.gpu_name)
         if not name or name not in instances:
-            told = f"{name or 'one for each service'} will be created" if can_create else _no_instance(name)
-            return [Check("instance", can_create, told)]
+            message = f"{name or 'one for each service'} will be created" if can_create else _no_instance(name)
+            return [Check("instance", can_create, message)]
         if instances[name] != _RUNNING:
-            return [Check("instance", False, self._asleep(name, instances[name]).message)]
+            return [Check("instance", False, self._not_running(name, instances[name]).message)]
         checks = [Check("instance", True, f"{name} is running")]
         try:
             _check(await self._cli.execute(name, "docker info >/dev/null"), name)
@@ -173,85 +172,85 @@ class BrevDriver:
         return checks
 
     async def _instance_for(self, job_id: str) -> str:
-        """An instance that runs commands: the one that was chosen, or a new one."""
+        """Return an instance that runs commands: the configured one, or a new one."""
         instances = await self._cli.instances()
-        name = self._settings.instance_id or states.own_instance(job_id)
+        name = self._settings.instance_id or remote_docker.own_instance(job_id)
         if instances.get(name) == _RUNNING:
             return name
         if name not in instances:
             if not (self._settings.instance_type or self._settings.gpu_name):
                 raise FailedPrecondition(_no_instance(self._settings.instance_id))
-            log.info("creating the Brev instance %s", name)
+            log.info("Creating Brev instance %s", name)
             await self._cli.create(name)
         elif self._settings.instance_id:
-            raise self._asleep(name, instances[name])
+            raise self._not_running(name, instances[name])
         limit = time.monotonic() + self._settings.ready_seconds
         while True:
             status = (await self._cli.instances()).get(name, "gone")
             if status in ("FAILURE", "FAILED", "DELETING", "STOPPED"):
-                raise Unavailable(f"the instance {name} is {status}; look at it with `brev ls`")
+                raise Unavailable(f"the instance {name} is {status}; check it with `brev ls`")
             try:
                 if status == _RUNNING and (await self._cli.execute(name, "echo ok")).out.strip() == "ok":
                     return name
             except Unavailable:
-                log.info("the Brev instance %s does not run commands yet", name)
+                log.info("Brev instance %s does not run commands yet", name)
             if time.monotonic() > limit:
                 raise Unavailable(
                     f"the instance {name} runs no commands after {self._settings.ready_seconds:g} s: {status}"
                 )
             await asyncio.sleep(self._settings.poll_seconds)
 
-    async def _pull(self, instance: str, spec: LaunchSpec, nonce: str) -> str:
-        """The shell that the image names for itself; "" of most."""
+    async def _pull_image(self, instance: str, spec: LaunchSpec, nonce: str) -> str:
+        """Pull the image; return the shell in its label, "" if it has none."""
         settings = self._settings
         image = spec.container.image if spec.container else ""
         key = ""
         if settings.registry_key and image.startswith(f"{settings.registry}/"):
-            key = remote.upload_name(spec.job_id, nonce, "key")
-            await to_its_end(self._cli.upload(instance, settings.registry_key.encode(), key))
-        words = [image, settings.registry, settings.registry_user, key]
-        done = await self._cli.execute(instance, remote.PULL, words, seconds=settings.pull_seconds)
+            key = remote_docker.upload_name(spec.job_id, nonce, "key")
+            await run_to_end(self._cli.upload(instance, settings.registry_key.encode(), key))
+        args = [image, settings.registry, settings.registry_user, key]
+        done = await self._cli.execute(instance, remote_docker.PULL, args, seconds=settings.pull_seconds)
         if done.code:
             hint = f"; private images of {settings.registry} need NGC_KEY" if not key else "; is NGC_KEY the right key?"
-            raise FailedPrecondition(f"the image {image} cannot be had on {instance}: {done.told}{hint}")
-        return remote.shell_of(done.out)
+            raise FailedPrecondition(f"the image {image} cannot be pulled on {instance}: {done.error_line}{hint}")
+        return remote_docker.parse_shell_label(done.out)
 
-    async def _create(self, instance: str, spec: LaunchSpec, words: list[str], nonce: str) -> None:
-        packed = ""
+    async def _start_container(self, instance: str, spec: LaunchSpec, args: list[str], nonce: str) -> None:
+        archive = ""
         if spec.secret_environment:
-            packed = remote.upload_name(spec.job_id, nonce, "tar")
-            await self._cli.upload(instance, remote.packed(spec.secret_environment), packed)
-        done = await self._cli.execute(instance, remote.START, [spec.job_id, nonce, packed, *words])
+            archive = remote_docker.upload_name(spec.job_id, nonce, "tar")
+            await self._cli.upload(instance, remote_docker.secrets_tar(spec.secret_environment), archive)
+        done = await self._cli.execute(instance, remote_docker.START, [spec.job_id, nonce, archive, *args])
         if done.code == 0:
             return
         if "already in use" in done.err and f"/{spec.job_id}" in done.err:
-            raise _before(spec.job_id)
+            raise _already_started(spec.job_id)
         if "port is already allocated" in done.err or "address already in use" in done.err:
             raise FailedPrecondition(f"port {spec.host_port} of {instance} is taken: choose another host port")
         if "could not select device driver" in done.err:
-            raise FailedPrecondition(f"docker on {instance} has no GPUs to give: use an instance with a GPU")
-        raise FailedPrecondition(f"docker on {instance} cannot start the service: {done.told}")
+            raise FailedPrecondition(f"docker on {instance} has no GPUs: use an instance with a GPU")
+        raise FailedPrecondition(f"docker on {instance} cannot start the service: {done.error_line}")
 
-    async def _delete(self, instance: str) -> None:
+    async def _delete_instance(self, instance: str) -> None:
         await self._cli.delete(instance)
         limit = time.monotonic() + self._settings.stop_seconds
         while instance in await self._cli.instances():
             if time.monotonic() > limit:
-                raise Unavailable(f"the instance {instance} is still there; look at it with `brev ls`")
+                raise Unavailable(f"the instance {instance} is still there; check it with `brev ls`")
             await asyncio.sleep(self._settings.poll_seconds)
 
-    async def _look(self, instance: str, job_id: str) -> states.Look:
-        return states.look_of(
-            _check(await self._cli.execute(instance, remote.LOOK, [job_id, remote.FORMAT]), instance).out
+    async def _list_containers(self, instance: str, job_id: str) -> remote_docker.InstanceListing:
+        return remote_docker.parse_listing(
+            _check(await self._cli.execute(instance, remote_docker.LIST, [job_id, remote_docker.FORMAT]), instance).out
         )
 
-    async def _running(self, job_id: str) -> str | None:
+    async def _running_instance(self, job_id: str) -> str | None:
         instances = await self._cli.instances()
-        instance = self._place_of(job_id, instances)
+        instance = self._instance_of(job_id, instances)
         return instance if instance is not None and instances[instance] == _RUNNING else None
 
-    def _place_of(self, job_id: str, instances: dict[str, str]) -> str | None:
-        for name in (states.own_instance(job_id), self._settings.instance_id):
+    def _instance_of(self, job_id: str, instances: dict[str, str]) -> str | None:
+        for name in (remote_docker.own_instance(job_id), self._settings.instance_id):
             if name in instances:
                 return name
         return None
@@ -260,15 +259,15 @@ class BrevDriver:
         if self._settings.public_host:
             return self._settings.public_host
         done = await run_command(["ssh", "-G", instance], seconds=self._settings.command_seconds)
-        told = dict(line.split(" ", 1) for line in done.out.splitlines() if " " in line)
-        host = told.get("hostname", instance)
+        options = dict(line.split(" ", 1) for line in done.out.splitlines() if " " in line)
+        host = options.get("hostname", instance)
         if host == instance:
             raise FailedPrecondition(
                 f"ssh's configuration has no address of {instance}: run `brev refresh`, or set public_host"
             )
         return f"[{host}]" if ":" in host else host
 
-    def _asleep(self, instance: str, status: str) -> Unavailable:
+    def _not_running(self, instance: str, status: str) -> Unavailable:
         return Unavailable(f"the instance {instance} is {status}: start it with `brev start {instance}`")
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -281,16 +280,16 @@ def _port_of(spec: LaunchSpec) -> int:
     return spec.container.port
 
 
-def _before(job_id: str) -> AlreadyExists:
+def _already_started(job_id: str) -> AlreadyExists:
     return AlreadyExists(f"a service of job {job_id} was started here before")
 
 
 def _no_instance(name: str) -> str:
-    told = f"there is no instance {name}" if name else "no instance is chosen"
-    return f"{told}: set instance_id (`brev ls` lists them), or gpu_name or instance_type to have one created"
+    problem = f"there is no instance {name}" if name else "no instance is configured"
+    return f"{problem}: set instance_id (`brev ls` lists them), or gpu_name or instance_type to have one created"
 
 
 def _check(done: Completed, instance: str) -> Completed:
     if done.code:
-        raise Unavailable(f"docker on {instance} does not do what it should: {done.told}")
+        raise Unavailable(f"docker on {instance} failed: {done.error_line}")
     return done

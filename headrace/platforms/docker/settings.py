@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be chosen about containers. Made by whoever makes a `DockerDriver`, from variables and options."""
+"""Settings of the Docker engine and of its containers, from variables and options."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ GpuWay = Literal["auto", "devices", "tegra", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DockerSettings:
-    """All fields have defaults that do on one machine with one engine."""
+    """The defaults fit one machine with one engine."""
 
     host: str = ""
-    """The engine, as DOCKER_HOST says it: unix://, tcp://, ssh://user@machine. "": the docker program's own choice."""
+    """The engine, in the form of DOCKER_HOST: unix://, tcp://, ssh://user@machine. "": the docker program chooses."""
     network: str = "tao_default"
-    """The network that services share, in which each is reached by its job id. Made if it is not there."""
+    """The network that services share; each has its job id as host name. Created if it does not exist."""
     address: str = "127.0.0.1"
-    """Where services are published on the engine's machine; "0.0.0.0": everywhere, also to the outside."""
+    """The address on which services are published on the engine's machine; "0.0.0.0": all interfaces."""
     url_host: str = ""
-    """The name of that machine in services' URLs; "": localhost, or the machine that DOCKER_HOST names."""
+    """The name of that machine in URLs of services; "": localhost, or the machine in DOCKER_HOST."""
     gpu_way: GpuWay = "auto"
-    """How containers get GPUs: by device requests, or as on Tegra by the runtime nvidia and its variables.
+    """How containers get GPUs: by device requests, or on Tegra by the runtime nvidia and its variables.
 
-    `none`: not at all, however many are asked for, on an engine's machine without any."""
+    `none`: services run without GPUs, however many they request."""
     gpu_ids: tuple[str, ...] = ()
-    """Which GPUs may be given, for machines that others use too; none named: the engine's first ones."""
+    """The GPUs that services may use, for shared machines; empty: the engine's first GPUs."""
     check_gpus: bool = False
     """Whether the preflight runs nvidia-smi in a container."""
     gpu_image: str = "ubuntu"
-    """The image in which it does."""
+    """The image for that check."""
     shm_bytes: int = 16 * 1024**3
-    """The size of /dev/shm: no memory is taken before it is written to."""
+    """The size of /dev/shm: memory is used only when it is written to."""
     shell_path: str = ""
-    """What runs a service's line; "": what the image's label `headrace.shell` says, else /bin/bash."""
+    """The shell that runs the command of a service; "": the image's label `headrace.shell`, else /bin/bash."""
     registry: str = "nvcr.io"
-    """For whose images `registry_key` is the key."""
+    """The registry that `registry_key` is for."""
     registry_user: str = "$oauthtoken"
     registry_key: str = field(default="", repr=False)
-    """NGC_KEY; "": the docker program's own logins."""
+    """NGC_KEY; "": the logins of the docker program."""
     log_bytes: int = 50 * 1024 * 1024
-    """How much of what a service says is kept."""
+    """How much of a service's log is kept."""
     pull_seconds: float = 3600.0
-    """How long an image may take to arrive."""
+    """Timeout of a pull."""
     command_seconds: float = 60.0
-    """How long anything else may take."""
+    """Timeout of every other command."""
 
     def __post_init__(self) -> None:
         if self.gpu_way not in get_args(GpuWay):
@@ -58,12 +58,12 @@ class DockerSettings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **given: Any) -> DockerSettings:
-        """What DOCKER_HOST, DOCKER_NETWORK, DOCKER_USERNAME and NGC_KEY say, and over them what is given."""
+        """Read DOCKER_HOST, DOCKER_NETWORK, DOCKER_USERNAME and NGC_KEY; `given` overrides them."""
         names = {
             "DOCKER_HOST": "host",
             "DOCKER_NETWORK": "network",
             "DOCKER_USERNAME": "registry_user",
             "NGC_KEY": "registry_key",
         }
-        said = {field_name: environ[name] for name, field_name in names.items() if environ.get(name)}
-        return cls(**{**said, **given})
+        values = {field_name: environ[name] for name, field_name in names.items() if environ.get(name)}
+        return cls(**{**values, **given})

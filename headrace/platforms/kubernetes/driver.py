@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver `kubernetes`: see `contract.Driver`. Called by the launcher and the gateway.
+"""The driver `kubernetes`: a service is a Job or a StatefulSet.
 
-A start makes the workload without a pod, then what the pod needs, owned by the workload, and then lets the pod come:
-whatever is cut short in between is found by the workload's label, and goes with it.
+A start creates the workload without a pod, then what the pod needs, owned by the workload, and then lets the pod start: an
+interrupted start is found by the workload's label, and is deleted with it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.core.errors import AlreadyExists, FailedPrecondition, HeadraceError, ResourceExhausted, Unavailable
-from headrace.platforms.contract import Check, Handle, LaunchSpec, Observed
-from headrace.platforms.kubernetes import manifests, names
-from headrace.platforms.kubernetes.addresses import address
-from headrace.platforms.kubernetes.checking import GPU, gpus_of, preflight
-from headrace.platforms.kubernetes.cluster import Cluster, Refused, Thing, together
-from headrace.platforms.kubernetes.observing import newest, observe
+from headrace.platforms.contract import Check, Handle, LaunchSpec, PlatformStatus, check_job_id
+from headrace.platforms.kubernetes import manifests
+from headrace.platforms.kubernetes.api_client import ApiRefusal, ClusterClient, KubeObject, gather_all
 from headrace.platforms.kubernetes.settings import KubernetesSettings
+from headrace.platforms.kubernetes.status import newest_pod, service_status, service_url
 
 log = logging.getLogger("headrace.launch")
 
@@ -32,228 +30,314 @@ _SLOWEST_POLL_SECONDS = 1.0
 
 
 class KubernetesDriver:
-    """Services of one namespace, all of the same kind of workload."""
+    """Implements `contract.Driver` for one namespace and one kind of workload."""
 
     name = "kubernetes"
 
     def __init__(self, settings: KubernetesSettings | None = None) -> None:
         self._settings = settings or KubernetesSettings()
-        self._cluster = Cluster(self._settings)
+        self._cluster = ClusterClient(self._settings)
         self._kind = "Job" if self._settings.workload == "job" else "StatefulSet"
         self._version = "batch/v1" if self._settings.workload == "job" else "apps/v1"
 
     @property
     def place(self) -> str:
-        """Which cluster and namespace, and which kind of workload."""
+        """The cluster, the namespace and the kind of workload."""
         try:
             server = self._cluster.server
         except FailedPrecondition:
-            server = "?"  # told by whatever is asked of it next
+            server = "?"  # the next call reports the error
         return f"kubernetes:{server}:{self._settings.namespace}:{self._settings.workload}"
 
     async def preflight(self) -> list[Check]:
-        """See `contract.Driver.preflight`."""
-        return await preflight(self._cluster, self._settings)
+        """Check the kubeconfig, the permissions, the namespace and the nodes."""
+        return await run_preflight(self._cluster, self._settings)
 
     async def start(self, spec: LaunchSpec) -> Handle:
-        """See `contract.Driver.start`."""
+        """Create the workload, its Service and its Secret."""
         start = secrets.token_hex(8)
         paused = manifests.workload(spec, self._settings, start, paused=True)
-        await self._check_room(spec.gpus)
-        # A server may do what it was sent after whoever sent it has gone: that is seen to its end, and then undone.
-        beginning = asyncio.ensure_future(self._begin(spec, paused, start))
+        await self._check_gpus(spec.gpus)
+        # The API server may complete a request whose sender was cancelled: wait for the end, then undo it.
+        creating = asyncio.ensure_future(self._create(spec, paused, start))
         try:
-            return await asyncio.shield(beginning)
+            return await asyncio.shield(creating)
         except asyncio.CancelledError:
-            await asyncio.wait([beginning])
-            if not beginning.cancelled() and beginning.exception() is None:
-                with contextlib.suppress(HeadraceError, Refused, TimeoutError):
+            await asyncio.wait([creating])
+            if not creating.cancelled() and creating.exception() is None:
+                with contextlib.suppress(HeadraceError, ApiRefusal, TimeoutError):
                     await self._delete(spec.job_id)
             raise
 
-    async def _begin(self, spec: LaunchSpec, paused: Thing, start: str) -> Handle:
-        """From nothing to a workload whose pod may come, or to nothing again."""
-        made = await self._claim(spec, paused, start)
+    async def _create(self, spec: LaunchSpec, paused: KubeObject, start: str) -> Handle:
+        """Create all objects; delete them again if a step fails."""
+        created = await self._claim(spec, paused, start)
         try:
-            owner = manifests.owner_of(made, self._kind, self._version)
-            private = manifests.secret(spec, self._settings, owner)
-            owned = [manifests.service(spec, self._settings, owner)] + ([private] if private is not None else [])
-            await together(*(self._apply(each) for each in owned))
+            owner = manifests.owner_of(created, self._kind, self._version)
+            secret = manifests.secret(spec, self._settings, owner)
+            owned = [manifests.service(spec, self._settings, owner)] + ([secret] if secret is not None else [])
+            await gather_all(*(self._apply(document) for document in owned))
             await self._apply(manifests.workload(spec, self._settings, start))
         except BaseException:
-            with contextlib.suppress(HeadraceError, Refused, TimeoutError):
+            with contextlib.suppress(HeadraceError, ApiRefusal, TimeoutError):
                 await asyncio.shield(self._delete(spec.job_id))
             raise
         return Handle(
             spec.job_id,
             self.name,
-            {"platform_job_id": made["metadata"]["name"], "namespace": self._settings.namespace},
+            {"platform_job_id": created["metadata"]["name"], "namespace": self._settings.namespace},
         )
 
-    async def status(self, handle: Handle) -> Observed:
-        """See `contract.Driver.status`."""
-        workload, pods = await self._look(handle.job_id)
+    async def status(self, handle: Handle) -> PlatformStatus:
+        """Return the status of the workload and its pod."""
+        workload, pods = await self._get_workload_and_pods(handle.job_id)
         event = ""
         if workload is not None and not pods:
-            event = await self._complaint(workload)
-        return observe(workload, pods, event)
+            event = await self._last_warning(workload)
+        return service_status(workload, pods, event)
 
     async def logs(self, handle: Handle, tail: int) -> str:
-        """See `contract.Driver.logs`."""
-        names.check_id(handle.job_id)
+        """Return the last lines of the pod's log."""
+        check_job_id(handle.job_id)
         try:
-            pod = newest(await self._cluster.list("Pod", names.ours(handle.job_id)))
+            pod = newest_pod(await self._cluster.list("Pod", manifests.own_labels(handle.job_id)))
             if pod is None or not (pod.get("spec") or {}).get("nodeName"):
                 return ""
-            container = names.CONTAINER[self._settings.workload]
+            container = manifests.CONTAINER_NAMES[self._settings.workload]
             return await self._cluster.log(pod["metadata"]["name"], container, tail)
-        except Refused as refused:
-            if refused.code in (400, 404):  # the container is not made yet, or the pod has gone meanwhile
+        except ApiRefusal as refused:
+            if refused.code in (400, 404):  # the container is not created yet, or the pod was deleted meanwhile
                 return ""
-            raise refused.told from None
+            raise refused.error from None
 
     async def endpoint(self, handle: Handle) -> str | None:
-        """See `contract.Driver.endpoint`."""
-        (workload, pods), service = await together(self._look(handle.job_id), self._service(handle.job_id))
-        observed = observe(workload, pods)
-        if service is None or observed.phase in ("ended", "gone"):
+        """Return the URL of the Service."""
+        (workload, pods), service = await gather_all(
+            self._get_workload_and_pods(handle.job_id), self._service(handle.job_id)
+        )
+        status = service_status(workload, pods)
+        if service is None or status.phase in ("ended", "gone"):
             return None
-        return address(service, newest(pods), self._settings)
+        return service_url(service, newest_pod(pods), self._settings)
 
     async def stop(self, handle: Handle, grace_seconds: float) -> None:
-        """See `contract.Driver.stop`."""
-        job_id = names.check_id(handle.job_id)
+        """Delete the workload, and wait until nothing of it is left."""
+        job_id = check_job_id(handle.job_id)
         grace = max(1, math.ceil(grace_seconds))
         limit = time.monotonic() + grace + self._settings.delete_seconds
         pause = _POLL_SECONDS
         shortened: set[str] = set()
         try:
             await self._delete(job_id)
-            while left := await self._left(job_id):
-                for pod in left:
-                    # The workload's end gives its pods their own grace; what was asked for may be less.
+            while remaining := await self._remaining(job_id):
+                for pod in remaining:
+                    # The deletion of the workload uses the pods' own grace period; the requested one may be shorter.
                     if pod["kind"] == "Pod" and pod["metadata"]["uid"] not in shortened:
                         shortened.add(pod["metadata"]["uid"])
                         await self._cluster.delete("Pod", pod["metadata"]["name"], grace=grace)
                 if time.monotonic() > limit:
-                    told = ", ".join(f"{each['kind']} {each['metadata']['name']}" for each in left)
+                    names_left = ", ".join(
+                        f"{document['kind']} {document['metadata']['name']}" for document in remaining
+                    )
                     raise Unavailable(
-                        f"{told} of namespace {self._settings.namespace} do not go away; is the node alive? "
+                        f"{names_left} of namespace {self._settings.namespace} are not deleted; is the node alive? "
                         "`kubectl delete pod NAME --force` removes a dead node's pod"
                     )
                 await asyncio.sleep(pause)
                 pause = min(pause * 1.3, _SLOWEST_POLL_SECONDS)
-        except Refused as refused:
-            raise refused.told from None
+        except ApiRefusal as refused:
+            raise refused.error from None
 
-    async def found(self) -> dict[str, Observed]:
-        """See `contract.Driver.found`: one list of workloads and one of pods, however many there are."""
+    async def list_services(self) -> dict[str, PlatformStatus]:
+        """Return the status of all services, with one list of workloads and one of pods."""
         try:
-            workloads, pods = await together(
-                self._cluster.list(self._kind, names.ours()), self._cluster.list("Pod", names.ours())
+            workloads, pods = await gather_all(
+                self._cluster.list(self._kind, manifests.own_labels()),
+                self._cluster.list("Pod", manifests.own_labels()),
             )
-        except Refused as refused:
-            raise refused.told from None
-        of: dict[str, list[Thing]] = {}
+        except ApiRefusal as refused:
+            raise refused.error from None
+        pods_by_job: dict[str, list[KubeObject]] = {}
         for pod in pods:
-            of.setdefault(names.job_of(pod), []).append(pod)
-        return {names.job_of(each): observe(each, of.get(names.job_of(each), [])) for each in workloads}
+            pods_by_job.setdefault(manifests.job_id_of(pod), []).append(pod)
+        return {
+            manifests.job_id_of(workload): service_status(workload, pods_by_job.get(manifests.job_id_of(workload), []))
+            for workload in workloads
+        }
 
     async def close(self) -> None:
-        """See `contract.Driver.close`."""
+        """Close the connections."""
         await self._cluster.close()
 
-    # Starting
+    # Start
 
-    async def _check_room(self, gpus: int) -> None:
+    async def _check_gpus(self, gpus: int) -> None:
         if not gpus or not self._settings.check_gpus:
             return
         try:
-            most = max((gpus_of(node) for node in await self._cluster.list("Node")), default=0)
-        except Refused as refused:
+            largest = max((allocatable_gpus(node) for node in await self._cluster.list("Node")), default=0)
+        except ApiRefusal as refused:
             if refused.code == 403:
-                return  # whoever may not look at nodes is told by the scheduler
-            raise refused.told from None
-        if most < gpus:
+                return  # without permission to list nodes the scheduler reports it
+            raise refused.error from None
+        if largest < gpus:
             raise ResourceExhausted(
-                f"{gpus} GPUs are asked for, and the largest node of the cluster has {most} (allocatable {GPU}); ask for "
-                "fewer, or set TAO_K8S_SKIP_NODE_RUNTIME_CHECK=true where nodes are made when they are needed"
+                f"{gpus} GPUs are requested, and the largest node of the cluster has {largest} (allocatable {GPU}); request "
+                "fewer, or set TAO_K8S_SKIP_NODE_RUNTIME_CHECK=true if nodes are created on demand"
             )
 
-    async def _claim(self, spec: LaunchSpec, paused: Thing, start: str) -> Thing:
-        """Make the workload, which of several starts of one job only one can: the others' pods would differ."""
+    async def _claim(self, spec: LaunchSpec, paused: KubeObject, start: str) -> KubeObject:
+        """Create the workload; of several starts of one job only one succeeds, as their pod templates differ."""
         try:
             return await self._cluster.apply(paused)
-        except Refused as refused:
+        except ApiRefusal as refused:
             if refused.code != 422:
-                raise refused.told from None
-            there = await self._get(paused["metadata"]["name"])
-            if there is None or _start_of(there) == start:
-                raise refused.told from None
-            state = "is still being removed" if there["metadata"].get("deletionTimestamp") else "was started before"
+                raise refused.error from None
+            existing = await self._get(paused["metadata"]["name"])
+            if existing is None or _start_of(existing) == start:
+                raise refused.error from None
+            state = "is still being removed" if existing["metadata"].get("deletionTimestamp") else "was started before"
             raise AlreadyExists(
                 f"a service of job {spec.job_id} {state} in namespace {self._settings.namespace}"
             ) from None
 
-    async def _apply(self, thing: Thing) -> Thing:
+    async def _apply(self, document: KubeObject) -> KubeObject:
         try:
-            return await self._cluster.apply(thing)
-        except Refused as refused:
-            raise refused.told from None
+            return await self._cluster.apply(document)
+        except ApiRefusal as refused:
+            raise refused.error from None
 
-    # Looking
+    # Queries
 
-    async def _look(self, job_id: str) -> tuple[Thing | None, list[Thing]]:
-        names.check_id(job_id)
+    async def _get_workload_and_pods(self, job_id: str) -> tuple[KubeObject | None, list[KubeObject]]:
+        check_job_id(job_id)
         try:
-            workload, pods = await together(
-                self._cluster.get(self._kind, names.workload_name(job_id, self._settings)),
-                self._cluster.list("Pod", names.ours(job_id)),
+            workload, pods = await gather_all(
+                self._cluster.get(self._kind, manifests.workload_name(job_id, self._settings)),
+                self._cluster.list("Pod", manifests.own_labels(job_id)),
             )
-        except Refused as refused:
-            raise refused.told from None
+        except ApiRefusal as refused:
+            raise refused.error from None
         return workload, pods
 
-    async def _get(self, name: str) -> Thing | None:
+    async def _get(self, name: str) -> KubeObject | None:
         try:
             return await self._cluster.get(self._kind, name)
-        except Refused as refused:
-            raise refused.told from None
+        except ApiRefusal as refused:
+            raise refused.error from None
 
-    async def _service(self, job_id: str) -> Thing | None:
-        names.check_id(job_id)
+    async def _service(self, job_id: str) -> KubeObject | None:
+        check_job_id(job_id)
         try:
-            return await self._cluster.get("Service", names.service_name(job_id, self._settings))
-        except Refused as refused:
-            raise refused.told from None
+            return await self._cluster.get("Service", manifests.service_name(job_id, self._settings))
+        except ApiRefusal as refused:
+            raise refused.error from None
 
-    async def _complaint(self, workload: Thing) -> str:
-        """What the controllers say where no pod comes: a quota, a Pod Security Standard, a webhook."""
+    async def _last_warning(self, workload: KubeObject) -> str:
+        """Return the last warning of the controllers if there is no pod: a quota, a Pod Security Standard, a webhook."""
         try:
             events = await self._cluster.list("Event", uid=workload["metadata"]["uid"])
-        except Refused:
+        except ApiRefusal:
             return ""
-        warnings = [each for each in events if each.get("type") == "Warning" and each.get("message")]
-        last = max(warnings, key=lambda each: each.get("lastTimestamp") or "", default=None)
+        warnings = [event for event in events if event.get("type") == "Warning" and event.get("message")]
+        last = max(warnings, key=lambda event: event.get("lastTimestamp") or "", default=None)
         return "" if last is None else f"{last.get('reason', '')}: {last['message']}"[:500]
 
-    # Stopping
+    # Stop
 
     async def _delete(self, job_id: str) -> None:
-        await self._cluster.delete(self._kind, names.workload_name(job_id, self._settings), foreground=True)
+        await self._cluster.delete(self._kind, manifests.workload_name(job_id, self._settings), foreground=True)
 
-    async def _left(self, job_id: str) -> list[Thing]:
-        """All that is left of a service; what its workload no longer takes along is sent away."""
+    async def _remaining(self, job_id: str) -> list[KubeObject]:
+        """Return what is left of a service; deletes objects whose workload is gone."""
         kinds = (self._kind, "Pod", "Service", "Secret")
-        lists = await together(*(self._cluster.list(kind, names.ours(job_id)) for kind in kinds))
-        left = [{**each, "kind": kind} for kind, found in zip(kinds, lists, strict=True) for each in found]
+        lists = await gather_all(*(self._cluster.list(kind, manifests.own_labels(job_id)) for kind in kinds))
+        remaining = [
+            {**document, "kind": kind} for kind, documents in zip(kinds, lists, strict=True) for document in documents
+        ]
         if not lists[0]:
-            for each in left:
-                if each["kind"] != "Pod" and not each["metadata"].get("deletionTimestamp"):
-                    await self._cluster.delete(each["kind"], each["metadata"]["name"])
-        return left
+            for document in remaining:
+                if document["kind"] != "Pod" and not document["metadata"].get("deletionTimestamp"):
+                    await self._cluster.delete(document["kind"], document["metadata"]["name"])
+        return remaining
 
 
 def _start_of(workload: Mapping[str, Any]) -> str:
     labels = workload["spec"]["template"]["metadata"].get("labels") or {}
-    return str(labels.get(names.START_LABEL, ""))
+    return str(labels.get(manifests.START_LABEL, ""))
+
+
+GPU = "nvidia.com/gpu"
+_WORKLOADS = {"job": ("create", "batch", "jobs"), "statefulset": ("create", "apps", "statefulsets")}
+_NEEDED = (
+    ("create", "", "services"),
+    ("create", "", "secrets"),
+    ("list", "", "pods"),
+    ("get", "", "pods/log"),
+)
+
+
+async def run_preflight(cluster: ClusterClient, settings: KubernetesSettings) -> list[Check]:
+    """Run the checks until one makes the others impossible."""
+    try:
+        server = cluster.server
+    except HeadraceError as error:
+        return [Check("kubeconfig", passed=False, message=error.message)]
+    checks = [Check("kubeconfig", passed=True, message=f"{server}, namespace {settings.namespace}")]
+    try:
+        checks.append(await _check_permissions(cluster, settings))
+        checks.append(await _check_namespace(cluster, settings.namespace))
+        if settings.image_pull_secret:
+            checks.append(await _check_pull_secret(cluster, settings.image_pull_secret))
+        checks.append(await _check_nodes(cluster))
+    except (HeadraceError, ApiRefusal) as error:
+        refusal = error.error if isinstance(error, ApiRefusal) else error
+        checks.append(Check("cluster", passed=False, message=refusal.message))
+    return checks
+
+
+def allocatable_gpus(node: Mapping[str, Any]) -> int:
+    """Return the GPUs of an empty node."""
+    text = str(((node.get("status") or {}).get("allocatable") or {}).get(GPU, "0"))
+    return int(text) if text.isdigit() else 0
+
+
+async def _check_permissions(cluster: ClusterClient, settings: KubernetesSettings) -> Check:
+    wanted = (_WORKLOADS[settings.workload], *_NEEDED)
+    granted = await gather_all(*(cluster.allowed(*permission) for permission in wanted))
+    missing = [f"{verb} {what}" for (verb, _, what), allowed in zip(wanted, granted, strict=True) if not allowed]
+    message = "all that is needed" if not missing else "grant these by a Role: " + ", ".join(missing)
+    return Check("rights", not missing, message)
+
+
+async def _check_namespace(cluster: ClusterClient, name: str) -> Check:
+    try:
+        exists = await cluster.get("Namespace", name) is not None
+    except ApiRefusal as refused:
+        if refused.code != 403:
+            raise
+        return Check("namespace", passed=True, message=f"{name}: no permission to check it")
+    return Check("namespace", exists, f"{name} exists" if exists else f"create it: kubectl create namespace {name}")
+
+
+async def _check_pull_secret(cluster: ClusterClient, name: str) -> Check:
+    secret = await cluster.get("Secret", name)
+    if secret is None:
+        message = f"{name} does not exist: `kubectl create secret docker-registry` creates it"
+        return Check("image pull secret", passed=False, message=message)
+    fits = secret.get("type") == "kubernetes.io/dockerconfigjson"
+    return Check(
+        "image pull secret", fits, f"{name} is " + ("valid" if fits else "not a secret of type docker-registry")
+    )
+
+
+async def _check_nodes(cluster: ClusterClient) -> Check:
+    """Count the GPUs; a service may need none."""
+    try:
+        nodes = await cluster.list("Node")
+    except ApiRefusal as refused:
+        if refused.code != 403:
+            raise
+        return Check("GPUs", passed=True, message="no permission to list nodes: the scheduler will report it")
+    total = sum(allocatable_gpus(node) for node in nodes)
+    return Check("GPUs", passed=True, message=f"{len(nodes)} nodes with {total} allocatable {GPU}")

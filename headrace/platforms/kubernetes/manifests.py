@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `LaunchSpec` as Kubernetes objects: plain values, the same for the same spec. No I/O; applied by the driver.
+"""A `LaunchSpec` as Kubernetes objects, with their names and labels. Pure: the same objects for the same spec.
 
-The workload owns Service and Secret, so that nothing is left when it goes. No value of a secret is in a pod: it names the
-Secret. Every `$` of a command or of a variable is doubled, since Kubernetes puts variables in for `$(NAME)`.
+The workload owns the Service and the Secret, so that nothing is left when it is deleted. A pod refers to the Secret and
+contains no secret value. Every `$` of a command or variable is doubled, since Kubernetes expands `$(NAME)`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 
 from headrace.core.errors import InvalidArgument
-from headrace.platforms.contract import Container, LaunchSpec, Mount
-from headrace.platforms.kubernetes import names
+from headrace.platforms.contract import Container, LaunchSpec, Mount, check_job_id
 from headrace.platforms.kubernetes.settings import KubernetesSettings
 
 Manifest = dict[str, Any]
@@ -29,77 +28,77 @@ _PROBE_PERIOD = 5
 
 
 def workload(spec: LaunchSpec, settings: KubernetesSettings, start: str, *, paused: bool = False) -> Manifest:
-    """The Job or StatefulSet. `start`: a word of its own for each start. `paused`: no pod yet."""
-    check(spec)
+    """Return the Job or StatefulSet. `start`: a unique id of this start. `paused`: without a pod."""
+    check_spec(spec)
     count = 0 if paused else 1
     pod = {"metadata": _pod_metadata(spec, settings, start), "spec": pod_spec(spec, settings)}
     if settings.workload == "job":
-        details: Manifest = {
+        spec_fields: Manifest = {
             "parallelism": count,
             "completions": 1,
             "backoffLimit": 0,
             "ttlSecondsAfterFinished": settings.ttl_seconds,
             "template": pod,
         }
-        return _thing("batch/v1", "Job", names.workload_name(spec.job_id, settings), spec, settings, {"spec": details})
-    details = {
+        return _object("batch/v1", "Job", workload_name(spec.job_id, settings), spec, settings, {"spec": spec_fields})
+    spec_fields = {
         "replicas": count,
-        "serviceName": names.service_name(spec.job_id, settings),
+        "serviceName": service_name(spec.job_id, settings),
         "podManagementPolicy": "Parallel",
-        "selector": {"matchLabels": {**names.selector(spec.job_id, settings), names.START_LABEL: start}},
+        "selector": {"matchLabels": {**pod_selector(spec.job_id, settings), START_LABEL: start}},
         "template": pod,
     }
-    return _thing(
-        "apps/v1", "StatefulSet", names.workload_name(spec.job_id, settings), spec, settings, {"spec": details}
+    return _object(
+        "apps/v1", "StatefulSet", workload_name(spec.job_id, settings), spec, settings, {"spec": spec_fields}
     )
 
 
 def service(spec: LaunchSpec, settings: KubernetesSettings, owner: Manifest | None = None) -> Manifest:
-    """What makes the pod reachable. It selects ready pods alone."""
+    """Return the Service of the pod."""
     port = {
         "name": PORT_NAME,
         "port": spec.host_port or SERVICE_PORT,
         "targetPort": PORT_NAME,
         "protocol": "TCP",
     }
-    details = {
+    spec_fields = {
         "type": settings.service_type,
-        "selector": names.selector(spec.job_id, settings),
+        "selector": pod_selector(spec.job_id, settings),
         "ports": [port],
     }
-    name = names.service_name(spec.job_id, settings)
-    return _thing("v1", "Service", name, spec, settings, {"spec": details}, owner)
+    name = service_name(spec.job_id, settings)
+    return _object("v1", "Service", name, spec, settings, {"spec": spec_fields}, owner)
 
 
 def secret(spec: LaunchSpec, settings: KubernetesSettings, owner: Manifest | None = None) -> Manifest | None:
-    """The variables that nobody may see; None where there are none. Not to be shown."""
+    """Return the Secret with the secret variables; None if there are none. Never show it."""
     if not spec.secret_environment:
         return None
     data = {name: base64.b64encode(value.encode()).decode() for name, value in sorted(spec.secret_environment.items())}
-    name = names.secret_name(spec.job_id)
-    return _thing("v1", "Secret", name, spec, settings, {"type": "Opaque", "data": data}, owner)
+    name = secret_name(spec.job_id)
+    return _object("v1", "Secret", name, spec, settings, {"type": "Opaque", "data": data}, owner)
 
 
-def owner_of(made: Mapping[str, Any], kind: str, version: str) -> Manifest:
-    """A reference to the workload as it was made: it takes its own along when it goes, and waits for them."""
+def owner_of(created: Mapping[str, Any], kind: str, version: str) -> Manifest:
+    """Return an owner reference to the created workload: its deletion removes the owned objects first."""
     return {
         "apiVersion": version,
         "kind": kind,
-        "name": made["metadata"]["name"],
-        "uid": made["metadata"]["uid"],
+        "name": created["metadata"]["name"],
+        "uid": created["metadata"]["uid"],
         "blockOwnerDeletion": True,
     }
 
 
-def shown(manifests: Iterable[Manifest]) -> str:
-    """As YAML for people and for `kubectl apply -f`; without Secrets."""
-    return yaml.safe_dump_all([each for each in manifests if each["kind"] != "Secret"], sort_keys=True)
+def to_yaml(manifests: Iterable[Manifest]) -> str:
+    """Return the objects as YAML for `kubectl apply -f`, without Secrets."""
+    return yaml.safe_dump_all([manifest for manifest in manifests if manifest["kind"] != "Secret"], sort_keys=True)
 
 
 def pod_spec(spec: LaunchSpec, settings: KubernetesSettings) -> Manifest:
-    """One container, which may do little more than serve."""
+    """Return the spec of a pod with one container and few privileges."""
     volumes, mounts = _volumes(_container(spec), settings)
-    made: Manifest = {
+    pod: Manifest = {
         "restartPolicy": "Never" if settings.workload == "job" else "Always",
         "terminationGracePeriodSeconds": settings.grace_seconds,
         "automountServiceAccountToken": False,
@@ -109,22 +108,20 @@ def pod_spec(spec: LaunchSpec, settings: KubernetesSettings) -> Manifest:
         "volumes": volumes,
     }
     if settings.image_pull_secret:
-        made["imagePullSecrets"] = [{"name": settings.image_pull_secret}]
+        pod["imagePullSecrets"] = [{"name": settings.image_pull_secret}]
     if settings.service_account:
-        made["serviceAccountName"] = settings.service_account
+        pod["serviceAccountName"] = settings.service_account
     if settings.node_selector:
-        made["nodeSelector"] = dict(sorted(settings.node_selector.items()))
-    return made
+        pod["nodeSelector"] = dict(sorted(settings.node_selector.items()))
+    return pod
 
 
-def check(spec: LaunchSpec) -> None:
-    """Refuse what would not arrive as it is, before anything is made."""
-    names.check_id(spec.job_id)
+def check_spec(spec: LaunchSpec) -> None:
+    """Raise InvalidArgument for values that would not reach the container unchanged."""
+    check_job_id(spec.job_id)
     container = _container(spec)
     if not _IMAGE.fullmatch(container.image):
-        raise InvalidArgument(
-            f"{container.image[:200]!a} is no image: registry/name:tag, and nothing else, is expected"
-        )
+        raise InvalidArgument(f"{container.image[:200]!a} is not an image: write registry/name:tag")
     _check_text("the command", container.command)
     for port in (container.port, spec.host_port or SERVICE_PORT):
         if not 1 <= port <= 65_535:
@@ -133,15 +130,15 @@ def check(spec: LaunchSpec) -> None:
         _check_mount(mount)
     for key in (*spec.environment, *spec.secret_environment):
         if not _VARIABLE.fullmatch(key):
-            raise InvalidArgument(f"{key[:100]!a} is no variable's name: letters, digits and _ alone, no digit first")
+            raise InvalidArgument(f"{key[:100]!a} is not a variable's name: use letters, digits and _, no digit first")
     for key, value in (*spec.environment.items(), *spec.secret_environment.items(), *spec.labels.items()):
         _check_text(f"{key!a}", value)
     both = sorted(set(spec.environment) & set(spec.secret_environment))
     if both:
-        raise InvalidArgument(f"{', '.join(both)}: a variable is secret or it is not; give it once")
+        raise InvalidArgument(f"{', '.join(both)}: given as a plain and as a secret variable; give it once")
     if spec.gpus < 0:
         raise InvalidArgument(f"{spec.gpus} GPUs cannot be given")
-    names.notes(spec.job_id, spec.labels)
+    job_annotations(spec.job_id, spec.labels)
 
 
 def _container(spec: LaunchSpec) -> Container:
@@ -155,35 +152,35 @@ def _container_manifest(spec: LaunchSpec, settings: KubernetesSettings, mounts: 
     variables = {"JOB_ID": spec.job_id, **spec.environment}
     if "JOB_ID" in spec.secret_environment:
         del variables["JOB_ID"]
-    made: Manifest = {
-        "name": names.CONTAINER[settings.workload],
+    manifest: Manifest = {
+        "name": CONTAINER_NAMES[settings.workload],
         "image": container.image,
-        "command": ["/bin/sh", "-c", _as_it_is(container.command)],
+        "command": ["/bin/sh", "-c", _escape(container.command)],
         "ports": [{"name": PORT_NAME, "containerPort": container.port, "protocol": "TCP"}],
-        "env": [{"name": name, "value": _as_it_is(value)} for name, value in sorted(variables.items())],
+        "env": [{"name": name, "value": _escape(value)} for name, value in sorted(variables.items())],
         "resources": _resources(spec, settings),
         "securityContext": _container_security(settings),
         "volumeMounts": mounts,
         **_probes(settings),
     }
     if spec.secret_environment:
-        made["envFrom"] = [{"secretRef": {"name": names.secret_name(spec.job_id)}}]
-    return made
+        manifest["envFrom"] = [{"secretRef": {"name": secret_name(spec.job_id)}}]
+    return manifest
 
 
 def _probes(settings: KubernetesSettings) -> Manifest:
-    """Started: it listens. Live: it listens still. Ready: its model is loaded, and so requests may come."""
+    """Return the probes. Startup and liveness: it listens. Readiness: its model is loaded."""
 
-    def ask(path: str, failures: int) -> Manifest:
+    def probe(path: str, failures: int) -> Manifest:
         rest = {"periodSeconds": _PROBE_PERIOD, "timeoutSeconds": 5, "failureThreshold": failures}
         if not path:
             return {"tcpSocket": {"port": PORT_NAME}, **rest}
         return {"httpGet": {"path": path, "port": PORT_NAME, "scheme": "HTTP"}, **rest}
 
     return {
-        "startupProbe": ask(settings.liveness_path, max(1, -(-settings.startup_seconds // _PROBE_PERIOD))),
-        "livenessProbe": ask(settings.liveness_path, 12),
-        "readinessProbe": ask(settings.readiness_path, 1),
+        "startupProbe": probe(settings.liveness_path, max(1, -(-settings.startup_seconds // _PROBE_PERIOD))),
+        "livenessProbe": probe(settings.liveness_path, 12),
+        "readinessProbe": probe(settings.readiness_path, 1),
     }
 
 
@@ -200,12 +197,12 @@ def _resources(spec: LaunchSpec, settings: KubernetesSettings) -> Manifest:
 
 
 def _pod_security(settings: KubernetesSettings) -> Manifest:
-    made: Manifest = {"seccompProfile": {"type": "RuntimeDefault"}}
-    return {**made, "runAsNonRoot": True} if settings.restricted else made
+    context: Manifest = {"seccompProfile": {"type": "RuntimeDefault"}}
+    return {**context, "runAsNonRoot": True} if settings.restricted else context
 
 
 def _container_security(settings: KubernetesSettings) -> Manifest:
-    # Images of vendors run as root and read what others own: without the runtime's usual capabilities they do not start.
+    # Vendors' images run as root and read files of other users: they need the runtime's default capabilities.
     capabilities: Manifest = {"drop": ["ALL"]} if settings.restricted else {"drop": ["NET_RAW"]}
     if settings.ptrace:
         capabilities["add"] = ["SYS_PTRACE"]
@@ -222,7 +219,7 @@ def _volumes(container: Container, settings: KubernetesSettings) -> tuple[list[M
     mounts: list[Manifest] = []
     if settings.shm_size:
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm_size}})
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108  # a mount point, not a file of ours
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108  # a mount point, not our file
     if settings.restricted:
         volumes.append({"name": "tmp", "emptyDir": {}})
         mounts.append({"name": "tmp", "mountPath": "/tmp"})  # noqa: S108
@@ -233,11 +230,11 @@ def _volumes(container: Container, settings: KubernetesSettings) -> tuple[list[M
 
 
 def _pod_metadata(spec: LaunchSpec, settings: KubernetesSettings, start: str) -> Manifest:
-    labels = {**names.labels(spec.job_id, settings, spec.labels), names.START_LABEL: start}
-    return {"labels": labels, "annotations": names.notes(spec.job_id, spec.labels)}
+    labels = {**object_labels(spec.job_id, settings, spec.labels), START_LABEL: start}
+    return {"labels": labels, "annotations": job_annotations(spec.job_id, spec.labels)}
 
 
-def _thing(
+def _object(
     version: str,
     kind: str,
     name: str,
@@ -249,25 +246,25 @@ def _thing(
     metadata: Manifest = {
         "name": name,
         "namespace": settings.namespace,
-        "labels": names.labels(spec.job_id, settings, spec.labels),
-        "annotations": names.notes(spec.job_id, spec.labels),
+        "labels": object_labels(spec.job_id, settings, spec.labels),
+        "annotations": job_annotations(spec.job_id, spec.labels),
     }
     if owner is not None:
         metadata["ownerReferences"] = [owner]
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
 
 
-def _as_it_is(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("$", "$$")
 
 
 def _check_text(what: str, text: str) -> None:
     if "\0" in text:
-        raise InvalidArgument(f"{what[:100]} has a zero byte, which no program can be given")
+        raise InvalidArgument(f"{what[:100]} has a zero byte, which no program accepts")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument(f"{what[:100]} is no text that UTF-8 can write") from None
+        raise InvalidArgument(f"{what[:100]} cannot be encoded as UTF-8") from None
 
 
 def _check_mount(mount: Mount) -> None:
@@ -275,3 +272,68 @@ def _check_mount(mount: Mount) -> None:
         _check_text("a mount's path", path)
         if not path.startswith("/") or ":" in path or ".." in path.split("/"):
             raise InvalidArgument(f"{path[:200]!a}: a mount's paths begin with /, without : and without ..")
+
+
+FIELD_MANAGER = "headrace"
+"""The field manager of all applied objects."""
+MANAGED_BY = "app.kubernetes.io/managed-by"
+JOB_LABEL = "headrace-job"
+"""Label of every object of a service: its job id."""
+START_LABEL = "headrace-start"
+"""Label of pods: the id of their start. It is immutable, so the API server accepts one of two starts of a job."""
+JOB_ANNOTATION = "tao-job-id"
+CONTAINER_NAMES = {"job": "tao", "statefulset": "ims-container"}
+
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
+_LABEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+
+
+def workload_name(job_id: str, settings: KubernetesSettings) -> str:
+    """Return `tao-job-...` or `ims-...`."""
+    return f"tao-job-{job_id}" if settings.workload == "job" else f"ims-{job_id}"
+
+
+def service_name(job_id: str, settings: KubernetesSettings) -> str:
+    """Return the name of the Service: that of the Job, since a user who stops it by hand knows that name only."""
+    return f"tao-job-{job_id}" if settings.workload == "job" else f"ims-svc-{job_id}"
+
+
+def secret_name(job_id: str) -> str:
+    """Return the name of the Secret."""
+    return f"tao-creds-{job_id}"
+
+
+def own_labels(job_id: str | None = None) -> dict[str, str | None]:
+    """Return the labels of all objects of this driver, or of one service."""
+    return {MANAGED_BY: FIELD_MANAGER, JOB_LABEL: job_id}
+
+
+def object_labels(job_id: str, settings: KubernetesSettings, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels of every object of a service; given labels with invalid values are left out."""
+    name = workload_name(job_id, settings)
+    result = {key: value for key, value in given.items() if _LABEL_VALUE.fullmatch(value)}
+    if settings.workload == "job":
+        result |= {"tao-job": name, "tao-sdk-job-id": job_id}
+    else:
+        result |= {"app": "ims", "job-id": job_id, "job": job_id, "statefulset": name}
+        result |= {"service-type": "long-lived", "auto-cleanup": "false"}
+    return {**result, MANAGED_BY: FIELD_MANAGER, JOB_LABEL: job_id}
+
+
+def job_annotations(job_id: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the job id and every given label as annotations, whose values may be any text."""
+    for key in given:
+        if not _LABEL_NAME.fullmatch(key):
+            raise InvalidArgument(f"label {key!a}: its name may have letters, digits and -_. only, 63 at most")
+    return {JOB_ANNOTATION: job_id, **{f"headrace/{key}": value for key, value in given.items()}}
+
+
+def pod_selector(job_id: str, settings: KubernetesSettings) -> dict[str, str]:
+    """Return the selector of the Service; the Job controller sets `job-name` on its pods."""
+    name = workload_name(job_id, settings)
+    return {"job-name": name} if settings.workload == "job" else {"statefulset": name}
+
+
+def job_id_of(document: Mapping[str, Any]) -> str:
+    """Return the job id of an object."""
+    return str((document["metadata"].get("labels") or {}).get(JOB_LABEL, ""))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may say about the cluster and about the pods that are made on it. Read by the driver and the manifests."""
+"""Settings of the driver `kubernetes`: the cluster, and the pods of services."""
 
 from __future__ import annotations
 
@@ -22,83 +22,82 @@ _PROBES = "/api/v1/health/"
 
 @dataclass(frozen=True, slots=True)
 class KubernetesSettings:
-    """A cluster and a namespace, and how services look there."""
+    """A cluster and a namespace, and the objects of services."""
 
     kubeconfig: str = ""
-    """Its path, or several joined by ":", of which the first that exists counts. "": in a pod its service account, else
-    `~/.kube/config`."""
+    """Paths joined by ":"; the first that exists is used. "": the pod's service account, else `~/.kube/config`."""
     context: str = ""
-    """"": the kubeconfig's own."""
+    """"": the current context."""
     namespace: str = "default"
     workload: Literal["job", "statefulset"] = "job"
-    """A Job ends when its program ends; a StatefulSet starts it again, and again."""
+    """A Job ends with its program; a StatefulSet restarts it."""
     service_type: Literal["LoadBalancer", "NodePort", "ClusterIP"] = "LoadBalancer"
-    """`ClusterIP` can be reached from inside of the cluster alone."""
+    """`ClusterIP` is reachable inside the cluster only."""
     node_host: str = ""
-    """For NodePort: how nodes are reached; "": by the address of the node that the pod runs on."""
+    """For NodePort: the host name of nodes; "": the address of the pod's node."""
     image_pull_secret: str = ""
     service_account: str = ""
     shm_size: str = "16Gi"
-    """The most that /dev/shm may take of the pod's memory; "": no /dev/shm but the runtime's own 64 MiB."""
+    """Maximum size of /dev/shm; "": the runtime's default of 64 MiB."""
     cpu: str = ""
     memory: str = ""
-    """Requested, and for memory the limit too; "": what the namespace gives."""
+    """Request, and for memory the limit too; "": the namespace's default."""
     node_selector: Mapping[str, str] = field(default_factory=dict)
     ttl_seconds: int = 3600
-    """How long a Job that has ended can be looked at."""
+    """How long a finished Job is kept."""
     grace_seconds: int = 30
     startup_seconds: int = 600
-    """How long a service may take until it listens; loading its model may take longer."""
+    """Timeout until a service listens; loading its model may take longer."""
     liveness_path: str = _PROBES + "liveness"
     readiness_path: str = _PROBES + "readiness"
-    """Where the service says so itself; "": that its port is open is all there is to know."""
+    """Paths of the probes; "": probe the port only."""
     restricted: bool = False
-    """As the Pod Security Standard `restricted` demands; images that run as root do not start then."""
+    """Whether pods meet the Pod Security Standard `restricted`; images that run as root do not start then."""
     ptrace: bool = False
-    """SYS_PTRACE, for profilers: pods with it are refused where a Pod Security Standard is enforced."""
+    """Whether to add SYS_PTRACE, for profilers: refused where a Pod Security Standard is enforced."""
     check_gpus: bool = True
-    """Refuse to start what no node's GPUs could take; not where nodes are only made when they are needed."""
+    """Whether to refuse a service that needs more GPUs than any node has; disable it if nodes are created on demand."""
     request_seconds: float = 30.0
     delete_seconds: float = 120.0
-    """How long to wait, beyond the grace, until nothing of a service is left."""
+    """Timeout of a deletion, after the grace period."""
 
     def __post_init__(self) -> None:
-        """Refuse what no cluster would take."""
-        _fits("namespace", self.namespace, _NAME)
+        """Raise InvalidArgument for values that no cluster accepts."""
+        _check_pattern("namespace", self.namespace, _NAME)
         for name in ("image_pull_secret", "service_account"):
             if getattr(self, name):
-                _fits(name, getattr(self, name), _OBJECT)
+                _check_pattern(name, getattr(self, name), _OBJECT)
         for name in ("shm_size", "cpu", "memory"):
             if getattr(self, name):
-                _fits(name, getattr(self, name), _QUANTITY)
+                _check_pattern(name, getattr(self, name), _QUANTITY)
         for path in (self.liveness_path, self.readiness_path):
             if path:
-                _fits("a probe's path", path, _PATH)
+                _check_pattern("a probe's path", path, _PATH)
         for key, value in self.node_selector.items():
-            _fits("node_selector", key, _LABEL)
-            _fits("node_selector", value, _LABEL)
-        _one_of("workload", self.workload, ("job", "statefulset"))
-        _one_of("service_type", self.service_type, ("LoadBalancer", "NodePort", "ClusterIP"))
+            _check_pattern("node_selector", key, _LABEL)
+            _check_pattern("node_selector", value, _LABEL)
+        _check_choice("workload", self.workload, ("job", "statefulset"))
+        _check_choice("service_type", self.service_type, ("LoadBalancer", "NodePort", "ClusterIP"))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> KubernetesSettings:
-        """What is given, and for the rest the variables that TAO and kubectl know."""
+        """Read the variables of TAO and kubectl; `given` overrides them."""
         environ = os.environ if environ is None else environ
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "kubeconfig": environ.get("KUBECONFIG", ""),
             "context": environ.get("TAO_K8S_CONTEXT", ""),
             "namespace": environ.get("TAO_K8S_NAMESPACE", "") or "default",
             "image_pull_secret": environ.get("IMAGEPULLSECRET", ""),
             "check_gpus": environ.get("TAO_K8S_SKIP_NODE_RUNTIME_CHECK", "").lower() not in ("1", "true", "yes"),
         }
-        return cls(**{**found, **{name: value for name, value in given.items() if value is not None}})
+        return cls(**{**values, **{name: value for name, value in given.items() if value is not None}})
 
 
-def _fits(name: str, text: str, pattern: re.Pattern[str]) -> None:
+def _check_pattern(name: str, text: str, pattern: re.Pattern[str]) -> None:
     if not pattern.fullmatch(text):
-        raise InvalidArgument(f"{name} {text!a} is nothing that Kubernetes takes: it has the form {pattern.pattern}")
+        raise InvalidArgument(f"{name} {text!a} is not valid: Kubernetes needs the form {pattern.pattern}")
 
 
-def _one_of(name: str, text: str, known: tuple[str, ...]) -> None:
+def _check_choice(name: str, text: str, known: tuple[str, ...]) -> None:
     if text not in known:
-        raise InvalidArgument(f"{name} {text!a} is not known: it is one of {', '.join(known)}")
+        raise InvalidArgument(f"{name} {text!a} is unknown: use one of {', '.join(known)}")

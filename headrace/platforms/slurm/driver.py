@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver `slurm`: a service is a batch job, named by its job id, with a folder of that name on the cluster.
 
-The folder (`script`, `env`, `log`, `meta`, `number`, `end`) is made first and removed last: a service is known as long as
-it has one. Slurm forgets jobs minutes after their end; the exit code that the script leaves in its folder stays. From this
-machine a service is reached at its node, over ssh through a tunnel, which `endpoint` makes and makes again.
+The folder (`script`, `env`, `log`, `meta`, `number`, `end`) is created first and removed last: a service exists as long as
+its folder does. Slurm forgets jobs minutes after their end; the exit code that the script writes to the folder stays. This
+machine reaches a service on its node through an ssh tunnel, which `endpoint` opens, and opens again if it died.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from headrace.core.errors import (
     AlreadyExists,
     FailedPrecondition,
     HeadraceError,
-    InvalidArgument,
     ResourceExhausted,
     Unavailable,
 )
 from headrace.platforms.commands import Completed
-from headrace.platforms.contract import Check, Handle, LaunchSpec, Observed
-from headrace.platforms.folders import is_id
-from headrace.platforms.slurm import programs
-from headrace.platforms.slurm.hosts import Hosts, place_of
-from headrace.platforms.slurm.looking import Seen, node_address, observe, read_checks, read_look
-from headrace.platforms.slurm.script import Submission, build
+from headrace.platforms.contract import Check, Handle, LaunchSpec, PlatformStatus, check_job_id
+from headrace.platforms.node_resources import LOOPBACK
+from headrace.platforms.slurm import login_node
+from headrace.platforms.slurm.batch_script import BatchJob, build_batch_job
+from headrace.platforms.slurm.login_node import LoginNodes, cluster_location
 from headrace.platforms.slurm.settings import SlurmSettings
-from headrace.platforms.slurm.tunnels import LOOPBACK, Tunnels
+from headrace.platforms.slurm.status import JobRecord, parse_checks, parse_listing, parse_node_address, service_status
+from headrace.platforms.slurm.tunnels import Tunnels
 
 _POLL_SECONDS = 0.2
 _KILL_SECONDS = 60.0
@@ -41,42 +40,42 @@ _FULL = ("temporarily unable", "QOSMaxSubmit", "AssocMaxSubmit", "AssocGrpSubmit
 
 
 class SlurmDriver:
-    """See `contract.Driver`."""
+    """Implements `contract.Driver`."""
 
     name = "slurm"
 
     def __init__(self, settings: SlurmSettings, *, environ: Mapping[str, str] | None = None) -> None:
         self._settings = settings
-        self.place = place_of(settings)
+        self.place = cluster_location(settings)
         state = settings.state.expanduser().absolute()
-        self._hosts = Hosts(settings, state, os.environ if environ is None else environ)
+        self._login = LoginNodes(settings, state, os.environ if environ is None else environ)
         self._tunnels = Tunnels(state / "tunnels")
         self._folder = "" if settings.folder.startswith("~") else settings.folder.rstrip("/")
-        self._addresses: dict[str, str] = {}
+        self._node_addresses: dict[str, str] = {}
 
     # The contract
 
     async def preflight(self) -> list[Check]:
-        """See `contract.Driver.preflight`."""
-        reached = Check("ssh", True, "Slurm is used from this machine")
+        """Check ssh, the Slurm tools, the partition and the folder."""
+        ssh = Check("ssh", True, "Slurm is used from this machine")
         try:
-            folder = await self._base()
-            told = await self._hosts.run(programs.CHECK, folder)
-            if self._hosts.is_remote:
-                reached = Check("ssh", True, f"{await self._hosts.host()} lets us in")
+            folder = await self._jobs_folder()
+            result = await self._login.run(login_node.CHECK, folder)
+            if self._login.is_remote:
+                ssh = Check("ssh", True, f"{await self._login.host()} accepts the login")
         except (FailedPrecondition, Unavailable) as error:
             return [Check("ssh", False, error.message)]
-        return [reached, *read_checks(told.out, self._settings, folder)]
+        return [ssh, *parse_checks(result.out, self._settings, folder)]
 
     async def start(self, spec: LaunchSpec) -> Handle:
-        """See `contract.Driver.start`."""
-        _check_id(spec.job_id)
+        """Submit the batch job."""
+        check_job_id(spec.job_id)
         if not self._settings.partition:
-            raise FailedPrecondition("slurm: no partition is given: set SLURM_PARTITION (`sinfo` lists them)")
-        base = await self._base()
-        made = build(spec, self._settings, f"{base}/{spec.job_id}", time.time())
-        # A program that is cut off here may go on there: it is seen to its end, and what it made is taken back.
-        task = asyncio.create_task(self._submit(base, spec, made))
+            raise FailedPrecondition("slurm: no partition is set: set SLURM_PARTITION (`sinfo` lists them)")
+        base = await self._jobs_folder()
+        batch_job = build_batch_job(spec, self._settings, f"{base}/{spec.job_id}", time.time())
+        # A script that is cut off here may continue there: wait for its end, then undo what it did.
+        task = asyncio.create_task(self._submit(base, spec, batch_job))
         try:
             number = await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -84,193 +83,186 @@ class SlurmDriver:
                 await task
                 await self.stop(Handle(spec.job_id, self.name), 0.0)
             raise
-        return Handle(spec.job_id, self.name, self._data(number, spec.host_port, _port(spec)))
+        return Handle(spec.job_id, self.name, self._handle_data(number, spec.host_port, _port(spec)))
 
-    async def status(self, handle: Handle) -> Observed:
-        """See `contract.Driver.status`."""
-        seen = await self._look_at(handle.job_id)
-        observed = await self._observe(seen)
-        if observed.phase == "ended" and seen.has_variables:
-            await self._hosts.run(programs.FORGET_VARIABLES, await self._base(), handle.job_id)
-        return observed
+    async def status(self, handle: Handle) -> PlatformStatus:
+        """Return the status by the queue, the folder, or the accounting."""
+        record = await self._job_record(handle.job_id)
+        status = await self._job_status(record)
+        if status.phase == "ended" and record.has_variables:
+            await self._login.run(login_node.REMOVE_VARIABLES, await self._jobs_folder(), handle.job_id)
+        return status
 
     async def logs(self, handle: Handle, tail: int) -> str:
-        """See `contract.Driver.logs`."""
-        _check_id(handle.job_id)
+        """Return the last lines of the job's output file."""
+        check_job_id(handle.job_id)
         if tail <= 0:
             return ""
-        told = await self._hosts.run(programs.LOG, await self._base(), handle.job_id, str(tail))
-        return "\n".join(told.out.replace("\0", "\ufffd").splitlines()[-tail:])
+        result = await self._login.run(login_node.LOG, await self._jobs_folder(), handle.job_id, str(tail))
+        return "\n".join(result.out.replace("\0", "\ufffd").splitlines()[-tail:])
 
     async def endpoint(self, handle: Handle) -> str | None:
-        """See `contract.Driver.endpoint`."""
-        seen = await self._look_at(handle.job_id)
-        port = seen.meta.get("port")
-        if not seen.runs or seen.row is None or not seen.row.node or not isinstance(port, int):
+        """Return the URL of a running job; opens a tunnel if Slurm is remote."""
+        record = await self._job_record(handle.job_id)
+        port = record.meta.get("port")
+        if not record.is_running or record.row is None or not record.row.node or not isinstance(port, int):
             return None
-        address = await self._address(seen.row.node)
+        address = await self._node_address(record.row.node)
         bracketed = f"[{address}]" if ":" in address else address
-        if not self._hosts.is_remote:
+        if not self._login.is_remote:
             return f"http://{bracketed}:{port}"
-        words = self._hosts.ssh_words(await self._hosts.host())
-        wanted = seen.meta.get("host_port")
-        tunnel = await self._tunnels.ensure(
-            handle.job_id, words, f"{bracketed}:{port}", wanted, self._hosts.environment
-        )
+        args = self._login.ssh_args(await self._login.host())
+        wanted = record.meta.get("host_port")
+        tunnel = await self._tunnels.ensure(handle.job_id, args, f"{bracketed}:{port}", wanted, self._login.environment)
         return f"http://{LOOPBACK}:{tunnel.port}"
 
     async def stop(self, handle: Handle, grace_seconds: float) -> None:
-        """See `contract.Driver.stop`."""
-        seen = await self._look_at(handle.job_id)
-        if seen.is_active:
-            await self._end(handle.job_id, seen.row.number if seen.row else "", grace_seconds)
-        await self._tunnels.end(handle.job_id)
-        if seen.folder:
-            base = await self._base()
-            if (await self._hosts.run(programs.REMOVE, base, handle.job_id)).code != 0:
-                raise Unavailable(f"{base}/{handle.job_id} cannot be removed; look at its rights and remove it")
+        """Cancel the job, stop its tunnel and remove its folder."""
+        record = await self._job_record(handle.job_id)
+        if record.is_active:
+            await self._stop_job(handle.job_id, record.row.number if record.row else "", grace_seconds)
+        await self._tunnels.stop(handle.job_id)
+        if record.folder:
+            base = await self._jobs_folder()
+            if (await self._login.run(login_node.REMOVE, base, handle.job_id)).code != 0:
+                raise Unavailable(f"{base}/{handle.job_id} cannot be removed; check its permissions and remove it")
 
-    async def found(self) -> dict[str, Observed]:
-        """See `contract.Driver.found`."""
-        seen = await self._look("")
-        observed = {job_id: await self._observe(each) for job_id, each in seen.items() if each.folder or each.is_active}
-        return {job_id: each for job_id, each in observed.items() if each.phase != "gone"}
+    async def list_services(self) -> dict[str, PlatformStatus]:
+        """Return the status of every job that has a folder or is in the queue."""
+        records = {job_id: job for job_id, job in (await self._list_jobs("")).items() if job.folder or job.is_active}
+        statuses = {job_id: await self._job_status(job) for job_id, job in records.items()}
+        return {job_id: status for job_id, status in statuses.items() if status.phase != "gone"}
 
     async def close(self) -> None:
-        """See `contract.Driver.close`."""
+        """Close the ssh connection; tunnels stay open."""
         self._tunnels.close()
-        await self._hosts.close()
+        await self._login.close()
 
-    # Beside the contract
+    # In addition to the contract
 
-    async def described(self, handle: Handle) -> Handle:
-        """The handle with what is known by now: its node, and which process its tunnel is."""
-        seen = await self._look_at(handle.job_id)
-        number = seen.row.number if seen.row else seen.number
-        data = {**handle.data, **self._data(number, seen.meta.get("host_port"), seen.meta.get("port"))}
-        if seen.runs and seen.row is not None:
-            data["slurm_node"] = seen.row.node
-        tunnel = self._tunnels.living(handle.job_id)
+    async def describe(self, handle: Handle) -> Handle:
+        """Return the handle with its node and the process of its tunnel."""
+        record = await self._job_record(handle.job_id)
+        number = record.row.number if record.row else record.number
+        data = {**handle.data, **self._handle_data(number, record.meta.get("host_port"), record.meta.get("port"))}
+        if record.is_running and record.row is not None:
+            data["slurm_node"] = record.row.node
+        tunnel = self._tunnels.find(handle.job_id)
         if tunnel is not None:
             data |= {"host_port": tunnel.port, "tunnel_pid": tunnel.pid, "tunnel_started": tunnel.started}
         return replace(handle, data=data)
 
-    # Means
+    # Helpers
 
-    async def _submit(self, base: str, spec: LaunchSpec, made: Submission) -> str:
-        words = (base, spec.job_id, made.meta, made.variables, made.script, *made.sbatch)
+    async def _submit(self, base: str, spec: LaunchSpec, batch_job: BatchJob) -> str:
+        args = (base, spec.job_id, batch_job.meta, batch_job.variables, batch_job.script, *batch_job.sbatch)
         try:
-            told = await self._hosts.run(programs.START, *words, seconds=90.0)
+            result = await self._login.run(login_node.START, *args, seconds=90.0)
         except Unavailable:
-            return await self._was_submitted(spec.job_id, made)
-        if told.code == 0:
-            return told.out.strip().partition(";")[0]
-        raise _refusal(told, spec.job_id, base)
+            return await self._recover_submission(spec.job_id, batch_job)
+        if result.code == 0:
+            return result.out.strip().partition(";")[0]
+        raise _start_error(result, spec.job_id, base)
 
-    async def _was_submitted(self, job_id: str, made: Submission) -> str:
-        """The job's number, if it was handed over although nobody could say so; else nothing is left of it."""
-        seen = await self._look_at(job_id)
-        if json.loads(made.meta) != seen.meta:
-            raise Unavailable(f"the cluster was lost while {job_id} was being started; it was not")
-        if seen.row is not None and seen.is_active:
-            return seen.row.number
+    async def _recover_submission(self, job_id: str, batch_job: BatchJob) -> str:
+        """Return the job's number if it was submitted although the answer was lost; otherwise remove what is left of it."""
+        record = await self._job_record(job_id)
+        if json.loads(batch_job.meta) != record.meta:
+            raise Unavailable(f"the connection was lost while {job_id} was being started; it was not started")
+        if record.row is not None and record.is_active:
+            return record.row.number
         await self.stop(Handle(job_id, self.name), 0.0)
-        raise Unavailable(f"the cluster was lost while {job_id} was being started; it was taken back")
+        raise Unavailable(f"the connection was lost while {job_id} was being started; the start was undone")
 
-    async def _end(self, job_id: str, number: str, grace_seconds: float) -> None:
+    async def _stop_job(self, job_id: str, number: str, grace_seconds: float) -> None:
         if grace_seconds > 0:
-            await self._hosts.run(programs.TERMINATE, job_id)
-            if await self._until_ended(job_id, grace_seconds):
+            await self._login.run(login_node.TERMINATE, job_id)
+            if await self._wait_ended(job_id, grace_seconds):
                 return
         limit = time.monotonic() + _KILL_SECONDS
-        await self._hosts.run(programs.KILL, job_id, number)
-        while not await self._until_ended(job_id, 3.0):
+        await self._login.run(login_node.KILL, job_id, number)
+        while not await self._wait_ended(job_id, 3.0):
             if time.monotonic() > limit:
                 break
-            await self._hosts.run(programs.CANCEL, job_id)
+            await self._login.run(login_node.CANCEL, job_id)
         else:
             return
         raise Unavailable(
             f"job {job_id} does not end although it was cancelled: `squeue --name={job_id}`; try again later"
         )
 
-    async def _until_ended(self, job_id: str, seconds: float) -> bool:
+    async def _wait_ended(self, job_id: str, seconds: float) -> bool:
         limit = time.monotonic() + seconds
-        while (await self._look_at(job_id)).is_active:
+        while (await self._job_record(job_id)).is_active:
             if time.monotonic() > limit:
                 return False
             await asyncio.sleep(_POLL_SECONDS)
         return True
 
-    async def _look_at(self, job_id: str) -> Seen:
-        _check_id(job_id)
-        return (await self._look(job_id)).get(job_id) or Seen()
+    async def _job_record(self, job_id: str) -> JobRecord:
+        check_job_id(job_id)
+        return (await self._list_jobs(job_id)).get(job_id) or JobRecord()
 
-    async def _look(self, job_id: str) -> dict[str, Seen]:
-        told = await self._hosts.run(programs.LOOK, await self._base(), job_id)
-        if told.code != 0:
-            raise _unanswered("squeue", told)
-        return read_look(told.out)
+    async def _list_jobs(self, job_id: str) -> dict[str, JobRecord]:
+        result = await self._login.run(login_node.LIST, await self._jobs_folder(), job_id)
+        if result.code != 0:
+            raise _tool_error("squeue", result)
+        return parse_listing(result.out)
 
-    async def _observe(self, seen: Seen) -> Observed:
+    async def _job_status(self, record: JobRecord) -> PlatformStatus:
         now = time.time()
-        observed = observe(seen, "", now)
-        if observed is None:
-            told = await self._hosts.run(programs.ACCOUNTED, seen.number)
-            observed = observe(seen, told.out.strip() or "-", now)
-        return observed or Observed("gone")
+        status = service_status(record, "", now)
+        if status is None:
+            result = await self._login.run(login_node.ACCOUNTED, record.number)
+            status = service_status(record, result.out.strip() or "-", now)
+        return status or PlatformStatus("gone")
 
-    async def _address(self, node: str) -> str:
-        if node not in self._addresses:
-            told = await self._hosts.run(programs.NODE, node)
-            if told.code != 0:
-                raise _unanswered("scontrol", told)
-            self._addresses[node] = node_address(told.out, node)
-        return self._addresses[node]
+    async def _node_address(self, node: str) -> str:
+        if node not in self._node_addresses:
+            result = await self._login.run(login_node.NODE, node)
+            if result.code != 0:
+                raise _tool_error("scontrol", result)
+            self._node_addresses[node] = parse_node_address(result.out, node)
+        return self._node_addresses[node]
 
-    async def _base(self) -> str:
-        """The folder of all jobs, as the cluster's machines see it."""
+    async def _jobs_folder(self) -> str:
+        """Return the folder of all jobs, as the cluster's machines see it."""
         if not self._folder:
-            told = await self._hosts.run(programs.FOLDER, self._settings.folder)
-            found = told.out.strip()
-            if told.code != 0 or not found.startswith("/") or "%" in found or "\\" in found or "\n" in found:
-                raise FailedPrecondition("slurm: the home folder on the cluster cannot be used: give `folder`")
-            self._folder = found.rstrip("/")
+            result = await self._login.run(login_node.FOLDER, self._settings.folder)
+            path = result.out.strip()
+            if result.code != 0 or not path.startswith("/") or "%" in path or "\\" in path or "\n" in path:
+                raise FailedPrecondition("slurm: the home folder on the cluster cannot be used: set `folder`")
+            self._folder = path.rstrip("/")
         return self._folder
 
-    def _data(self, number: str, host_port: int | None, port: int | None) -> dict[str, Any]:
-        """What the registry shows."""
-        return {"platform_job_id": number, "host_port": host_port if self._hosts.is_remote else port, "node_port": port}
+    def _handle_data(self, number: str, host_port: int | None, port: int | None) -> dict[str, Any]:
+        """Return the data of a handle, for the registry."""
+        return {"platform_job_id": number, "host_port": host_port if self._login.is_remote else port, "node_port": port}
 
 
 def _port(spec: LaunchSpec) -> int | None:
     return spec.container.port if spec.container else None
 
 
-def _check_id(job_id: str) -> None:
-    if not is_id(job_id):
-        raise InvalidArgument("a service's job id is a UUID, written in lower case")
-
-
-def _refusal(told: Completed, job_id: str, base: str) -> HeadraceError:
-    if told.code == programs.EXISTS:
+def _start_error(result: Completed, job_id: str, base: str) -> HeadraceError:
+    if result.code == login_node.EXISTS:
         return AlreadyExists(f"a service of job {job_id} was started here before")
-    if told.code == programs.NO_FOLDER:
+    if result.code == login_node.NO_FOLDER:
         return FailedPrecondition(
-            f"{base} cannot be written on the cluster; change its rights or give another `folder`"
+            f"{base} cannot be written on the cluster; change its permissions or set another `folder`"
         )
-    if told.code == programs.NO_ROOM:
-        return ResourceExhausted(f"{base} has no room on the cluster; make some")
-    if told.code == programs.REFUSED:
-        if any(word in told.err for word in _FULL):
-            return ResourceExhausted(f"Slurm takes no more jobs for now: {told.told}")
-        return FailedPrecondition(f"Slurm refuses the job: {told.told}")
-    return _unanswered("sbatch", told)
+    if result.code == login_node.NO_ROOM:
+        return ResourceExhausted(f"{base} is on a full disk of the cluster; make room")
+    if result.code == login_node.REFUSED:
+        if any(word in result.err for word in _FULL):
+            return ResourceExhausted(f"Slurm takes no more jobs for now: {result.error_line}")
+        return FailedPrecondition(f"Slurm refuses the job: {result.error_line}")
+    return _tool_error("sbatch", result)
 
 
-def _unanswered(tool: str, told: Completed) -> HeadraceError:
-    if "not found" in told.err:
+def _tool_error(tool: str, result: Completed) -> HeadraceError:
+    if "not found" in result.err:
         return FailedPrecondition(
-            f"{tool} is not on the PATH of the cluster's machine: install Slurm's tools or give `tools`"
+            f"{tool} is not on the PATH of the cluster's machine: install Slurm's tools or set `tools`"
         )
-    return Unavailable(f"Slurm does not answer {tool}: {told.told}")
+    return Unavailable(f"Slurm does not answer {tool}: {result.error_line}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver `slurm` has to know of a cluster, from the environment and from whoever makes it.
+"""Settings of the driver `slurm`, from the environment and from options.
 
-Called by `launch.drivers`. Everything that ends up among the words of `sbatch` or `ssh` is checked here, once.
+Every value that becomes an argument of `sbatch` or `ssh` is checked here, once.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ _FILE = re.compile(r"/[A-Za-z0-9_./@+=,:-]+")
 
 @dataclass(frozen=True, slots=True)
 class SlurmSettings:
-    """A cluster, and how its jobs are to be."""
+    """A cluster, and the resources of its jobs."""
 
     partition: str = ""
-    """`SLURM_PARTITION`; one or more, with commas. Jobs are not sent anywhere without it."""
+    """`SLURM_PARTITION`; one or more, separated by commas. Required to start a service."""
     account: str = ""
     """`SLURM_ACCOUNT`; "": the user's default account."""
     hosts: tuple[str, ...] = ()
-    """Login nodes, the first that answers is used: `SLURM_HOSTNAME` or `SLURM_HOST`. None: Slurm's tools are here."""
+    """Login nodes: `SLURM_HOSTNAME` or `SLURM_HOST`; the first that answers is used. None: this machine."""
     user: str = ""
-    """At the login nodes: `SLURM_USER`. "": as ssh's own configuration says."""
+    """User on the login nodes: `SLURM_USER`. "": from ssh's configuration."""
     key_file: str = ""
-    """A private key for ssh: `SSH_KEY_PATH`. "": those of the agent, or as ssh's own configuration says."""
+    """Private key for ssh: `SSH_KEY_PATH`. "": from the ssh agent, or ssh's configuration."""
     ssh_port: int = 0
     known_hosts: str = ""
-    """A file of host keys; "": ssh's own. A host that is in none is refused."""
+    """File of host keys; "": ssh's own. A host that is not in it is refused."""
     multiplex: bool = True
-    """Whether commands share one connection for a minute; without, each makes its own."""
+    """Whether commands share one ssh connection, kept for a minute; otherwise each opens its own."""
     mode: Mode = "pyxis"
     """`SLURM_CONTAINER_MODE`: `pyxis` (with Enroot), `apptainer`, or `bare` for no container at all."""
     folder: str = "~/.headrace/slurm"
-    """On the cluster, where login and compute nodes see it: scripts and logs. `SLURM_BASE_RESULTS_DIR`/headrace."""
+    """Folder of scripts and logs on the cluster, shared by login and compute nodes. `SLURM_BASE_RESULTS_DIR`/headrace."""
     state: Path = Path("~/.local/state/headrace/slurm")
-    """On this machine: which process a tunnel is."""
+    """Folder on this machine with the records of tunnels."""
     time_limit: str = ""
-    """As sbatch takes it; `SLURM_TIME_HOURS`. "": the partition's own. The service ends with it."""
+    """Time limit in sbatch's form; `SLURM_TIME_HOURS`. "": the partition's. The service ends with it."""
     memory: str = "32G"
-    """For each job. Never left out: without it a job may take all of a node, and the next one waits."""
+    """Memory per job. Always set: without it a job may take a whole node, and the next job waits."""
     cpus: int = 16
     qos: str = ""
     constraint: str = ""
     reservation: str = ""
     mounts: str = ""
-    """More folders for containers, "SRC:DST[:ro],...": `SLURM_CONTAINER_MOUNTS`."""
+    """Additional mounts of containers, "SRC:DST[:ro],...": `SLURM_CONTAINER_MOUNTS`."""
     tools: str = ""
-    """A folder with sbatch and the others, where they are not on the PATH of a plain ssh command."""
+    """Folder of sbatch and the other tools, if they are not on the PATH of a plain ssh command."""
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument for what could not be a word of Slurm's or ssh's."""
+        """Raise InvalidArgument for values that cannot be arguments of Slurm or ssh."""
         for name in ("partition", "account", "qos", "constraint", "reservation", "user"):
             _check(name, getattr(self, name), _WORD, "letters, digits and _.,@:+-")
         for host in self.hosts:
@@ -83,12 +83,12 @@ class SlurmSettings:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str], **given: Any) -> SlurmSettings:
-        """What was given counts before the variables. Raises InvalidArgument."""
+        """Return the settings; `given` overrides the variables. Raises InvalidArgument."""
         readers: dict[str, tuple[str, Callable[[str], Any]]] = {
             "SLURM_PARTITION": ("partition", str),
             "SLURM_ACCOUNT": ("account", str),
-            "SLURM_HOST": ("hosts", _listed),
-            "SLURM_HOSTNAME": ("hosts", _listed),
+            "SLURM_HOST": ("hosts", _split_list),
+            "SLURM_HOSTNAME": ("hosts", _split_list),
             "SLURM_USER": ("user", str),
             "SSH_KEY_PATH": ("key_file", os.path.expanduser),
             "SLURM_CONTAINER_MODE": ("mode", str),
@@ -98,16 +98,16 @@ class SlurmSettings:
         }
         read = {field: how(environ[name]) for name, (field, how) in readers.items() if environ.get(name)}
         if isinstance(given.get("hosts"), str):
-            given["hosts"] = _listed(given["hosts"])
+            given["hosts"] = _split_list(given["hosts"])
         return SlurmSettings(**{**read, **given})
 
 
-def _check(name: str, text: str, form: re.Pattern[str], told: str) -> None:
+def _check(name: str, text: str, form: re.Pattern[str], hint: str) -> None:
     if text and not form.fullmatch(text):
-        raise InvalidArgument(f"slurm: {name}: {text[:64]!a} cannot be used; write {told}")
+        raise InvalidArgument(f"slurm: {name}: {text[:64]!a} cannot be used; write {hint}")
 
 
-def _listed(text: str) -> tuple[str, ...]:
+def _split_list(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web consoles, at `/console` of a server, of the gateway and of the fleet of a machine: pages for who looks on.
+"""The web console at `/console` of a server, of the gateway and of a machine's fleet.
 
-`pages` serves the files in `assets`, which are written by hand and need no build. Of a server, `http` is the door, made by a
-composition root of `apps`, and `live` reads the engine's counts; everything else that page does goes through the server's
-own protocols (v2, OpenAI, /admin). The gateway's page asks its job API. So both may do what their reader's key may do, and
-nothing here decides about that. `fleet` is the door of a machine's fleet, which has no other that a browser can open: it has
-a key of its own.
+The files in `assets` are written by hand and need no build. The pages of a server and of the gateway use their normal
+protocols (v2, OpenAI, /admin, the job API), so that they may do what the user's key allows; `fleet` serves the page of
+a machine's fleet, with a key of its own.
 """

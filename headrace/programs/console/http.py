@@ -1,24 +1,197 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /console`, its files, `GET /console/api/live`, and the timelines of requests at `/console/api/requests`.
-
-Made by a composition root. The page itself is for everybody who can connect: it has no numbers in it, and has to ask for a
-key before it can get some. What it asks for is guarded like any other route.
-"""
+"""The routes of the console: `GET /console`, its files, live data, and request timelines."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files
+from string import Template
+from typing import Any
 
 import orjson
 
-from headrace.core.telemetry.registry import Registry
+from headrace.core.errors import NotFound
+from headrace.core.telemetry.metrics import Registry
 from headrace.engine.dataplane import DataPlane
+from headrace.engine.scheduling.request_timeline import MAX_TIMELINES
+from headrace.net.http.coding import GZIP, choose_coding
 from headrace.net.http.exchange import Exchange
-from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
+from headrace.net.http.heads import CONTENT_TYPE, JSON, Fields, ResponseHead
 from headrace.net.http.routes import Routes
-from headrace.programs.console.live import Live, Machine, Numbers, Others, Tasks
-from headrace.programs.console.pages import SERVER, Pages
-from headrace.programs.console.requests import Watching, wish_of
+from headrace.programs.console.live_data import Live, Machine, Numbers, Others, Tasks
+from headrace.programs.console.request_timelines import Watching, wish_of
+
+_TAG = "Console"
+_PAGE = {"text/html": {"schema": {"type": "string"}}}
+_ANY = {"*/*": {"schema": {"type": "string"}}}
+_NUMBERS = {"application/json": {"schema": {"type": "object"}}}
+_WISH = {
+    "type": "object",
+    "required": ["model"],
+    "properties": {
+        "model": {"type": "string"},
+        "requests": {"type": "integer", "minimum": 0, "maximum": MAX_TIMELINES, "default": 20},
+        "id": {"type": "string"},
+    },
+}
+
+
+def console_table() -> dict[tuple[str, str], dict[str, Any]]:
+    """Descriptions by (method, path)."""
+    return {
+        ("GET", "/console"): _operation("The console page", {"200": ("The page.", _PAGE)}),
+        ("GET", "/console/"): _operation(
+            "The console page, with a trailing slash", {"200": ("The page.", _PAGE), "308": ("It is at /console.", None)}
+        ),
+        ("GET", "/console/assets/{digest}/{file}"): _operation(
+            "A file of the page", {"200": ("The file; it never changes under this name.", _ANY)}, 404
+        ),
+        ("GET", "/console/api/live"): _operation(
+            "Live data of the server", {"200": ("Counts since the start of the server.", _NUMBERS)}
+        ),
+        ("GET", "/console/api/requests"): _operation(
+            "Timelines of watched requests", {"200": ("The watches and their timelines.", _NUMBERS)}
+        ),
+        ("POST", "/console/api/requests"): {
+            **_operation("Watch the next requests of a model", {"200": ("The same.", _NUMBERS)}, 404, 429),
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _WISH}}},
+        },
+    }
+
+
+def _operation(summary: str, answers: dict[str, tuple[str, Any]], *failing: int) -> dict[str, Any]:
+    told = {
+        status: {"description": text, **({"content": content} if content else {})}
+        for status, (text, content) in answers.items()
+    }
+    errors = {
+        str(status): {"$ref": f"#/components/responses/Error{status}"} for status in (400, 431, 500, 503, *failing)
+    }
+    return {"tags": [_TAG], "summary": summary, "responses": {**told, **errors}}
+
+
+PATH = "/console"
+ASSETS = "/console/assets"
+_FRAME = "frame.html"
+
+_TYPES = {
+    "html": b"text/html; charset=utf-8",
+    "css": b"text/css; charset=utf-8",
+    "js": b"text/javascript; charset=utf-8",
+    "svg": b"image/svg+xml",
+}
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_GUARDED: Fields = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"vary", b"accept-encoding"),
+)
+_PAGE_FIELDS: Fields = (
+    (b"content-security-policy", _POLICY),
+    (b"x-frame-options", b"DENY"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cache-control", b"no-cache"),
+    *_GUARDED,
+)
+_ASSET_FIELDS: Fields = ((b"cache-control", b"public, max-age=31536000, immutable"), *_GUARDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The files of one page."""
+
+    name: str
+    """Its script, and the file with its sections and buttons."""
+    title: str
+    command: str
+    """Text for browsers without JavaScript."""
+
+
+SERVER = Page("server", "Headrace", "headrace models --help")
+GATEWAY = Page("gateway", "Headrace gateway", "headrace jobs --help")
+FLEET = Page("fleet", "Headrace fleet", "headrace get --help")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file as it is sent."""
+
+    head: ResponseHead
+    same: ResponseHead
+    """The 304 response."""
+    tag: bytes
+    plain: bytes
+    packed: bytes
+
+    def answer(self, exchange: Exchange) -> None:
+        """Send the file, or 304."""
+        asked = exchange.head.get
+        if self.tag in (asked(b"if-none-match") or b""):
+            exchange.respond(self.same)
+        elif choose_coding(asked(b"accept-encoding") or b"") == GZIP:
+            exchange.respond(self.head, self.packed, ((b"content-encoding", GZIP),))
+        else:
+            exchange.respond(self.head, self.plain)
+
+
+class Pages:
+    """A page and its files."""
+
+    def __init__(self, page: Page) -> None:
+        folder = files("headrace.programs.console").joinpath("assets")
+        texts = {each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES}
+        frame, own = Template(texts[_FRAME].decode()), texts[f"{page.name}.html"].decode().rstrip()
+        texts = {name: each for name, each in texts.items() if not name.endswith(".html")}
+        digest = hashlib.sha256()
+        for name, each in sorted(texts.items()):
+            digest.update(b"%b %d\n%b" % (name.encode(), len(each), each))
+        self.digest = digest.hexdigest()[:16]
+        text = frame.substitute(
+            title=page.title,
+            # Relative: the server may be behind a proxy with a path of its own.
+            assets=f"{ASSETS[1:]}/{self.digest}",
+            script=f"{page.name}.js",
+            own=own,
+            command=page.command,
+        )
+        self.page = _file(_FRAME, text.encode(), _PAGE_FIELDS)
+        self.assets = {name: _file(name, each, _ASSET_FIELDS) for name, each in texts.items()}
+
+    def add_to(self, routes: Routes) -> None:
+        """Add the routes."""
+        routes.add("GET", PATH, self.page.answer)
+        routes.add("GET", f"{PATH}/", _without_slash)
+        routes.add("GET", f"{ASSETS}/{{digest}}/{{file}}", self.asset)
+
+    def asset(self, exchange: Exchange) -> None:
+        """Send one of the files. A page of another version requests other names, and is asked to reload."""
+        digest, name = exchange.params
+        file = self.assets.get(name) if digest == self.digest else None
+        if file is None:
+            raise NotFound("this file is of another version of the console, or of none: load /console again")
+        file.answer(exchange)
+
+
+_MOVED = ResponseHead(308, [(b"location", b"../console"), *_GUARDED])
+
+
+def _without_slash(exchange: Exchange) -> None:
+    exchange.respond(_MOVED)
+
+
+def _file(name: str, text: bytes, fields: Fields) -> File:
+    tag = b'W/"%b"' % hashlib.sha256(text).hexdigest()[:32].encode()
+    shared = (*fields, (b"etag", tag))
+    head = ResponseHead(200, [(CONTENT_TYPE, _TYPES[name.rpartition(".")[2]]), *shared])
+    return File(head, ResponseHead(304, shared), tag, text, gzip.compress(text, 9, mtime=0))
+
 
 LIVE = "/console/api/live"
 REQUESTS = "/console/api/requests"
@@ -35,7 +208,7 @@ class Console:
     """Handlers over one data plane.
 
     `others`: the numbers of other workers, if there are any, and `others_requests` their timelines. `control`: whether
-    models are loaded and unloaded on demand. `tasks`: what is brought from elsewhere.
+    models are loaded on demand. `tasks`: running downloads.
     """
 
     def __init__(
@@ -56,26 +229,26 @@ class Console:
         self._others_requests = others_requests
 
     def add_to(self, routes: Routes) -> None:
-        """Serve the paths."""
+        """Add the routes."""
         self._pages.add_to(routes)
         routes.add("GET", LIVE, self.live)
         routes.add("GET", REQUESTS, self.requests)
         routes.add("POST", REQUESTS, self.watch)
 
     def numbers(self) -> Numbers:
-        """This process's share, for other workers."""
+        """Return this process's numbers, for other workers."""
         return self._live.numbers()
 
     def timelines(self) -> Numbers:
-        """The same of timelines."""
+        """Return this process's timelines, for other workers."""
         return self._watching.document()
 
     def requests(self, exchange: Exchange) -> None:
-        """What is watched, and what was seen: the newest first."""
+        """Return the watches and their timelines, newest first."""
         exchange.respond(_LIVE_HEAD, orjson.dumps(self._requests()))
 
     def watch(self, exchange: Exchange) -> None:
-        """Begin or end to watch a model."""
+        """Start or stop watching a model."""
         self._watching.begin(wish_of(bytes(exchange.body)))
         exchange.respond(_LIVE_HEAD, orjson.dumps(self._requests()))
 
@@ -88,5 +261,5 @@ class Console:
         return {"watching": own["watching"], "requests": [{"key": key, **each} for key, each in ordered]}
 
     def live(self, exchange: Exchange) -> None:
-        """What the server does right now."""
+        """Return the live data."""
         exchange.respond(_LIVE_HEAD, orjson.dumps(self._live.document()))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is missing or wrong on a machine that is to serve models, and what to type to mend it.
+"""The checks of `headrace doctor`: what is missing or wrong on this machine, and the command that fixes it.
 
-Called by `headrace doctor`. Every module looks at one part of the machine and returns `finding.Finding`s; `running` runs
-them side by side. Nothing here changes anything.
+Every module checks one part of the machine and returns `Finding`s; `finding` runs them side by side. Nothing here
+changes the machine.
 """

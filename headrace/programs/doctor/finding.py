@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thing that was looked at, and how it is."""
+"""One result of a check, and how checks run side by side."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,3 +48,31 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def diagnose(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
+    """The findings of all checks, in the order of the checks; none waits for longer than `seconds` in all."""
+    found: dict[str, list[Finding]] = {}
+    threads = {}
+    for name, check in checks.items():
+        # Not a pool: the interpreter would wait for its threads at exit.
+        threads[name] = threading.Thread(target=_run, args=(name, check, found), name=f"doctor {name}", daemon=True)
+        threads[name].start()
+    ends = time.monotonic() + seconds
+    findings: list[Finding] = []
+    for name, thread in threads.items():
+        thread.join(max(0.0, ends - time.monotonic()))
+        late = [warning(name, f"could not be looked at in {seconds:g} s: something it asks does not answer")]
+        findings += found.get(name, late)
+    return findings
+
+
+def _run(name: str, check: Check, found: dict[str, list[Finding]]) -> None:
+    try:
+        found[name] = list(check())
+    except Exception as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        found[name] = [warning(name, f"could not be looked at, the check itself failed: {told}")]

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cores, memory and limits of this process, as the kernel and the control group tell of them."""
+"""Check cores, memory and process limits; GPUs, their driver and the packages for them."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+import re
 import resource
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from headrace.programs.doctor.finding import Finding, ok, problem, size, warning
 
@@ -126,3 +131,172 @@ def _limit(group: Path) -> tuple[int, int] | None:
         except (OSError, ValueError):
             continue
     return None
+
+
+_NVIDIA = "0x10de"
+_DEVICE = re.compile(r"nvidia[0-9]+")
+_TORCH_CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]([0-9.]+)['\"]", re.MULTILINE)
+_FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""The first driver for each major version of CUDA; within one, newer libraries run on older drivers."""
+_WHEELS = {12: "cu126", 11: "cu118"}
+Version = tuple[int, ...]
+
+
+def devices(folder: Path = Path("/dev")) -> list[str]:
+    """The device files of this machine's GPUs."""
+    try:
+        return sorted(name for name in os.listdir(folder) if _DEVICE.fullmatch(name))
+    except OSError:
+        return []
+
+
+def on_the_bus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
+    """How many graphics processors of NVIDIA are built in, whether a driver has them or not."""
+    count = 0
+    for device in pci.iterdir() if pci.is_dir() else ():
+        try:
+            ours = (device / "vendor").read_text().strip() == _NVIDIA
+            count += ours and (device / "class").read_text().startswith("0x03")
+        except OSError:
+            continue
+    return count
+
+
+def check_gpus(
+    environ: Mapping[str, str], folder: Path = Path("/dev"), proc: Path = Path("/proc")
+) -> Iterator[Finding]:
+    """From the cards to the libraries; what cannot be so because of an earlier thing is not told."""
+    found, built_in = devices(folder), on_the_bus()
+    if not found:
+        if built_in:
+            told = f"{built_in} on the bus, but no driver has them: no /dev/nvidia0"
+            fix = "docker run --gpus all ..." if Path("/.dockerenv").exists() else "sudo modprobe nvidia"
+            yield problem("GPUs", told, fix)
+        else:
+            yield ok("GPUs", "none: models compute on the processors")
+        return
+    closed = [each for each in found if not os.access(folder / each, os.R_OK | os.W_OK)]
+    if closed:
+        told = f"{folder / closed[0]} may not be used by this user"
+        yield problem("GPUs", told, "sudo usermod -aG $(stat -c %G /dev/nvidia0) $(id -un)")
+        return
+    hidden = environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and (not hidden.strip() or hidden.strip().startswith("-")):
+        yield warning(
+            "GPUs",
+            f"{len(found)} are here, and CUDA_VISIBLE_DEVICES={hidden!r} hides them",
+            "unset CUDA_VISIBLE_DEVICES",
+        )
+        return
+    driver = driver_version(proc)
+    cuda: Version = ()
+    try:
+        library = importlib.import_module("pynvml")
+    except ImportError:
+        yield ok("GPUs", f"{len(found)} found")
+        told = "NVIDIA's management library is not installed: no metrics of the GPUs"
+        yield warning("GPU metrics", told, "pip install 'headrace[gpu]'")
+    else:
+        told, cuda, driver = _asked(library, driver)
+        if not cuda:
+            yield problem("GPUs", told, "nvidia-smi")
+            return
+        yield ok("GPUs", told)
+    yield from check_libraries(driver, cuda)
+
+
+def check_libraries(driver: str, cuda: Version) -> Iterator[Finding]:
+    """The driver against what PyTorch and ONNX Runtime were built for."""
+    cuda = cuda or cuda_of(driver)
+    yield ok("GPU driver", f"{driver or 'of an unknown version'}, for CUDA {'.'.join(map(str, cuda)) or '?'}")
+    torch = _version("torch")
+    if torch:
+        yield _torch(torch, torch_cuda(), cuda)
+    runtime = _version("onnxruntime")
+    if runtime and not _version("onnxruntime-gpu"):
+        told = f"onnxruntime {runtime} computes on the processors alone"
+        yield warning("ONNX Runtime and CUDA", told, "pip uninstall -y onnxruntime && pip install onnxruntime-gpu")
+
+
+def _torch(torch: str, built: Version | None, cuda: Version) -> Finding:
+    name = "PyTorch and CUDA"
+    if built is None:
+        index = f"https://download.pytorch.org/whl/{_WHEELS.get(cuda[0] if cuda else 12, 'cu130')}"
+        told = f"torch {torch} is built without CUDA: models compute on the processors"
+        return warning(name, told, f"pip install --force-reinstall torch --index-url {index}")
+    text = ".".join(map(str, built))
+    if cuda and built[0] > cuda[0]:
+        needed = _FIRST_DRIVERS.get(built[0])
+        told = f"torch {torch} is built for CUDA {text}, and the driver has {'.'.join(map(str, cuda))} at most"
+        told += f": update the driver to {needed} or newer, or" if needed else ":"
+        wheels = _WHEELS.get(cuda[0], "cu126")
+        fix = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"
+        return problem(name, f"{told} take another build", fix)
+    return ok(name, f"torch {torch} for CUDA {text}")
+
+
+def _asked(library: Any, driver: str) -> tuple[str, Version, str]:
+    """What the driver says of the GPUs, its CUDA and its version. Where it does not answer: why, and no CUDA."""
+    try:
+        library.nvmlInit()
+    except library.NVMLError as error:
+        words = f"the driver does not answer ({error})"
+        if "mismatch" in str(error).lower():
+            words += ": it was updated since the machine was started, so start it anew"
+        return words, (), driver
+    try:
+        told = library.nvmlSystemGetDriverVersion()
+        driver = told.decode() if isinstance(told, bytes) else told
+        number = library.nvmlSystemGetCudaDriverVersion()
+        names = []
+        for index in range(library.nvmlDeviceGetCount()):
+            handle = library.nvmlDeviceGetHandleByIndex(index)
+            name, memory = library.nvmlDeviceGetName(handle), library.nvmlDeviceGetMemoryInfo(handle)
+            name = name.decode() if isinstance(name, bytes) else name
+            names.append(f"{name} ({size(memory.free)} of {size(memory.total)} free)")
+    except library.NVMLError as error:
+        return f"the driver does not answer ({error})", (), driver
+    finally:
+        library.nvmlShutdown()
+    return ", ".join(names), (number // 1000, number % 1000 // 10), driver
+
+
+def driver_version(proc: Path = Path("/proc")) -> str:
+    """The version of the loaded driver; "" where none is loaded, or none tells."""
+    try:
+        first = (proc / "driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return ""
+    found = re.search(r"\s([0-9]{3,}\.[0-9.]+)\s", first)
+    return found[1] if found else ""
+
+
+def cuda_of(driver: str) -> Version:
+    """The newest major version of CUDA that a driver runs."""
+    numbers = _numbers(driver)
+    fit = [major for major, first in _FIRST_DRIVERS.items() if numbers and numbers[0] >= first]
+    return (max(fit),) if fit else ()
+
+
+def torch_cuda() -> Version | None:
+    """The CUDA that the installed PyTorch was built for; None for a build without."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        try:
+            found = _TORCH_CUDA.search(Path(folder, "version.py").read_text())
+        except OSError:
+            continue
+        if found:
+            return _numbers(found[1])
+    return None
+
+
+def _numbers(text: str) -> Version:
+    return tuple(int(part) for part in re.findall(r"[0-9]+", text))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages: those that Headrace needs, those of its extras, and pairs that do not go together.
+"""Check packages: required ones, those of extras, and conflicting pairs.
 
-Nothing large is imported; versions are those that pip wrote down, and what is wanted stands in Headrace's own metadata.
+Imports nothing large: versions are from pip's metadata, requirements from Headrace's own.
 """
 
 from __future__ import annotations

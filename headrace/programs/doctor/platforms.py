@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Platforms for services: what their own preflights say. A platform that nobody asked for is only looked for.
+"""Check the platforms for services by their preflights.
 
-The preflight of Slurm makes the folder for its scripts on the cluster, so it runs only when it is asked for by name.
+A platform that was not named is only detected. The preflight of Slurm makes the folder for its scripts on the cluster,
+so it runs only if Slurm is named.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ def check_platform(platform: str, environ: Mapping[str, str], *, asked: bool) ->
         return
 
     async def look() -> list[Check]:
-        from headrace.platforms.drivers import DriverOptions, default_state_dir, driver_of
+        from headrace.platforms.drivers import DriverOptions, create_driver, default_state_dir
         from headrace.platforms.registry import DEFAULT_PATH
 
-        driver = driver_of(platform, DriverOptions(default_state_dir(DEFAULT_PATH, environ), environ))
+        driver = create_driver(platform, DriverOptions(default_state_dir(DEFAULT_PATH, environ), environ))
         try:
             return await asyncio.wait_for(driver.preflight(), _NAMED_SECONDS if asked else _SECONDS)
         finally:
@@ -75,11 +76,11 @@ def _fix(platform: str, name: str) -> str:
 
 def check_unasked(environ: Mapping[str, str]) -> Iterator[Finding]:
     """What can be known without asking another machine: Docker here, and whether there is something to ask elsewhere."""
-    from headrace.platforms.docker.checking import machine_of
+    from headrace.platforms.docker.cli import remote_host
 
     if shutil.which("docker") is None:
         yield ok(DOCKER, "no docker program: services run as processes", "sudo apt install docker.io")
-    elif machine_of(environ.get("DOCKER_HOST", "")):
+    elif remote_host(environ.get("DOCKER_HOST", "")):
         yield ok(DOCKER, "on another machine, which was not asked", f"headrace doctor --platform {DOCKER}")
     else:
         yield from check_platform(DOCKER, environ, asked=False)

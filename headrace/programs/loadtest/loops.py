@@ -1,23 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ways to send: a closed loop asks again when it is answered, an open one when a request is due.
-
-Called by `running`. A closed loop shows what a server can do with so many clients; it slows down with the server, and so
-says nothing of what people would wait who do not. An open loop counts from when a request was due: what waited for a
-connection, or for us, waited too.
-"""
+"""Send load: closed loops send when an answer has come, open loops when a request is due."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import math
+import os
+import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from headrace.programs.loadtest.alarms import Alarm
-from headrace.programs.loadtest.arrivals import Arrivals
-from headrace.programs.loadtest.lanes import NEVER_SENT, Lane, Target
-from headrace.programs.loadtest.recording import Recording
+from headrace.core.errors import InvalidArgument
+from headrace.programs.loadtest.connections import NEVER_SENT, Lane, Target
+from headrace.programs.loadtest.results import Recording
+
+_CLOCK_MONOTONIC = 1
+_SHORTEST_SECONDS = 1e-6
+
+
+class _Times(ctypes.Structure):
+    """`struct itimerspec`: again every so long, and first after."""
+
+    _fields_ = [
+        ("every_seconds", ctypes.c_long),
+        ("every_nanoseconds", ctypes.c_long),
+        ("seconds", ctypes.c_long),
+        ("nanoseconds", ctypes.c_long),
+    ]
+
+
+class Alarm:
+    """Calls back once for each `ring_in`. Belongs to the loop it was made in."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._loop = asyncio.get_running_loop()
+        self._late: asyncio.TimerHandle | None = None
+        self._library = ctypes.CDLL(None, use_errno=True)
+        self._file = -1
+        if hasattr(self._library, "timerfd_create"):
+            self._file = int(self._library.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        if self._file >= 0:
+            self._loop.add_reader(self._file, self._rang)
+
+    def ring_in(self, seconds: float) -> None:
+        """Ring after so long; replaces what was asked for before."""
+        wait = max(seconds, _SHORTEST_SECONDS)
+        if self._file < 0:
+            if self._late is not None:
+                self._late.cancel()
+            self._late = self._loop.call_later(wait, self._ring)
+            return
+        whole = int(wait)
+        times = _Times(0, 0, whole, int((wait - whole) * 1e9))
+        self._library.timerfd_settime(self._file, 0, ctypes.byref(times), None)
+
+    def close(self) -> None:
+        """Ring no more."""
+        if self._late is not None:
+            self._late.cancel()
+        if self._file >= 0:
+            self._loop.remove_reader(self._file)
+            os.close(self._file)
+            self._file = -1
+
+    def _rang(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._file, 8)
+        self._ring()
+
+
+class Arrivals:
+    """Due times, one after the other."""
+
+    def __init__(self, rate: float, *, uniform: bool = False, seed: int = 0) -> None:
+        if rate <= 0:
+            raise InvalidArgument(f"a rate of {rate:g} requests per second sends nothing: give one above 0")
+        self._rate = rate
+        self._uniform = uniform
+        self._chance = random.Random(seed)  # noqa: S311 - spreads requests, hides nothing
+        self._count = 0
+        self.next = self._first()
+        """When the next one is due."""
+
+    def take_until(self, seconds: float) -> Iterator[float]:
+        """Those that are due by now and have not been taken yet."""
+        while self.next <= seconds:
+            due = self.next
+            self._count += 1
+            # By multiplication where that is possible: sums of small steps drift.
+            self.next = self._count / self._rate if self._uniform else due + self._gap()
+            yield due
+
+    def _first(self) -> float:
+        return 0.0 if self._uniform else self._gap()
+
+    def _gap(self) -> float:
+        return self._chance.expovariate(self._rate)
+
 
 MOST_LANES = 1024
 """Connections of an open loop; what is due beyond waits, and its waiting counts."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server process of our own over a folder of models, on a free port of this machine. Started by `tune`.
+"""A server process over a folder of models on a free port, for `headrace tune`.
 
-It loads what it is told to and nothing else, so that other models of the folder take no part in the measurement.
+It loads only the model that is tuned, so that other models of the folder do not disturb the measurement.
 """
 
 from __future__ import annotations

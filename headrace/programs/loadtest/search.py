@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for the setting with the most throughput within a latency target, by measurement. Called by `tune`.
+"""Search for the settings with the highest throughput within a latency target, by measurement.
 
-One coordinate after the other, each walked as long as it pays. Measurements are noisy: a setting that is more trouble has
-to be better by more than the noise, and the best are measured again before one of them wins. Knows neither server nor
-configuration: both are behind two functions.
+Walks one coordinate after the other as long as it pays. Measurements are noisy: a costlier setting must be better by
+more than the noise, and the best ones are measured again before one wins. Server and configuration are behind two
+functions.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from statistics import fmean
 from typing import Any
 
 from headrace.core.errors import HeadraceError
-from headrace.programs.loadtest.measured import Measured
-from headrace.programs.loadtest.settings import Setting, Space
+from headrace.programs.loadtest.results import Measured
+from headrace.programs.loadtest.tuning import Setting, Space
 
 WORTH = 0.05
 """A setting that is more trouble must give so much more."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composition roots: settings become objects, objects run, and at the end they drain.
+"""The inference server: one process or several workers, every protocol, until a signal.
 
-One module per program, and what programs share to run (`supervisor`). May not live here: anything that decides what a
-request means.
+`server` is the program of one process; `supervisor` starts several, `worker`, `worker_channel`, `worker_stats` and
+`broadcast` let them act as one server; `protocols` adds the routes, `access_guard` and `route_scopes` check who may use
+them; `asgi` is the server without ports.
 """

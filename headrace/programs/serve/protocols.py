@@ -1,58 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every protocol over one data plane: the routes and services of a server, and those of its metrics port.
-
-Called by `server`, and by tests for a site without ports.
-"""
+"""Put every protocol on one data plane: the routes and services of a server and of its metrics port."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from headrace.api.admin.describing import admin_table
-from headrace.api.admin.http import Admin
+from headrace.api.admin import Admin, admin_table
 from headrace.api.metrics.http import Metrics
 from headrace.api.openai.http import OpenAiHttp
+from headrace.api.openapi.http import OpenApi, OpenApiSettings
 from headrace.api.openapi.openai_routes import openai_table
 from headrace.api.openapi.predict_routes import predict_table
-from headrace.api.openapi.service import OpenApi, OpenApiSettings
-from headrace.api.predict.grpc import PredictGrpc
+from headrace.api.predict.grpc import PredictGrpc, predict_schema
 from headrace.api.predict.http import PredictHttp
-from headrace.api.predict.schema import predict_schema
-from headrace.api.v1.accounts import V1Accounts
 from headrace.api.v1.grpc import V1Grpc
 from headrace.api.v1.http import V1Http
-from headrace.api.v1.schema import nvidia_schema
-from headrace.api.v2.decode_times import DecodeTimes
+from headrace.api.v1.messages import nvidia_schema
+from headrace.api.v1.status import V1Statistics
 from headrace.api.v2.grpc import V2Grpc
+from headrace.api.v2.grpc_messages import inference_schema
 from headrace.api.v2.http import V2Http
-from headrace.api.v2.schema import inference_schema
-from headrace.api.v2.shared import V2Shared
-from headrace.core.telemetry.access import log_access
+from headrace.api.v2.shared_state import DecodeTimes, V2State
+from headrace.core.telemetry.logs import log_access
 from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine
-from headrace.engine.traffic.traffic import Traffic
+from headrace.engine.traffic.splits import TrafficSplits
 from headrace.models.media.reader import MediaReader
-from headrace.net.grpc.health import HealthService
-from headrace.net.grpc.reflection import ReflectionService
 from headrace.net.grpc.services import Services
+from headrace.net.grpc.standard_services import HealthService, ReflectionService
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
 from headrace.net.sockets import Address
-from headrace.programs.console.describing import console_table
-from headrace.programs.console.http import Console
-from headrace.programs.console.requests import Watching
-from headrace.programs.serve.from_pages import OwnPagesRoutes
-from headrace.programs.serve.guarded import Guard, guarded_routes, guarded_services, open_guard
+from headrace.programs.console.http import Console, console_table
+from headrace.programs.console.request_timelines import Watching
+from headrace.programs.serve.access_guard import Guard, guarded_routes, guarded_services, open_guard
+from headrace.programs.serve.route_scopes import OwnPagesRoutes
 from headrace.programs.serve.settings import ServerSettings
-from headrace.programs.serve.worker import Worker
-from headrace.programs.serve.workers import WorkersAccounts
-from headrace.programs.serve.workers_routes import WorkersRoutes, WorkersServices
+from headrace.programs.serve.worker import Worker, WorkersAccounts, WorkersRoutes, WorkersServices
 
 
 class BuiltSite(NamedTuple):
-    """A site, and what is to be told when it is about to close."""
+    """A site, and what to notify before it closes."""
 
     site: Site
     health: HealthService
@@ -60,7 +50,7 @@ class BuiltSite(NamedTuple):
     decode_times: DecodeTimes
 
     def drain(self) -> None:
-        """New work is for other servers: be not healthy, and end the streams that nothing is due on."""
+        """Report unhealthy, and end idle streams, so that new work goes to other servers."""
         self.health.shut_down()
         for streams in self.streams:
             streams.drain()
@@ -68,11 +58,11 @@ class BuiltSite(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Protocols:
-    """What a server is made of, besides its models and its ports."""
+    """The parts of a server, besides its models and ports."""
 
     plane: DataPlane
     built: BuiltSite
-    traffic: Traffic
+    traffic: TrafficSplits
     guard: Guard | None
     metrics_site: Site | None
     metrics: Metrics | None
@@ -84,14 +74,14 @@ class Protocols:
         return self.built.site
 
     def start(self) -> None:
-        """Begin what runs beside requests."""
+        """Start background tasks."""
         if self.metrics is not None:
             self.metrics.start()
         if self.guard is not None:
             self.guard.start()
 
     async def close(self) -> None:
-        """End it."""
+        """Stop background tasks."""
         if self.metrics is not None:
             self.metrics.close()
         if self.guard is not None:
@@ -103,9 +93,9 @@ class Protocols:
 def build_protocols(
     engine: Engine, settings: ServerSettings, tracer: Tracer, worker: Worker | None, folder: str = ""
 ) -> Protocols:
-    """All protocols that the settings allow; with several workers, which share a folder, each tells of all."""
+    """Return all protocols that the settings allow; one of several workers answers for all."""
     plane = engine.plane if worker is None else worker.plane
-    traffic = Traffic(engine.plane, engine.metrics, settings.traffic)
+    traffic = TrafficSplits(engine.plane, engine.metrics, settings.traffic)
     guard = open_guard(settings.access, engine.metrics, folder)
     media = MediaReader(settings.media) if settings.openai is not None else None
     built = build_site(plane, settings, tracer, worker, traffic, guard, media)
@@ -127,15 +117,15 @@ def build_site(
     settings: ServerSettings,
     tracer: Tracer = NO_TRACING,
     worker: Worker | None = None,
-    traffic: Traffic | None = None,
+    traffic: TrafficSplits | None = None,
     guard: Guard | None = None,
     media: MediaReader | None = None,
 ) -> BuiltSite:
-    """The protocols for models over one data plane."""
+    """Return the protocols for models over one data plane."""
     routes, services = _tables(worker, guard)
-    v2 = V2Shared(plane, settings.v2, tracer)
+    v2 = V2State(plane, settings.v2, tracer)
     memory = v2.memory if settings.v2.allow_client_shm else None
-    accounts = V1Accounts(settings.v1)
+    accounts = V1Statistics(settings.v1)
     if worker is not None:
         accounts = WorkersAccounts(settings.v1, worker.gathering, worker.started)
     V2Http(plane, tracer, v2).add_to(routes)
@@ -143,13 +133,13 @@ def build_site(
     predict = PredictHttp(plane, settings.predict, key_of, more_fields=sticky_fields) if settings.predict else None
     if predict is not None:
         predict.health.add_to(routes)
-    # Others do the same under other names: where a part of v2 is restricted they would be a way around it.
+    # The other protocols offer the same under other names: they would bypass restrictions of v2.
     if not settings.v2.http_restrictions:
         V1Http(plane, accounts, memory).add_to(routes)
         if predict is not None:
             predict.add_to(routes)
         if settings.openai is not None:
-            OpenAiHttp(plane, settings.openai, media, settings.engine.handing).add_to(routes)
+            OpenAiHttp(plane, settings.openai, media, settings.engine.kv_transfer).add_to(routes)
         if traffic is not None and settings.allow_admin:
             _admin(traffic, worker, routes).add_to(routes)
     tables = [predict_table(), admin_table(), openai_table(), console_table()]
@@ -178,7 +168,7 @@ def build_site(
 
 
 def _tables(worker: Worker | None, guard: Guard | None) -> tuple[Routes, Services]:
-    """What routes and services are added to: behind a guard, for several workers, both, or neither."""
+    """Return the routes and services to add to: guarded, for several workers, both, or neither."""
     if guard is not None:
         return guarded_routes(guard, worker), guarded_services(guard, worker)
     if worker is not None:
@@ -186,7 +176,7 @@ def _tables(worker: Worker | None, guard: Guard | None) -> tuple[Routes, Service
     return OwnPagesRoutes(), Services()
 
 
-def _admin(traffic: Traffic, worker: Worker | None, routes: Routes) -> Admin:
+def _admin(traffic: TrafficSplits, worker: Worker | None, routes: Routes) -> Admin:
     if worker is None or not isinstance(routes, WorkersRoutes):
         return Admin(traffic)
     gathering = worker.gathering
@@ -198,7 +188,7 @@ def _admin(traffic: Traffic, worker: Worker | None, routes: Routes) -> Admin:
 def _console(
     engine: Engine, settings: ServerSettings, metrics: Metrics | None, worker: Worker | None, times: DecodeTimes
 ) -> Console:
-    machine = metrics.seen if metrics is not None else tuple
+    machine = metrics.hardware_samples if metrics is not None else tuple
     control = bool(settings.engine.repositories) and settings.engine.repository.mode == "explicit"
     watching = Watching(engine.plane, times.received_ns, times.switch)
     tasks = settings.running.tasks
@@ -221,7 +211,7 @@ def _console(
 
 
 def _described(settings: ServerSettings) -> OpenApiSettings:
-    """What the OpenAPI document says of where it is, and whether it may tell of models."""
+    """Return the server's address for the OpenAPI document, and whether it may list models."""
     restricted = {api for restriction in settings.v2.http_restrictions for api in restriction.apis}
     usual = OpenApiSettings(show_models=not restricted & {"metadata", "model-config"})
     address = settings.http or settings.grpc

@@ -1,41 +1,197 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inference server: puts the engine behind every protocol and the protocols on their ports.
-
-Called by `headrace serve`. One event loop per process; `--workers` starts several that share the ports.
-"""
+"""The inference server program: the engine, every protocol and their ports, until a signal."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
+import ipaddress
 import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import uvloop
 
-from headrace.core.errors import HeadraceError
-from headrace.core.exit_codes import BAD_CONFIGURATION
+from headrace.core.errors import BAD_CONFIGURATION, FailedPrecondition, HeadraceError
 from headrace.core.telemetry.progress import silent
 from headrace.core.telemetry.tracing import NO_TRACING, open_tracing
 from headrace.engine.engine import Engine, open_engine
-from headrace.net.server import drain_servers, run_until_signal
-from headrace.programs.serve.heartbeats import Heartbeats, Watchdog
-from headrace.programs.serve.memory import MemoryReturner
-from headrace.programs.serve.ports import Ports, held_ports, tell_who_can_connect
+from headrace.net.negotiation import NegotiatingProtocol
+from headrace.net.server import HttpServer, drain_servers, run_until_signal
+from headrace.net.site import Site
+from headrace.net.sockets import Address, reserve_port
+from headrace.net.tls import TlsFiles
 from headrace.programs.serve.protocols import Protocols, build_protocols, build_site
 from headrace.programs.serve.settings import ListenSettings, ServerSettings
-from headrace.programs.serve.siblings import worker_folder
-from headrace.programs.serve.splits_file import SplitsFile
-from headrace.programs.serve.supervisor import run_processes
+from headrace.programs.serve.split_reload import SplitsFile
+from headrace.programs.serve.supervisor import Heartbeats, Watchdog, run_processes
 from headrace.programs.serve.worker import Worker
+from headrace.programs.serve.worker_channel import worker_folder
 
-__all__ = ["ListenSettings", "ServerSettings", "build_site", "run_server"]
+_EVERY_SECONDS = 4.0
+_GROWN_BYTES = 8 << 20
+_STATM = Path("/proc/self/statm")
+
+
+class MemoryReturner:
+    """Returns memory to the system after large requests. Does nothing without glibc."""
+
+    def __init__(self, trim: Callable[[int], int] | None = None) -> None:
+        self._trim = trim or getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._smallest = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._trimming: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start watching."""
+        if self._trim is not None:
+            self._smallest = resident_bytes()
+            self._wait()
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._trimming is not None:
+            self._trimming.cancel()
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_EVERY_SECONDS, self._look)
+
+    def _look(self) -> None:
+        if resident_bytes() > self._smallest + _GROWN_BYTES:
+            self._trimming = asyncio.create_task(self._give_back())
+        else:
+            self._wait()
+
+    async def _give_back(self) -> None:
+        if self._trim is not None:
+            # In a thread: it takes milliseconds and releases the interpreter.
+            await asyncio.to_thread(self._trim, 0)
+        self._smallest = resident_bytes()
+        self._wait()
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of the process."""
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
 
 log = logging.getLogger("headrace.apps")
 
 
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """A port to open."""
+
+    address: Address
+    tls: TlsFiles | None
+    reuse: bool
+    optional: bool = False
+
+
+@contextmanager
+def held_ports(settings: ServerSettings) -> Iterator[ServerSettings]:
+    """Return settings whose ports stay ours while workers restart, also if the kernel chose them."""
+    listening = settings.listening
+    with ExitStack() as held:
+        http = settings.http and _hold(settings.http, listening.reuse_http, held)
+        grpc = settings.grpc and _hold(settings.grpc, listening.reuse_grpc, held)
+        metrics = settings.metrics
+        if metrics is not None:
+            try:
+                metrics = _hold(metrics, False, held)
+            except FailedPrecondition as error:
+                _go_without(metrics, error, optional=listening.metrics_optional)
+                metrics = None
+        yield replace(settings, http=http, grpc=grpc, metrics=metrics)
+
+
+def _hold(address: Address, reuse: bool, held: ExitStack) -> Address:
+    if reuse and address.port:
+        return address  # Other servers may listen there already, or later.
+    address, sock = reserve_port(address)
+    held.enter_context(sock)
+    return address
+
+
+class Ports:
+    """All servers of one process."""
+
+    def __init__(self, settings: ServerSettings, site: Site, metrics_site: Site | None) -> None:
+        listening = settings.listening
+        shared = settings.workers > 1
+        self._optional: HttpServer | None = None
+        self.servers: list[HttpServer] = []
+        """Open the metrics port first: it reports on the others."""
+        if settings.metrics is not None and metrics_site is not None:
+            self._add(metrics_site, _Port(settings.metrics, listening.tls, shared, listening.metrics_optional))
+        if settings.http is not None:
+            self._add(site, _Port(settings.http, listening.tls, shared or listening.reuse_http))
+        if settings.grpc is not None:
+            tls = listening.grpc_tls or listening.tls
+            self._add(site, _Port(settings.grpc, tls, shared or listening.reuse_grpc))
+
+    def _add(self, site: Site, port: _Port) -> None:
+        server = HttpServer(site, port.address, partial(NegotiatingProtocol, site), tls=port.tls, reuse_port=port.reuse)
+        self.servers.append(server)
+        if port.optional:
+            self._optional = server
+
+    async def open(self) -> None:
+        """Listen on all ports."""
+        for server in tuple(self.servers):
+            try:
+                await server.start()
+            except FailedPrecondition as error:
+                _go_without(server.address, error, optional=server is self._optional)
+                self.servers.remove(server)
+
+
+def _go_without(address: Address, error: HeadraceError, *, optional: bool) -> None:
+    if not optional:
+        raise error
+    log.warning(
+        "port %d is taken, so metrics have no port of their own: they are at /metrics of the HTTP port; --metrics-port "
+        "chooses another",
+        address.port,
+    )
+
+
+def tell_who_can_connect(addresses: Sequence[Address | None], *, needs_keys: bool) -> None:
+    """Warn that Triton listens on every interface and Headrace does not."""
+    hosts = [address.host for address in addresses if address is not None and address.host]
+    if hosts and all(_is_loopback(host) for host in hosts):
+        log.info("only this machine can connect: --http-address 0.0.0.0 and --grpc-address 0.0.0.0 let others in")
+    elif hosts and not needs_keys:
+        log.warning(
+            "others can connect, and no key is asked of them: everybody who reaches this machine can use its models; "
+            "--api-keys-file FILE asks for keys (headrace keys create), --host 127.0.0.1 keeps others out"
+        )
+
+
+def only_this_machine(addresses: Iterable[Address | None]) -> bool:
+    """Return whether only this machine can connect."""
+    return all(address is None or address.path or _is_loopback(address.host) for address in addresses)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+__all__ = ["ListenSettings", "ServerSettings", "build_site", "run_server"]
+
+
 def run_server(settings: ServerSettings) -> int:
-    """Serve until a signal; returns the exit code."""
+    """Serve until a signal; return the exit code."""
     if settings.workers == 1:
         return _run_process(settings, "", None, 0)
     beats = Heartbeats(settings.workers)
@@ -75,8 +231,8 @@ class _Serving:
         protocols.start()
         memory = MemoryReturner()
         ports = Ports(settings, protocols.site, protocols.metrics_site)
-        # Ports first: who asks is told that models are loading, and for how long a load takes is anyone's guess. But one
-        # worker among others that serve comes to the ports when it can serve too.
+        # Ports first, so that clients learn that models are loading, which may take long. But one of several workers opens
+        # them only when it can serve, while the others do.
         late = worker is not None and await worker.start()
         if not late:
             await self._open(ports)
@@ -101,7 +257,7 @@ class _Serving:
             if worker is not None:
                 await worker.close()
             protocols.traffic.close()
-            # What the connections have left of the grace; there is one for all of it.
+            # The grace period covers everything: use what the connections have left of it.
             await engine.close(self._grace_left())
             await protocols.close()
             tracer.close()
@@ -119,7 +275,7 @@ class _Serving:
             await worker.catch_up()
         if ports is not None:
             await self._open(ports)
-        # What exists now lives as long as the process: the collector need not look at it again.
+        # These objects live as long as the process: the garbage collector need not visit them.
         gc.collect()
         gc.freeze()
         if self._beats is not None:

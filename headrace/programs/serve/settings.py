@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the inference server can be told. Filled by `headrace serve`, read by `server` and what it is made of."""
+"""Settings of the inference server, made by `headrace serve`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.api.access.settings import AccessSettings
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.predict.settings import PredictSettings
-from headrace.api.v1.accounts import V1Settings
+from headrace.api.v1.status import V1Settings
 from headrace.api.v2.settings import V2Settings
 from headrace.core.limits import Limits
 from headrace.core.telemetry.progress import Progress, Running, silent
@@ -26,40 +26,40 @@ class ListenSettings:
     """How the ports are opened."""
 
     tls: TlsFiles | None = None
-    """Certificate and key for all ports; with a client CA, clients must have a certificate too."""
+    """Certificate and key for all ports; with a client CA, clients need a certificate, too."""
 
     grpc_tls: TlsFiles | None = None
-    """The same for the gRPC port, if it is to have others."""
+    """Certificate and key of the gRPC port, if they differ."""
 
     reuse_http: bool = False
-    """Whether other servers of the same user may listen on the HTTP port too."""
+    """Whether other servers of the same user may listen on the HTTP port, too."""
 
     reuse_grpc: bool = False
 
     metrics_optional: bool = False
-    """Whether to go on without the metrics port when it is taken: nobody chose it."""
+    """Whether to continue without the metrics port if the default one is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What `headrace serve` can be told."""
+    """Settings of `headrace serve`."""
 
     http: Address | None
-    """Where HTTP/1.1 and HTTP/2 are spoken."""
+    """Addresses for HTTP/1.1 and HTTP/2."""
 
     grpc: Address | None
-    """Where gRPC is spoken; HTTP works there too, as gRPC works on the HTTP port."""
+    """Addresses for gRPC; HTTP works there, too, as gRPC works on the HTTP port."""
 
     metrics: Address | None = None
-    """Where metrics are served, and nothing else."""
+    """Addresses for metrics only."""
 
     listening: ListenSettings = field(default_factory=ListenSettings)
 
     workers: int = 1
-    """Processes that share the ports."""
+    """Worker processes that share the ports."""
 
     worker_timeout_seconds: float = 30.0
-    """How long one of several processes may hang before it is killed and another started; 0 for as long as it likes."""
+    """How long a worker may hang before it is killed and restarted; 0 for no limit."""
 
     grace_seconds: float = 30.0
     """How long a request in flight may take after SIGTERM."""
@@ -68,50 +68,50 @@ class ServerSettings:
     """One log line per request."""
 
     trace_endpoint: str = ""
-    """Send spans of infer requests to this OTLP/HTTP collector; which requests, `v2.trace` says."""
+    """Export spans of infer requests to this OTLP/HTTP collector; `v2.trace` selects the requests."""
 
     v1: V1Settings = field(default_factory=V1Settings)
     """The protocol of Triton's first releases."""
 
     v2: V2Settings = field(default_factory=V2Settings)
-    """Today's protocol."""
+    """Triton's current protocol."""
 
     predict: PredictSettings | None = None
-    """`/predict`; None for none."""
+    """`/predict`; None to switch it off."""
 
     openai: OpenAiSettings | None = None
-    """OpenAI's protocol; None for none."""
+    """OpenAI's protocol; None to switch it off."""
 
     media: MediaSettings = field(default_factory=MediaSettings)
-    """Images and videos that its requests name."""
+    """Limits for images and videos in requests."""
 
     access: AccessSettings = field(default_factory=AccessSettings)
-    """Who may ask, and how much."""
+    """API keys, rate limits and concurrency."""
 
     traffic: TrafficSettings = field(default_factory=TrafficSettings)
-    """How versions share the traffic of their models, at the start."""
+    """Traffic splits at the start."""
 
     traffic_again: Callable[[], TrafficSettings] | None = None
-    """Reads that anew from the configuration file `traffic_file`; raises what is wrong with it. None without a file."""
+    """Reads the splits again from the configuration file `traffic_file`; raises its problems. None without a file."""
 
     traffic_file: str = ""
 
     allow_admin: bool = True
-    """Whether `/admin` is served: not to strangers who need no API key."""
+    """Whether `/admin` is served: not to other machines without API keys."""
 
     allow_console: bool = True
-    """Whether `/console` is served: not to strangers who need no API key."""
+    """Whether `/console` is served: not to other machines without API keys."""
 
     measuring: MetricsSettings | None = None
-    """What `/metrics` tells, here and on the metrics port; None for no metrics at all."""
+    """What `/metrics` reports, here and on the metrics port; None for no metrics."""
 
     limits: Limits = field(default_factory=Limits)
 
     engine: EngineSettings = field(default_factory=EngineSettings)
-    """Which models, and how they are kept."""
+    """Model repositories and how they are watched."""
 
     progress: Progress = silent
-    """Who looks on while models load."""
+    """Receives progress while models load."""
 
     running: Running = field(default_factory=Running)
-    """What is brought from elsewhere while the server runs, for the console."""
+    """Downloads while the server runs, for the console."""

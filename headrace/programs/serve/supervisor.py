@@ -1,24 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several worker processes under one parent: start, watch, restart, stop.
-
-Called by composition roots before they make a loop, a thread or a GPU context: workers are plain forks. Turns signals
-to the parent into signals to the workers and their ends into one exit code; knows nothing of what a worker does. Linux.
-"""
+"""Start, watch, restart and stop several worker processes; detect workers that hang."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
+import mmap
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
-from headrace.core.exit_codes import BAD_CONFIGURATION
-from headrace.programs.serve.heartbeats import BEAT_SECONDS, Watchdog
+from headrace.core.errors import BAD_CONFIGURATION
+
+BEAT_SECONDS = 1.0
+LONGEST_LOOK_SECONDS = 2 * BEAT_SECONDS
+"""Time between two polls that still counts."""
+_AT_WORK = 10
+
+
+class Heartbeats:
+    """A heartbeat counter for each worker, and whether it serves. Made before the workers are forked."""
+
+    def __init__(self, count: int) -> None:
+        self._cells = memoryview(mmap.mmap(-1, 2 * 8 * count)).cast("Q")
+
+    def keep_beating(self, index: int) -> None:
+        """In the worker: beat as long as its event loop runs."""
+        self.beat(index)
+        asyncio.get_running_loop().call_later(BEAT_SECONDS, self.keep_beating, index)
+
+    def beat(self, index: int) -> None:
+        """Beat once."""
+        self._cells[2 * index] += 1
+
+    def serve(self, index: int) -> None:
+        """In the worker: its models are loaded."""
+        self._cells[2 * index + 1] = 1
+
+    def begin(self, index: int) -> int:
+        """In the supervisor, before a new process: keep the count of its predecessors."""
+        self._cells[2 * index + 1] = 0
+        return self._cells[2 * index]
+
+    def beats(self, index: int) -> int:
+        """Return the count."""
+        return self._cells[2 * index]
+
+    def serves(self, index: int) -> bool:
+        """Return whether the worker has started."""
+        return bool(self._cells[2 * index + 1])
+
+
+class Effort(NamedTuple):
+    """The state of a process, from /proc."""
+
+    state: str
+    """`D`: waits for a disk. `T`: stopped."""
+    ticks: int
+    """CPU time of all threads, in hundredths of a second."""
+    faults: int
+    """Page faults that needed a disk."""
+
+    def since(self, before: Effort) -> bool:
+        """Return whether the process works, or has worked since then."""
+        return self.state == "D" or (self.ticks, self.faults) != (before.ticks, before.faults)
+
+
+def effort_of(pid: int) -> Effort:
+    """Read a process that was not reaped. Without /proc it counts as working."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return Effort("D", 0, 0)
+    # The name, in parentheses, may have any characters.
+    fields = text[text.rindex(b")") + 2 :].split()
+    return Effort(fields[0].decode(), int(fields[11]) + int(fields[12]), int(fields[9]))
+
+
+@dataclass(slots=True)
+class _Pulse:
+    beats: int
+    effort: Effort | None = None
+    """The state when it was last found silent."""
+    resting: float = 0.0
+    working: float = 0.0
+
+
+class Watchdog:
+    """Detects workers that hang: silent and idle for `seconds`."""
+
+    def __init__(self, beats: Heartbeats, seconds: float, *, effort_of: Callable[[int], Effort] = effort_of) -> None:
+        self.seconds = seconds
+        self._beats = beats
+        self._effort_of = effort_of
+        self._pulses: dict[int, _Pulse] = {}
+
+    def begin(self, index: int) -> None:
+        """A new process gets this place."""
+        self._pulses[index] = _Pulse(self._beats.begin(index))
+
+    def looked(self, index: int, pid: int, passed: float) -> str:
+        """Check a worker, `seconds` after the last check: return how it hangs, or ""."""
+        pulse, beats = self._pulses[index], self._beats.beats(index)
+        if beats != pulse.beats:
+            self._pulses[index] = _Pulse(beats)
+            return ""
+        effort, before = self._effort_of(pid), pulse.effort
+        pulse.effort = effort
+        if before is None:
+            return ""
+        passed = min(passed, LONGEST_LOOK_SECONDS)
+        if effort.since(before):
+            # Work makes up for idleness: on a crowded machine a computing worker has to wait now and then, and threads that
+            # wait for Python's lock wake up briefly.
+            pulse.working += passed
+            pulse.resting = max(0.0, pulse.resting - passed)
+        else:
+            pulse.resting += passed
+        return self._judged(pulse, effort, serves=self._beats.serves(index))
+
+    def _judged(self, pulse: _Pulse, effort: Effort, *, serves: bool) -> str:
+        if pulse.resting >= self.seconds:
+            silent = "has been stopped" if effort.state in ("T", "t") else "has answered nothing and done nothing"
+            return f"{silent} for {pulse.resting:.0f} s"
+        if serves and pulse.working >= _AT_WORK * self.seconds:
+            return f"has answered nothing for {pulse.working:.0f} s in which it computed"
+        return ""
+
 
 log = logging.getLogger("headrace.apps")
 
@@ -26,17 +141,16 @@ _FIRST_DELAY_SECONDS = 0.5
 _LONGEST_DELAY_SECONDS = 30.0
 _LONG_LIFE_SECONDS = 60.0
 _EARLY_SECONDS = 1.0
-"""A worker that finds its configuration bad in this time, when no other is older, would do so again: all are stopped."""
+"""If a worker fails by its configuration within this time, and no other is older, all are stopped: it would fail again."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_processes(count: int, main: Callable[[int], int], watchdog: Watchdog | None = None) -> int:
-    """Run `main(index)` in `count` processes until SIGTERM or SIGINT; returns the exit code of the program.
+    """Run `main(index)` in `count` processes until SIGTERM or SIGINT; return the program's exit code.
 
-    One process is this very one. Several are forked, and a worker that ends without being told to is started again; with a
-    watchdog, so is one that hangs. A first signal is passed on, so that workers drain; a second kills them. 0 when all ended
-    well.
+    A single process is this one. Several are forked; a worker that ends by itself is restarted, and with a watchdog so
+    is one that hangs. The first signal is passed on, so that workers drain; the second kills them. 0 if all ended well.
     """
     if count < 1:
         raise ValueError("there must be at least one process")
@@ -48,7 +162,7 @@ def run_processes(count: int, main: Callable[[int], int], watchdog: Watchdog | N
 
 
 class _Worker:
-    """One place for a process, and the process in it."""
+    """One place for a process, and its process."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -56,9 +170,9 @@ class _Worker:
         self.started = 0.0
         self.delay = _FIRST_DELAY_SECONDS
         self.due: float | None = 0.0
-        """When to start a process here; None while one runs, or when none is to run any more."""
+        """When to start a process; None while one runs, or if none shall run."""
         self.hung = False
-        """Whether this process was killed for that."""
+        """Whether this process was killed because it hung."""
 
     def __str__(self) -> str:
         return f"worker {self.index} (pid {self.pid})"
@@ -75,7 +189,7 @@ class _Supervisor:
         self._code = 0
 
     def run(self) -> int:
-        # Blocked and asked for, never handled: no signal can be lost between a look and a wait.
+        # Signals are blocked and waited for, never handled, so that none is lost between a check and a wait.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             while True:
@@ -94,10 +208,10 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _arrived(self) -> signal.Signals:
-        """The next signal; SIGALRM when it is time for a look.
+        """Return the next signal; SIGALRM when it is time for a check.
 
-        Not `sigtimedwait`: if this process was stopped meanwhile (Ctrl-Z, a paused container) and goes on when the time is
-        over, Python gives back what lay in its memory as if it were a signal. Seen with 3.11.
+        Not `sigtimedwait`: if this process is stopped meanwhile (Ctrl-Z, a paused container) and continues when the
+        time is over, Python 3.11 returns stale memory as a signal.
         """
         signal.setitimer(signal.ITIMER_REAL, max(self._patience(), 0.001))
         return signal.Signals(signal.sigwaitinfo(_SIGNALS).si_signo)
@@ -114,14 +228,14 @@ class _Supervisor:
                 self._start(worker, now, mask)
 
     def _start(self, worker: _Worker, now: float, mask: set[int | signal.Signals]) -> None:
-        sys.stdout.flush()  # what is buffered here would come out once per worker
+        sys.stdout.flush()  # Buffered output would be written once per worker.
         sys.stderr.flush()
         parent = os.getpid()
         if self._watchdog is not None:
             self._watchdog.begin(worker.index)
         try:
             pid = os.fork()
-        except OSError as error:  # no memory or no process left, for now
+        except OSError as error:  # Out of memory or processes, for now.
             log.error("cannot start worker %d: %s; trying again in %g s", worker.index, error.strerror, worker.delay)
             self._postpone(worker)
             return
@@ -152,7 +266,7 @@ class _Supervisor:
 
     def _send(self, number: signal.Signals) -> None:
         for worker in self._workers:
-            if worker.pid is not None:  # not reaped yet, so the number is still its own
+            if worker.pid is not None:  # Not reaped yet, so the pid is still its own.
                 os.kill(worker.pid, number)
 
     def _reap(self) -> None:
@@ -165,7 +279,7 @@ class _Supervisor:
                     self._ended(worker, name, os.waitstatus_to_exitcode(status))
 
     def _look(self) -> None:
-        """Kill whoever hangs; while stopping, too, for it would never end. `_reap` finds it, and it is started again."""
+        """Kill workers that hang, also while stopping. `_reap` finds them, and they are restarted."""
         now = time.monotonic()
         if self._watchdog is None or now - self._looked < BEAT_SECONDS / 2:
             return
@@ -182,7 +296,7 @@ class _Supervisor:
     def _ended(self, worker: _Worker, name: str, code: int) -> None:
         lived = time.monotonic() - worker.started
         if self._stopping:
-            # A signal may also come before the worker has a handler for it; then there was nothing to drain.
+            # A signal may come before the worker has a handler; then there was nothing to drain.
             if code not in (0, -signal.SIGTERM, -signal.SIGINT) and not self._killed:
                 log.warning("%s did not stop well: %s", name, _cause(code, hung=worker.hung))
                 self._code = self._code or 1
@@ -200,7 +314,7 @@ class _Supervisor:
         self._postpone(worker)
 
     def _any_serves(self) -> bool:
-        # Then the configuration was good not long ago: a file may be half replaced, and is no reason to stop the rest.
+        # The configuration was good before: a file may be half replaced, which is no reason to stop the others.
         soon = time.monotonic() - _EARLY_SECONDS
         return any(worker.pid is not None and worker.started <= soon for worker in self._workers)
 
@@ -210,19 +324,19 @@ def _cause(code: int, *, hung: bool = False) -> str:
         return "hung and was killed"
     if code >= 0:
         return f"exited with code {code}"
-    known = {number.value: number.name for number in signal.Signals}  # those of real time have no names
+    known = {number.value: number.name for number in signal.Signals}  # Real-time signals have no names.
     hint = " (the kernel does this when memory runs out)" if code == -signal.SIGKILL else ""
     return f"was ended by {known.get(-code, f'signal {-code}')}{hint}"
 
 
 def _be_worker(index: int, main: Callable[[int], int], mask: set[int | signal.Signals], parent: int) -> NoReturn:
-    """The life of a forked process, which must never return into the code that called `run_processes`."""
+    """Run a forked process, which must never return to the caller of `run_processes`."""
     code = 1
     try:
         _end_with_parent(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = main(index)
-    except KeyboardInterrupt:  # SIGINT before the worker had a handler for it
+    except KeyboardInterrupt:  # SIGINT before the worker had a handler.
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
@@ -236,12 +350,12 @@ def _be_worker(index: int, main: Callable[[int], int], mask: set[int | signal.Si
 
 
 def _end_with_parent(parent: int) -> None:
-    """Ask for SIGTERM when the parent dies, however it dies: orphans would hold the port and the GPUs."""
+    """Request SIGTERM when the parent dies: orphans would hold the port and the GPUs."""
     if sys.platform != "linux":
         return
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     except (OSError, AttributeError):
         log.warning("prctl is missing: workers will outlive a supervisor that is killed")
-    if os.getppid() != parent:  # it died before the request
+    if os.getppid() != parent:  # It died before the request.
         os._exit(1)

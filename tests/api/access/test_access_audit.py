@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.api.access.audit import Audit
+from headrace.api.access.audit import AuditLog
 from headrace.api.access.roles import Principal
 from headrace.core.clock import ManualClock
 from headrace.core.errors import InvalidArgument
@@ -29,7 +29,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_line_says_who_did_what_where_from_and_how_it_ended(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    audit = Audit(path, clock=ManualClock(wall=1_700_000_000.5))
+    audit = AuditLog(path, clock=ManualClock(wall=1_700_000_000.5))
     audit.record("services.start", "allowed", ALICE, "acme", "job-1", "10.0.0.1")
     audit.record("login", "denied", None, "acme", "", "10.0.0.2", "Unauthorized: no")
     audit.close()
@@ -64,7 +64,7 @@ def test_a_file_that_others_could_read_is_closed_to_them_and_only_grows(tmp_path
     path = tmp_path / "audit.jsonl"
     path.write_text('{"old": 1}\n')
     path.chmod(0o644)
-    audit = Audit(path)
+    audit = AuditLog(path)
     audit.record("login", "allowed", ALICE, "acme", "", "a")
     audit.close()
     assert [line.get("old") for line in lines(path)] == [1, None]
@@ -72,13 +72,13 @@ def test_a_file_that_others_could_read_is_closed_to_them_and_only_grows(tmp_path
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
     with pytest.raises(OSError):
-        Audit(link)
+        AuditLog(link)
 
 
 @given(st.lists(st.text(), min_size=6, max_size=6))
 def test_nobody_forges_a_line(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     path = tmp_path_factory.mktemp("audit") / "audit.jsonl"
-    audit = Audit(path)
+    audit = AuditLog(path)
     name, organisation, target, address, reason, operation = texts
     principal = Principal("id", name, "", {}, "")
     audit.record(operation, "failed", principal, organisation, target, address, reason)
@@ -90,7 +90,7 @@ def test_nobody_forges_a_line(tmp_path_factory: pytest.TempPathFactory, texts: l
 @pytest.mark.parametrize("text", ["a\n{}", "a\r\n{}", "\x1b[2J", "\u202e", "\u2028", "\x00", "\ud800", '"}'])
 def test_what_terminals_and_readers_stumble_over_is_escaped(tmp_path: Path, text: str) -> None:
     path = tmp_path / "audit.jsonl"
-    audit = Audit(path)
+    audit = AuditLog(path)
     audit.record("jobs.write", "allowed", ALICE, "acme", text, text)
     audit.close()
     raw = path.read_bytes()
@@ -119,7 +119,7 @@ SECRET = "Zm9vYmFyYmF6cXV4MTIzNDU2Nzg5MA"
 )
 def test_a_secret_is_taken_out(tmp_path: Path, text: str) -> None:
     path = tmp_path / "audit.jsonl"
-    audit = Audit(path)
+    audit = AuditLog(path)
     audit.record(text, "failed", Principal(text, text, "", {}, text), text, text, text, text)
     audit.close()
     for cut in range(len(SECRET) - 5):
@@ -128,7 +128,7 @@ def test_a_secret_is_taken_out(tmp_path: Path, text: str) -> None:
 
 def test_a_long_text_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    audit = Audit(path)
+    audit = AuditLog(path)
     audit.record("jobs.write", "allowed", ALICE, "acme", "x" * 10_000_000, "a")
     audit.close()
     assert lines(path)[0]["target"] == "x" * 256
@@ -136,7 +136,7 @@ def test_a_long_text_is_cut(tmp_path: Path) -> None:
 
 def test_a_full_file_is_renamed_and_the_oldest_goes(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    audit = Audit(path, most_bytes=1000, files=3)
+    audit = AuditLog(path, most_bytes=1000, files=3)
     for number in range(60):
         audit.record("jobs.write", "allowed", ALICE, "acme", str(number), "a")
     audit.close()
@@ -150,8 +150,8 @@ def test_a_full_file_is_renamed_and_the_oldest_goes(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from headrace.api.access.audit import Audit
-audit = Audit(Path(sys.argv[1]), most_bytes=4000, files=100)
+from headrace.api.access.audit import AuditLog
+audit = AuditLog(Path(sys.argv[1]), most_bytes=4000, files=100)
 for number in range(100):
     audit.record("jobs.write", "allowed", None, sys.argv[2], str(number), "a")
 audit.close()
@@ -171,7 +171,7 @@ def test_several_processes_lose_nothing(tmp_path: Path) -> None:
 def test_a_flood_of_denials_does_not_push_the_past_out(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     clock = ManualClock()
-    audit = Audit(path, clock=clock)
+    audit = AuditLog(path, clock=clock)
     for _ in range(500):
         audit.record("authenticate", "denied", None, "", "", "6.6.6.6")
     audit.record("authenticate", "denied", None, "", "", "1.1.1.1")
@@ -184,7 +184,7 @@ def test_a_flood_of_denials_does_not_push_the_past_out(tmp_path: Path) -> None:
 
 def test_the_file_is_made_again_if_somebody_takes_it_away(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    audit = Audit(path)
+    audit = AuditLog(path)
     os.rename(path, tmp_path / "taken")
     audit.record("login", "allowed", ALICE, "acme", "", "a")
     audit.close()
@@ -194,18 +194,18 @@ def test_the_file_is_made_again_if_somebody_takes_it_away(tmp_path: Path) -> Non
 def test_a_disk_that_fails_does_not_fail_the_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
-    audit = Audit(folder / "audit.jsonl")
+    audit = AuditLog(folder / "audit.jsonl")
     for found in folder.iterdir():
         found.unlink()
     folder.rmdir()
     audit.record("login", "allowed", ALICE, "acme", "", "a")
     audit.close()
-    assert "is lost: No such file or directory" in caplog.text
+    assert "audit.jsonl: No such file or directory" in caplog.text
 
 
 def test_a_torn_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "audit.jsonl"
-    audit = Audit(path)
+    audit = AuditLog(path)
     write = os.write
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda file, line: write(file, line[:20]))
@@ -219,12 +219,12 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_room_for_nothing(tmp_path: Path) -> None:
     for most_bytes, files in ((0, 1), (1, 0)):
         with pytest.raises(InvalidArgument):
-            Audit(tmp_path / "audit.jsonl", most_bytes=most_bytes, files=files)
+            AuditLog(tmp_path / "audit.jsonl", most_bytes=most_bytes, files=files)
 
 
 def test_the_newest_lines_of_an_organisation(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    audit = Audit(path, most_bytes=2000, files=2)
+    audit = AuditLog(path, most_bytes=2000, files=2)
     for number in range(30):
         audit.record("jobs.write", "allowed", ALICE, "acme" if number % 2 else "other", f"job-{number}", "10.0.0.1")
     with path.open("ab") as file:

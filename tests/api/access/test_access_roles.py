@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.api.access.roles import OPERATIONS, ROLES, Principal, Role, check, check_organisation, check_role, may
+from headrace.api.access.roles import (
+    OPERATIONS,
+    ROLES,
+    Principal,
+    Role,
+    check_organisation,
+    check_permission,
+    check_role,
+    is_allowed,
+)
 from headrace.core.errors import InvalidArgument, NotFound, PermissionDenied
 
 
@@ -14,7 +23,7 @@ def who(role: Role, organisation: str = "acme") -> Principal:
 
 
 def test_a_viewer_changes_nothing_and_computes_nothing() -> None:
-    allowed = {operation for operation in OPERATIONS if may("viewer", operation)}
+    allowed = {operation for operation in OPERATIONS if is_allowed("viewer", operation)}
     assert allowed == {
         "workspaces.read",
         "experiments.read",
@@ -26,13 +35,13 @@ def test_a_viewer_changes_nothing_and_computes_nothing() -> None:
 
 
 def test_an_operator_runs_things_but_manages_nobody() -> None:
-    refused = {operation for operation in OPERATIONS if not may("operator", operation)}
+    refused = {operation for operation in OPERATIONS if not is_allowed("operator", operation)}
     assert refused == {"users.read", "users.write", "audit.read", "services.report", "workspaces.backup"}
 
 
 def test_each_role_may_what_the_one_before_may() -> None:
     for operation in OPERATIONS:
-        allowed = [may(role, operation) for role in ROLES]
+        allowed = [is_allowed(role, operation) for role in ROLES]
         assert allowed == sorted(allowed), operation
         assert allowed[-1], operation
 
@@ -40,14 +49,14 @@ def test_each_role_may_what_the_one_before_may() -> None:
 @pytest.mark.parametrize("operation", ["", "jobs", "jobs.", "jobs.READ", "jobs.read ", "*", "jobs.read\n", "__class__"])
 def test_what_is_not_in_the_table_is_nobodys(operation: str) -> None:
     for role in ROLES:
-        assert not may(role, operation)
+        assert not is_allowed(role, operation)
         with pytest.raises(PermissionDenied):
-            check(who(role), "acme", operation)
+            check_permission(who(role), "acme", operation)
 
 
 @pytest.mark.parametrize("role", ["", "root", "Admin", "admin ", "*"])
 def test_a_role_that_is_none_may_nothing(role: str) -> None:
-    assert not any(may(role, operation) for operation in OPERATIONS)
+    assert not any(is_allowed(role, operation) for operation in OPERATIONS)
     with pytest.raises(InvalidArgument, match="viewer, operator, admin"):
         check_role(role)
 
@@ -55,18 +64,18 @@ def test_a_role_that_is_none_may_nothing(role: str) -> None:
 def test_who_has_no_role_there_finds_nothing_whether_or_not_it_exists() -> None:
     for other in ("umbrella", "ACME", "acme ", "", "*", "acme/../umbrella"):
         with pytest.raises(NotFound) as caught:
-            check(who("admin"), other, "jobs.read")
+            check_permission(who("admin"), other, "jobs.read")
         assert repr(other) in caught.value.message
 
 
 def test_a_role_everywhere_and_a_lesser_one_somewhere() -> None:
     principal = Principal("id", "alice", "", {"*": "admin", "acme": "viewer"})
-    check(principal, "umbrella", "users.write")
-    check(principal, "acme", "jobs.read")
+    check_permission(principal, "umbrella", "users.write")
+    check_permission(principal, "acme", "jobs.read")
     with pytest.raises(
         PermissionDenied, match="the role viewer does not allow 'jobs.write': ask an admin for the role operator"
     ):
-        check(principal, "acme", "jobs.write")
+        check_permission(principal, "acme", "jobs.write")
     with pytest.raises(InvalidArgument):
         check_organisation("*")
 

@@ -98,9 +98,9 @@ async def test_the_last_token_is_given_again_until_twelve_hours_before_its_end(t
 async def test_a_revoked_token_is_not_given_again(tmp_path: Path) -> None:
     at = Stand(tmp_path)
     token, claims = await at.tokens.issue(at.user, "acme", "operator")
-    assert await at.tokens.is_good(claims)
+    assert await at.tokens.is_valid(claims)
     await at.tokens.revoke(claims.token_id, claims.expires)
-    assert not await at.tokens.is_good(claims)
+    assert not await at.tokens.is_valid(claims)
     assert at.rows.revoked[claims.token_id] > claims.expires
     assert await at.token() != token
     for bad in ("", "x" * 65):
@@ -127,7 +127,7 @@ async def test_expiry_with_a_minute_for_clocks_that_differ(tmp_path: Path) -> No
     at.clock.advance(1)
     with pytest.raises(Unauthenticated, match="Unauthorized: the token has expired: log in again"):
         at.tokens.verify(token)
-    assert not await at.tokens.is_good(claims)
+    assert not await at.tokens.is_valid(claims)
 
 
 def test_a_token_from_the_future(tmp_path: Path) -> None:
@@ -216,7 +216,12 @@ def test_key_files_that_will_not_do(tmp_path: Path) -> None:
     nonsense = tmp_path / "nonsense.pem"
     nonsense.write_text("nvapi-secret")
     nonsense.chmod(0o600)
-    wrong = {weak: "2048 bits", curve: "Ed25519", nonsense: "no PEM private key", tmp_path / "none.pem": "cannot read"}
+    wrong = {
+        weak: "2048 bits",
+        curve: "Ed25519",
+        nonsense: "not a PEM private key",
+        tmp_path / "none.pem": "cannot read",
+    }
     for path, text in wrong.items():
         with pytest.raises(InvalidArgument, match=text) as caught:
             SigningKeys(tmp_path / "keys.json", path)
@@ -254,9 +259,9 @@ async def test_rotation_that_drops_what_leaked(tmp_path: Path) -> None:
     at = Stand(tmp_path)
     old, claims = await at.tokens.issue(at.user, "acme", "operator")
     SigningKeys(at.path, clock=at.clock).rotate(keep_old=False)
-    with pytest.raises(Unauthenticated, match="signing key is not known"):
+    with pytest.raises(Unauthenticated, match="signing key is no longer in use"):
         at.tokens.verify(old)
-    assert not await at.tokens.is_good(claims)
+    assert not await at.tokens.is_valid(claims)
 
 
 def test_the_file_is_its_owners_alone_and_made_once(tmp_path: Path) -> None:

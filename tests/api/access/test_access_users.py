@@ -125,7 +125,7 @@ async def test_rotation_at_once_and_with_grace() -> None:
         user, fourth = await at.users.rotate("alice")
         assert user.tokens_after == at.clock.wall()
         for key in (second, third):
-            with pytest.raises(Unauthenticated, match="not known"):
+            with pytest.raises(Unauthenticated, match="unknown key"):
                 await at.users.by_key(key)
         await at.users.by_key(fourth)
         for bad in (-1.0, float("nan"), 1e12):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.api.access.concurrency import Full, InFlight, Late, OverShare
+from headrace.api.access.concurrency import DeadlineUnreachable, FairShareExceeded, InFlight, InFlightLimitReached
 from headrace.core.clock import ManualClock
 from headrace.core.errors import InvalidArgument
 
@@ -24,7 +24,7 @@ def test_the_limit() -> None:
     flow = InFlight(2, ManualClock())
     flow.enter(0.0, None)
     flow.enter(0.0, None)
-    with pytest.raises(Full, match="2 requests are in flight") as refused:
+    with pytest.raises(InFlightLimitReached, match="2 requests are in flight") as refused:
         flow.enter(0.0, None)
     assert refused.value.retry_after_seconds == 1.0  # nothing is known of its speed
     assert flow.count == 2
@@ -41,7 +41,7 @@ def test_what_is_refused_is_told_when_to_come_back() -> None:
     run_loaded(flow, clock, 49, 0.01)
     flow.enter(clock.monotonic(), None)
     assert flow.rate == pytest.approx(100, rel=0.05)
-    with pytest.raises(Full) as refused:
+    with pytest.raises(InFlightLimitReached) as refused:
         flow.enter(clock.monotonic(), None)
     assert refused.value.retry_after_seconds == pytest.approx(0.5, rel=0.05)
 
@@ -51,7 +51,7 @@ def test_who_would_wait_longer_than_its_timeout_is_refused_at_once() -> None:
     flow = InFlight(0, clock)
     run_loaded(flow, clock, 40, 0.01)
     now = clock.monotonic()
-    with pytest.raises(Late, match=r"40 requests wait, which takes 0\.4.* s; this one has 0\.3 s"):
+    with pytest.raises(DeadlineUnreachable, match=r"40 requests are queued, which takes 0\.4.* s; this one has 0\.3 s"):
         flow.enter(now, 0.3)
     flow.enter(now, 0.5)
     flow.enter(now, None)
@@ -99,7 +99,7 @@ def test_idle_time_is_no_slowness() -> None:
 
 
 def test_a_limit_that_makes_no_sense() -> None:
-    with pytest.raises(InvalidArgument, match="limited to 1 or more"):
+    with pytest.raises(InvalidArgument, match="must be 1 or more"):
         InFlight(-1)
 
 
@@ -107,7 +107,7 @@ def test_who_asks_alone_has_all_the_room() -> None:
     flow = InFlight(8, ManualClock())
     for _ in range(8):
         flow.share("alone", 0.0).enter(0.0, None)
-    with pytest.raises(Full):
+    with pytest.raises(InFlightLimitReached):
         flow.share("alone", 0.0).enter(0.0, None)
 
 
@@ -117,16 +117,16 @@ def test_the_last_quarter_is_for_those_below_their_share() -> None:
     for _ in range(6):
         noisy.enter(0.0, None)
     with pytest.raises(
-        OverShare, match="6 requests of this API key are in flight; with 2 keys in use, 4 are its share"
+        FairShareExceeded, match="6 requests of this API key are in flight; with 2 keys in use, 4 are its share"
     ):
         noisy.enter(0.0, None)
     quiet.enter(0.0, None)
     quiet.enter(0.0, None)
-    with pytest.raises(Full):
+    with pytest.raises(InFlightLimitReached):
         quiet.enter(0.0, None)
     # What is over makes room for whoever has less, and not for the other.
     noisy.leave()
-    with pytest.raises(OverShare):
+    with pytest.raises(FairShareExceeded):
         noisy.enter(0.0, None)
     quiet.enter(0.0, None)
     assert (noisy.count, quiet.count, flow.count) == (5, 3, 8)
@@ -140,7 +140,7 @@ def test_while_there_is_room_nobody_is_held_to_a_share() -> None:
         flow.share(f"key {number}", 0.0)
     for _ in range(75):
         flow.share("key 0", 0.0).enter(0.0, None)
-    with pytest.raises(OverShare):
+    with pytest.raises(FairShareExceeded):
         flow.share("key 0", 0.0).enter(0.0, None)
 
 
@@ -152,7 +152,7 @@ def test_small_limits_leave_a_place_too(limit: int) -> None:
     quiet.leave()
     for _ in range(max(1, limit - 1)):
         noisy.enter(0.0, None)
-    with pytest.raises((Full, OverShare)):
+    with pytest.raises((InFlightLimitReached, FairShareExceeded)):
         noisy.enter(0.0, None)
     if limit > 1:
         quiet.enter(0.0, None)
@@ -164,7 +164,7 @@ def test_who_has_not_asked_for_a_minute_has_no_share_any_more() -> None:
     for now in (0.0, 30.0, 59.0):
         noisy = flow.share("noisy", now)
         noisy.enter(now, None)
-    with pytest.raises(OverShare):
+    with pytest.raises(FairShareExceeded):
         noisy.enter(59.0, None)
     flow.share("noisy", 61.0).enter(61.0, None)
     assert flow.count == 4
@@ -174,7 +174,7 @@ def test_who_has_not_asked_for_a_minute_has_no_share_any_more() -> None:
     flow.share("slow", 63.0).enter(63.0, None)
     flow.share("noisy", 163.0)
     noisy.leave()
-    with pytest.raises(OverShare):
+    with pytest.raises(FairShareExceeded):
         flow.share("noisy", 163.0).enter(163.0, None)
 
 
@@ -185,7 +185,7 @@ def test_those_that_would_be_late_are_shared_out_as_well() -> None:
     now = clock.monotonic()
     noisy, quiet = flow.share("noisy", now), flow.share("quiet", now)
     noisy.count = 40  # those that run
-    with pytest.raises(OverShare):
+    with pytest.raises(FairShareExceeded):
         noisy.enter(now, 0.5)
     quiet.enter(now, 0.5)
     noisy.enter(now, None)  # nothing bounds what has no time-out

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.api.access.keys import KeyRing, sent_key
-from headrace.api.access.keys_file import create_key, revoke_key
+from headrace.api.access.api_keys import KeyRing, create_key, revoke_key, sent_key
 from headrace.core.clock import ManualClock
 from headrace.core.errors import HeadraceError
 
@@ -117,11 +116,11 @@ def test_a_broken_or_missing_file_keeps_the_old_keys(tmp_path: Path, caplog: pyt
 
 
 def test_a_server_does_not_start_without_its_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(HeadraceError, match="is not there"):
+    with pytest.raises(HeadraceError, match="does not exist"):
         KeyRing(tmp_path / "none.yaml")
     (tmp_path / "empty.yaml").write_text("keys: []\n")
     KeyRing(tmp_path / "empty.yaml")
-    assert "every request but those for health will be refused" in caplog.text
+    assert "all requests except health checks will be refused" in caplog.text
 
 
 def test_admin_includes_the_others(tmp_path: Path) -> None:

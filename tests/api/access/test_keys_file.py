@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.api.access.keys_file import create_key, read_keys, revoke_key
+from headrace.api.access.api_keys import create_key, read_keys, revoke_key
 from headrace.core.errors import AlreadyExists, HeadraceError, InvalidArgument, NotFound
 
 DIGEST = "ab" * 32
@@ -58,7 +58,7 @@ def test_a_name_is_used_once_and_is_plain(tmp_path: Path) -> None:
     with pytest.raises(AlreadyExists, match="revoke it first"):
         create_key(path, "alice", ["read"], created=0)
     for name in ("", "a b", "a\n", "x" * 65, "../a"):
-        with pytest.raises(InvalidArgument, match="no name for a key"):
+        with pytest.raises(InvalidArgument, match="not a valid name for a key"):
             create_key(path, name, ["infer"], created=0)
     assert path.read_text() == before
 
@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InvalidArgument, match="No space left on device; it is as it was"):
+    with pytest.raises(InvalidArgument, match="No space left on device; it is unchanged"):
         create_key(path, "bob", ["infer"], created=0)
     assert path.read_text() == before
     assert os.listdir(tmp_path) == ["keys.yaml"]
@@ -120,8 +120,8 @@ def entry(**changes: object) -> dict[str, object]:
         ({"keys": [entry(scopes=["root"])]}, "a list of infer, read, admin"),
         ({"keys": [entry(scopes=[])]}, "a list of infer, read, admin"),
         ({"keys": [entry(scopes="infer")]}, "a list of infer, read, admin"),
-        ({"keys": [entry(expires="soon")]}, "`expires` is a time"),
-        ({"keys": [entry(expires=17)]}, "`expires` is a time"),
+        ({"keys": [entry(expires="soon")]}, "`expires` must be a time"),
+        ({"keys": [entry(expires=17)]}, "`expires` must be a time"),
         ({"keys": [entry(), entry(sha256="cd" * 32)]}, "two keys have the same name"),
         ({"keys": [entry(), entry(name="b")]}, "two keys have the same sha256"),
     ],

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.api.access.keys import ApiKey
+from headrace.api.access.api_keys import ApiKey
+from headrace.api.access.rate_limits import SubjectResolver
 from headrace.api.access.settings import RateBy, RateLimit, RateLimits
-from headrace.api.access.subjects import Subjects
 from headrace.core.errors import InvalidArgument
 
 ALICE = ApiKey("alice", b"", frozenset(("infer",)))
@@ -26,7 +26,7 @@ def forwarded(*values: bytes) -> FakeHead:
 
 
 def address(peer: str, head: FakeHead, *trusted: str) -> str:
-    return Subjects(RateLimits(trusted_proxies=trusted)).address(peer, head).decode()
+    return SubjectResolver(RateLimits(trusted_proxies=trusted)).address(peer, head).decode()
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_forwarded_addresses(peer: str, values: list[bytes], trusted: list[str],
 
 
 def test_a_trusted_proxy_must_be_an_address() -> None:
-    with pytest.raises(InvalidArgument, match=r"'proxy\.local' is no trusted proxy"):
-        Subjects(RateLimits(trusted_proxies=("proxy.local",)))
+    with pytest.raises(InvalidArgument, match=r"'proxy\.local' is not a trusted proxy"):
+        SubjectResolver(RateLimits(trusted_proxies=("proxy.local",)))
 
 
 def subjects_of(by: RateBy, head: FakeHead, key: ApiKey | None) -> bytes:
-    (subject,) = Subjects(RateLimits(limits=(RateLimit(1, by=by),))).of("1.1.1.1:5", head, key)
+    (subject,) = SubjectResolver(RateLimits(limits=(RateLimit(1, by=by),))).resolve("1.1.1.1:5", head, key)
     return subject
 
 
@@ -100,15 +100,15 @@ def test_by_key_user_and_address() -> None:
 
 def test_nobody_passes_for_another_kind_or_limit() -> None:
     limits = (RateLimit(1, by="user"), RateLimit(2, by="user"), RateLimit(1, by="key"))
-    made = Subjects(RateLimits(limits=limits)).of("1.1.1.1:5", FakeHead((b"x-user-id", b"alice")), ALICE)
+    made = SubjectResolver(RateLimits(limits=limits)).resolve("1.1.1.1:5", FakeHead((b"x-user-id", b"alice")), ALICE)
     assert made == [b"0ualice", b"1ualice", b"2kalice"]
 
 
 def test_the_memory_of_addresses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.api.access.subjects._REMEMBERED", 8)
-    subjects = Subjects(RateLimits(limits=(RateLimit(1),), trusted_proxies=("10.0.0.1",)))
+    monkeypatch.setattr("headrace.api.access.rate_limits._CACHED_ADDRESSES", 8)
+    subjects = SubjectResolver(RateLimits(limits=(RateLimit(1),), trusted_proxies=("10.0.0.1",)))
     for number in range(100):
-        subjects.of("10.0.0.1:1", forwarded(b"1.1.1.%d" % number), None)
+        subjects.resolve("10.0.0.1:1", forwarded(b"1.1.1.%d" % number), None)
         assert len(subjects._addresses) <= 8
-    subjects.of("10.0.0.1:1", forwarded(b"1.1.1.1," * 1000), None)
+    subjects.resolve("10.0.0.1:1", forwarded(b"1.1.1.1," * 1000), None)
     assert all(len(value) <= 512 for _, value in subjects._addresses)

@@ -11,9 +11,8 @@ from typing import Any, cast
 import pytest
 from split_planes import World, same, world_of
 
-from headrace.api.admin.describing import admin_table
-from headrace.api.admin.http import Admin
-from headrace.api.openapi.document import base_document, undescribed
+from headrace.api.admin import Admin, admin_table
+from headrace.api.openapi.document import base_document, undescribed_routes
 from headrace.api.v2.http import V2Http
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
@@ -91,18 +90,18 @@ def test_a_split_is_set_looked_at_and_removed(ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("path", "document", "status", "says"),
     [
-        ("m", b"{", 400, "no JSON (line 1, column"),
+        ("m", b"{", 400, "not JSON (line 1, column"),
         ("m", b"[1]", 400, "must be a JSON object"),
-        ("m", b"\xff", 400, "no JSON"),
+        ("m", b"\xff", 400, "not JSON"),
         ("m", b" " * 300_000, 400, "far less than"),
-        ("m", b"[" * 100_000, 400, "no JSON"),
+        ("m", b"[" * 100_000, 400, "not JSON"),
         ("m", {"weights": {"1": 0.5, "2": 0.2}}, 400, "sum to 0.7"),
         ("m", {"weights": {"1": 0.5, "9": 0.5}}, 400, "no version '9'"),
         ("m", {"weight": {"1": 1}}, 400, "did you mean 'weights'"),
         ("nothing", {"weights": {"1": 1}}, 404, "is not loaded"),
         ("..%2Fx", {"weights": {"1": 1}}, 400, "is not allowed"),
-        ("m/rollback", {"version": 2}, 400, "both are texts"),
-        ("m/rollback", {"version": "2", "other": 1}, 400, "both are texts"),
+        ("m/rollback", {"version": 2}, 400, "both are strings"),
+        ("m/rollback", {"version": "2", "other": 1}, 400, "both are strings"),
         ("m/rollback", {"version": "2"}, 404, "has no split"),
     ],
 )
@@ -116,7 +115,7 @@ def test_every_route_is_described_and_every_description_is_of_a_route() -> None:
     table = admin_table()
     routes = Routes()
     Admin(cast("Any", None)).add_to(routes)
-    assert not undescribed(routes, [table])
+    assert not undescribed_routes(routes, [table])
     document = base_document(routes, [table])
     assert {(method.upper(), path) for path, found in document["paths"].items() for method in found} == set(table)
     for operation in table.values():

@@ -10,14 +10,14 @@ from typing import Any
 
 from split_planes import World, failing, in_a_loop, same
 
-from headrace.api.admin.http import Admin
+from headrace.api.admin import Admin
 from headrace.core.errors import HeadraceError
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import RequestHead, ResponseHead
-from headrace.programs.serve.gathering import Gathering
-from headrace.programs.serve.repeating import Repeating
-from headrace.programs.serve.siblings import Siblings
-from headrace.programs.serve.workers_routes import WorkersRoutes
+from headrace.programs.serve.broadcast import Broadcaster
+from headrace.programs.serve.worker import WorkersRoutes
+from headrace.programs.serve.worker_channel import WorkerChannel
+from headrace.programs.serve.worker_stats import WorkerStats
 from support.waiting import eventually_async
 
 
@@ -41,14 +41,14 @@ class Party:
     """A worker in this very process."""
 
     def __init__(self, folder: Path, index: int) -> None:
-        self.siblings = Siblings(folder, index, 2)
+        self.siblings = WorkerChannel(folder, index, 2)
         self.world = World(seed=index)
 
     async def start(self, candidate: Any) -> None:
         await self.world.load(1)
         await self.world.load(2, candidate)
-        gathering = Gathering(self.siblings, self.world.plane)
-        self.repeating = Repeating(self.siblings)
+        gathering = WorkerStats(self.siblings, self.world.plane)
+        self.repeating = Broadcaster(self.siblings)
         self.routes = WorkersRoutes(gathering, self.repeating)
         traffic = self.world.traffic
         gathering.tell_also("traffic", traffic.numbers)

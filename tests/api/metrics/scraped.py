@@ -13,7 +13,7 @@ from headrace.api.metrics.http import Metrics
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.core.clock import SystemClock
 from headrace.core.telemetry.exposition import Format
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.engine.dataplane import DataPlane
 
 QUIET = MetricsSettings(gpu=False, cpu=False)

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from headrace.api.metrics.columns import COLUMNS, row_of, rows_added
+from headrace.api.metrics.model_metrics import COLUMNS, add_rows, row_of
 from headrace.core.clock import ManualClock
 from headrace.core.errors import Internal, InvalidArgument
-from headrace.core.telemetry.samples import HistogramValue, SummaryValue
-from headrace.core.telemetry.summaries import quantile_values
+from headrace.core.telemetry.metrics import HistogramValue, SummaryValue, quantile_values
 from headrace.engine.statistics import VersionStatistics
 
 US, MS = 1000, 1_000_000
@@ -56,7 +55,7 @@ def test_known_times_of_every_way_through_the_engine() -> None:
     # At once: computed for 40 us. Alone: waited 300 us, computed 150 + 50 us.
     statistics.answered_at_once(1, 40 * US, 5)
     statistics.received += 5
-    statistics.answered_alone(2, 1000, 1000 + 300 * US, 1000 + 450 * US, 1000 + 500 * US)
+    statistics.answered_single(2, 1000, 1000 + 300 * US, 1000 + 450 * US, 1000 + 500 * US)
     # Two together: waited 2 ms and 0, computed 1 + 3 + 1 ms.
     for queue_ns in (2 * MS, 0):
         stats = statistics.of_rows(1)
@@ -112,7 +111,7 @@ def test_histograms_are_exact_for_any_times() -> None:
             statistics.answered_at_once(1, compute, 1)
         else:
             statistics.received += 1
-            statistics.answered_alone(1, 0, queue, queue + compute, queue + compute)
+            statistics.answered_single(1, 0, queue, queue + compute, queue + compute)
         requests.append((queue + compute) / US)
         queues.append(queue / US)
         computes.append(compute / US)
@@ -153,7 +152,7 @@ def test_summaries_see_every_request() -> None:
     statistics = VersionStatistics()
     statistics.summarise(ManualClock(), (0.0, 1.0))
     statistics.answered_at_once(1, 40 * US, 5)
-    statistics.answered_alone(1, 0, 300 * US, 400 * US, 420 * US)
+    statistics.answered_single(1, 0, 300 * US, 400 * US, 420 * US)
     statistics.waited([2 * MS], MS, 3 * MS, MS)
     statistics.answered(1, None, 7 * MS)
     values = named(statistics)
@@ -178,8 +177,8 @@ def test_summaries_see_every_request() -> None:
 
 def test_warm_up_leaves_no_trace() -> None:
     statistics = VersionStatistics()
-    statistics.answered_alone(1, 0, 300 * US, 5 * MS, 6 * MS)
-    statistics.forget_executions()
+    statistics.answered_single(1, 0, 300 * US, 5 * MS, 6 * MS)
+    statistics.reset_executions()
     values = named(statistics)
     for name in ("request", "queue", "compute"):
         assert not any(values[f"nv_inference_{name}_histogram_us"].counts)
@@ -191,7 +190,7 @@ def test_rows_are_added_column_by_column() -> None:
     one, other = VersionStatistics(), VersionStatistics()
     one.answered_at_once(3, 40 * US, 5)
     other.answered_at_once(4, 400 * US, 5)
-    row = rows_added(row_of(one, cached=True), row_of(other, cached=False))
+    row = add_rows(row_of(one, cached=True), row_of(other, cached=False))
     values = {column.name: value for column, value in zip(COLUMNS, row, strict=True)}
     assert values["nv_inference_count"] == 7
     assert values["nv_inference_request_duration_us"] == 440

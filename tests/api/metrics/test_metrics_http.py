@@ -17,7 +17,7 @@ from scraped import QUIET, Scraped, metrics_of, scrape
 from headrace.api.metrics.collector import TURN_SECONDS
 from headrace.core.clock import SystemClock
 from headrace.core.telemetry.exposition import Format
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.repository.directory import Directory, ServedModel
 from headrace.engine.statistics import VersionStatistics
@@ -134,7 +134,7 @@ class BusyVersion:
         for exponent in range(10, 36):
             for rows in (1, 2, 4, 8):
                 self.statistics.received += 1
-                self.statistics.answered_alone(rows, 0, 1 << exponent, 2 << exponent, 3 << exponent)
+                self.statistics.answered_single(rows, 0, 1 << exponent, 2 << exponent, 3 << exponent)
 
 
 def thousand() -> DataPlane:
@@ -199,7 +199,7 @@ def test_a_metric_that_cannot_be_read_is_left_out(caplog: pytest.LogCaptureFixtu
         assert "broken" not in told.types
 
     asyncio.run(main())
-    assert "metric broken could not be read" in caplog.text
+    assert "metric broken cannot be read" in caplog.text
 
 
 def test_a_scrape_that_fails_is_an_error_without_its_words() -> None:

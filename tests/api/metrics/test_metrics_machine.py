@@ -16,11 +16,9 @@ import psutil
 import pytest
 from scraped import metrics_of, scrape
 
-from headrace.api.metrics.gpus import Gpus, open_gpus
-from headrace.api.metrics.machine import CpuMeter, process_samples
-from headrace.api.metrics.sampler import Sampler
+from headrace.api.metrics.hardware import CpuMeter, Gpus, Sampler, open_gpus, process_samples
 from headrace.api.metrics.settings import MetricsSettings
-from headrace.core.telemetry.samples import Samples
+from headrace.core.telemetry.metrics import Samples
 from support.engines import builtin_plane
 from support.waiting import eventually_async
 
@@ -249,13 +247,13 @@ def test_a_sampler_that_fails_costs_its_own_metrics_only(caplog: pytest.LogCaptu
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(main())
-    assert "not measured any more" in caplog.text
+    assert "GPU and CPU metrics stopped" in caplog.text
 
 
 def test_what_is_not_allowed_is_not_looked_at() -> None:
     sampler = Sampler(MetricsSettings(gpu=False, cpu=False))
     sampler.start()
-    assert sampler.looked
+    assert sampler.is_ready
     sampler.wait_for_first()
     sampler.close()
-    assert sampler.seen == ()
+    assert sampler.samples == ()

@@ -19,9 +19,9 @@ from headrace.api.metrics.settings import MetricsSettings
 from headrace.core.clock import SystemClock
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument, Unavailable
-from headrace.core.messages import InferRequest
+from headrace.core.requests import InferRequest
 from headrace.core.telemetry.exposition import Format
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
 from headrace.engine.cache import ResponseCache
 from headrace.engine.engine import EngineSettings, open_engine
@@ -320,8 +320,8 @@ def test_summaries_are_there_when_asked_for() -> None:
 class FakeSampler:
     """In place of the thread that looks at GPUs."""
 
-    looked = True
-    seen = ()
+    is_ready = True
+    samples = ()
 
     def __init__(self, *uuids: str) -> None:
         self.gpu_uuids = uuids

@@ -59,5 +59,5 @@ def test_mistakes_are_named(entry: str, text: str) -> None:
 
 
 def test_the_interval_is_positive() -> None:
-    with pytest.raises(InvalidArgument, match="milliseconds from 1 on"):
+    with pytest.raises(InvalidArgument, match="at least 1 millisecond"):
         metrics_settings(interval_ms=0)

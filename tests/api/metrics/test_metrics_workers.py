@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 from scraped import QUIET, Scraped, metrics_of, scrape
 
-from headrace.api.metrics.http import Metrics
-from headrace.api.metrics.workers import WorkersMetrics, merged_pack, merged_text
+from headrace.api.metrics.http import Metrics, WorkersMetrics, merged_pack, merged_text
 from headrace.core.clock import ManualClock
-from headrace.core.telemetry.exposition import Format, pieces
-from headrace.core.telemetry.merging import lasting, merge, pack, unpack
-from headrace.core.telemetry.registry import Registry
-from headrace.core.telemetry.samples import HistogramValue, Samples, SummaryValue, samples_of
+from headrace.core.telemetry.exposition import Format, lasting, merge, pack, pieces, unpack
+from headrace.core.telemetry.metrics import HistogramValue, Registry, Samples, SummaryValue, samples_of
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.repository.directory import Directory
 from support.engines import ask, builtin_plane
@@ -218,7 +215,7 @@ def test_a_folder_that_is_gone_costs_the_memory_only(tmp_path: Path, caplog: pyt
         assert successes(await team.told(0)) == 1
 
     asyncio.run(main())
-    assert "cannot keep" in caplog.text
+    assert "cannot store" in caplog.text
 
 
 def test_one_alone_answers_with_its_own() -> None:

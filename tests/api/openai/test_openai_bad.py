@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wordy import Wordy
 
-from headrace.api.openai.errors import about
+from headrace.api.openai.errors import rename_field
 from headrace.core.errors import InvalidArgument, Unavailable
 
 CHAT = "/v1/chat/completions"
@@ -285,7 +285,7 @@ def test_no_body_is_our_fault(wordy: Wordy, path: str, more: dict[str, Any]) -> 
 def test_what_a_backend_says_of_a_field_names_the_requests_own(
     said: str, names: dict[str, str], told: tuple[str | None, str]
 ) -> None:
-    error = about(InvalidArgument(said), names)
+    error = rename_field(InvalidArgument(said), names)
     assert (getattr(error, "param", None), str(error)) == told
     other = Unavailable("messages wait")
-    assert about(other, {"messages": "messages"}) is other
+    assert rename_field(other, {"messages": "messages"}) is other

@@ -16,15 +16,15 @@ from openai import OpenAI
 from PIL import Image
 from wordy import Wordy, wordy_served
 
-from headrace.api.access.keys_file import create_key
+from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.clock import SystemClock
-from headrace.core.generation import OutputFormat, Picture
-from headrace.core.telemetry.registry import Registry
+from headrace.core.generation import OutputFormat, PromptImage
+from headrace.core.telemetry.metrics import Registry
 from headrace.models.media.reader import MediaReader
 from headrace.models.media.settings import MediaSettings
-from headrace.programs.serve.guarded import guarded_routes, open_guard
+from headrace.programs.serve.access_guard import guarded_routes, open_guard
 from support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
@@ -111,7 +111,7 @@ def test_images_and_videos(client: OpenAI, wordy: Wordy) -> None:
         {"type": "image_url", "image_url": {"url": "data:2x1"}},
     ]
     answer = client.chat.completions.create(model="parrot", messages=[{"role": "user", "content": content}])
-    assert answer.choices[0].message.content == "see <picture 6x8x3> <clip 2x4x4x3> <picture 1x2x3>"
+    assert answer.choices[0].message.content == "see <promptimage 6x8x3> <promptvideo 2x4x4x3> <promptimage 1x2x3>"
     told = wordy.parrot.given[-1].messages[0]["content"]
     assert told == [{"type": "text", "text": "see"}, {"type": "image"}, {"type": "video"}, {"type": "image"}]
 
@@ -144,9 +144,9 @@ def test_real_images_as_data(tmp_path: Path) -> None:
                 return server.ask(CHAT, {"model": "parrot", "messages": [{"role": "user", "content": content}]})
 
             status, body, _ = seen(made.getvalue())
-            assert (status, body["choices"][0]["message"]["content"]) == (200, "see <picture 6x8x3>")
+            assert (status, body["choices"][0]["message"]["content"]) == (200, "see <promptimage 6x8x3>")
             (picture,) = server.parrot.given[-1].media
-            assert isinstance(picture, Picture)
+            assert isinstance(picture, PromptImage)
             assert (picture.pixels == (255, 0, 0)).all()
             status, body, _ = seen(made.getvalue()[:40])
             assert (status, body["error"]["param"]) == (400, "messages[0].content[1].image_url")

@@ -6,23 +6,23 @@ from __future__ import annotations
 from typing import Any, cast
 
 from headrace.api.openai.http import OpenAiHttp
-from headrace.api.openapi.describing import anonymous
-from headrace.api.openapi.document import base_document, undescribed
+from headrace.api.openapi.document import base_document, undescribed_routes
 from headrace.api.openapi.openai_routes import openai_table
-from headrace.core.handing import HandingSettings
+from headrace.api.openapi.operations import strip_names
+from headrace.core.kv_transfer import KvTransferSettings
 from headrace.net.http.routes import Routes
 
 
 def routes() -> Routes:
     made = Routes()
-    OpenAiHttp(cast("Any", None), handing=HandingSettings("prefill")).add_to(made)
+    OpenAiHttp(cast("Any", None), handing=KvTransferSettings("prefill")).add_to(made)
     return made
 
 
 def test_every_route_is_described() -> None:
     table = openai_table()
-    assert undescribed(routes(), [table]) == []
-    assert {(method, anonymous(path)) for method, path in table} == set(routes().listed())
+    assert undescribed_routes(routes(), [table]) == []
+    assert {(method, strip_names(path)) for method, path in table} == set(routes().listed())
 
 
 def test_the_document_can_be_made() -> None:

@@ -10,7 +10,13 @@ import pytest
 from wordy import Wordy, wordy_served
 
 from headrace.api.openai import prefill
-from headrace.core.handing import HEADER, LONGEST_TICKET, PREFILL_PATH, HandingSettings, proof_of_asking
+from headrace.core.kv_transfer import (
+    MAX_TOKEN_CHARACTERS,
+    PREFILL_PATH,
+    TRANSFER_HEADER,
+    KvTransferSettings,
+    prefill_proof,
+)
 
 KEY = b"a key that has more than 16 bytes"
 USER = {"role": "user", "content": "one two three four"}
@@ -19,7 +25,7 @@ CHAT = {"model": "parrot", "messages": [USER], "max_tokens": 9, "stream": True, 
 
 @pytest.fixture(scope="module")
 def computing() -> Iterator[Wordy]:
-    with wordy_served(handing=HandingSettings("prefill", KEY)) as server:
+    with wordy_served(handing=KvTransferSettings("prefill", KEY)) as server:
         yield server
 
 
@@ -28,7 +34,7 @@ def test_the_prompt_of_a_chat_and_of_a_completion(computing: Wordy) -> None:
         status, told, _ = computing.ask(PREFILL_PATH, body)
         assert (status, told) == (200, {"ticket": "made.up", "prompt_tokens": 4})
         generation = computing.parrot.given[-1]
-        assert generation.hands and not generation.stream
+        assert generation.prefill_only and not generation.stream
         assert (generation.sampling.n, generation.sampling.max_tokens) == (1, 1)
 
 
@@ -66,12 +72,12 @@ def test_what_is_wrong_is_told_as_for_the_whole_request(computing: Wordy) -> Non
 def test_strangers_have_to_know_the_key(computing: Wordy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "_is_this_machine", lambda _: False)
     body = b'{"model": "parrot", "prompt": "one two"}'
-    field, now = HEADER.decode(), time.time()
+    field, now = TRANSFER_HEADER.decode(), time.time()
     assert computing.ask(PREFILL_PATH, body)[0] == 403
     for key, when, signed in ((b"another key of 16 and more", now, body), (KEY, now - 999, body), (KEY, now, b"{}")):
-        proof = proof_of_asking(key, signed, when).decode()
+        proof = prefill_proof(key, signed, when).decode()
         assert computing.ask(PREFILL_PATH, body, headers={field: proof})[0] == 403
-    assert computing.ask(PREFILL_PATH, body, headers={field: proof_of_asking(KEY, body, now).decode()})[0] == 200
+    assert computing.ask(PREFILL_PATH, body, headers={field: prefill_proof(KEY, body, now).decode()})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def test_a_ticket_goes_to_the_model_if_it_can_be_one(wordy: Wordy) -> None:
         ("/v1/chat/completions", {**CHAT, "stream": False}),
         ("/v1/completions", {"model": "parrot", "prompt": "a"}),
     ):
-        for ticket, told in (("some.ticket", "some.ticket"), ("x" * (LONGEST_TICKET + 1), "")):
-            assert wordy.ask(path, body, headers={HEADER.decode(): ticket})[0] == 200
-            assert wordy.parrot.given[-1].ticket == told
-            assert not wordy.parrot.given[-1].hands
+        for ticket, told in (("some.ticket", "some.ticket"), ("x" * (MAX_TOKEN_CHARACTERS + 1), "")):
+            assert wordy.ask(path, body, headers={TRANSFER_HEADER.decode(): ticket})[0] == 200
+            assert wordy.parrot.given[-1].transfer_token == told
+            assert not wordy.parrot.given[-1].prefill_only

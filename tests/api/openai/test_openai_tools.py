@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from openai import OpenAI
 from wordy import Wordy
 
-from headrace.api.openai.calls import CALL_FORMATS, Call, CallReader, NamedCall, RequiredCalls
+from headrace.api.openai.tool_calls import (
+    TOOL_CALL_PARSERS,
+    NamedCallParser,
+    RequiredCallsParser,
+    ToolCall,
+    ToolCallParser,
+)
 
 WEATHER = {
     "type": "function",
@@ -201,11 +207,11 @@ TEXTS = {
 CASES = [(kind, text) for kind, texts in TEXTS.items() for text in texts]
 
 
-def read(reader: CallReader, pieces: list[str]) -> tuple[str, list[tuple[int, str, str]]]:
+def read(reader: ToolCallParser, pieces: list[str]) -> tuple[str, list[tuple[int, str, str]]]:
     """Text and calls."""
     texts, calls = "", []
     for piece in [*(each for text in pieces for each in reader.push(text)), *reader.finish()]:
-        if isinstance(piece, Call):
+        if isinstance(piece, ToolCall):
             if piece.name:
                 calls.append((piece.index, piece.name, piece.arguments))
             else:
@@ -220,14 +226,14 @@ def test_how_a_text_is_cut_does_not_matter(case: tuple[str, str], cuts: list[int
     kind, text = case
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
-    whole = read(CALL_FORMATS[kind](NAMES), [text])
-    assert read(CALL_FORMATS[kind](NAMES), pieces) == whole
-    assert read(CALL_FORMATS[kind](NAMES), list(text)) == whole
+    whole = read(TOOL_CALL_PARSERS[kind](NAMES), [text])
+    assert read(TOOL_CALL_PARSERS[kind](NAMES), pieces) == whole
+    assert read(TOOL_CALL_PARSERS[kind](NAMES), list(text)) == whole
 
 
 def test_what_the_formats_make_of_texts() -> None:
     def of(kind: str, text: str) -> Any:
-        shown, calls = read(CALL_FORMATS[kind](NAMES), [text])
+        shown, calls = read(TOOL_CALL_PARSERS[kind](NAMES), [text])
         return shown, [name for _, name, _ in calls]
 
     assert [of("hermes", text) for text in TEXTS["hermes"]] == [
@@ -272,18 +278,18 @@ def test_what_the_formats_make_of_texts() -> None:
 @given(st.lists(st.sampled_from([{"name": "time", "arguments": {"a": 'x"}]{'}}, {"name": "weather"}]), max_size=3))
 def test_a_list_of_calls_in_any_pieces(calls: list[Any]) -> None:
     text = json.dumps(calls)
-    assert read(RequiredCalls(), list(text)) == read(RequiredCalls(), [text])
-    shown, found = read(RequiredCalls(), [text])
+    assert read(RequiredCallsParser(), list(text)) == read(RequiredCallsParser(), [text])
+    shown, found = read(RequiredCallsParser(), [text])
     assert (shown, [name for _, name, _ in found]) == ("", [call["name"] for call in calls])
 
 
 def test_text_is_not_held_back_for_nothing() -> None:
-    hermes = CALL_FORMATS["hermes"](NAMES)
+    hermes = TOOL_CALL_PARSERS["hermes"](NAMES)
     assert hermes.push("one") == ["one"]
     assert hermes.push(" two <") == [" two"]
     assert hermes.push("b> three") == [" <b> three"]
-    llama = CALL_FORMATS["llama3"](NAMES)
+    llama = TOOL_CALL_PARSERS["llama3"](NAMES)
     assert llama.push('{"name of') == ['{"name of']
-    named = NamedCall("f")
+    named = NamedCallParser("f")
     first, second = named.push("{"), named.push("}")
-    assert [piece.arguments for piece in (*first, *second) if isinstance(piece, Call)] == ["{", "}"]
+    assert [piece.arguments for piece in (*first, *second) if isinstance(piece, ToolCall)] == ["{", "}"]

@@ -26,8 +26,8 @@ from headrace.api.v2.http import V2Http
 from headrace.backends.contract import Work
 from headrace.core.dtypes import BOOL, BYTES, FP32, INT32
 from headrace.core.errors import InvalidArgument, Unavailable
-from headrace.core.generation import Clip, Generation, GenerationRequest, Picture, Sampling
-from headrace.core.handing import HandingSettings
+from headrace.core.generation import Generation, GenerationRequest, PromptImage, PromptVideo, Sampling
+from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
 from headrace.net.http.routes import Routes
@@ -144,7 +144,7 @@ class _Saying:
 
     def _about(self, index: int, words: Sequence[str], *, last: bool) -> dict[str, Any]:
         about: dict[str, Any] = {"index": index}
-        if self._generation.hands:
+        if self._generation.prefill_only:
             about["ticket"] = "made.up"
         if last:
             about["finish_reason"] = self._reason
@@ -171,8 +171,8 @@ def _told(generation: Generation) -> str:
     return " ".join(item["text"] if item["type"] == "text" else _seen(next(seen)) for item in content)
 
 
-def _seen(media: Picture | Clip) -> str:
-    shape = media.pixels.shape if isinstance(media, Picture) else media.frames.shape
+def _seen(media: PromptImage | PromptVideo) -> str:
+    shape = media.pixels.shape if isinstance(media, PromptImage) else media.frames.shape
     return f"<{type(media).__name__.lower()} {'x'.join(map(str, shape))}>"
 
 
@@ -247,7 +247,7 @@ class Colours:
     def __init__(self) -> None:
         self.waiting = self.cancelled = 0
 
-    async def picture(self, url: str) -> Picture:
+    async def picture(self, url: str) -> PromptImage:
         if url == "data:wait":
             self.waiting += 1
             try:
@@ -258,10 +258,10 @@ class Colours:
         size = re.fullmatch(r"data:(\d+)x(\d+)", url)
         if size is None:
             raise InvalidArgument("this is not an image")
-        return Picture(np.zeros((int(size[2]), int(size[1]), 3), np.uint8))
+        return PromptImage(np.zeros((int(size[2]), int(size[1]), 3), np.uint8))
 
-    async def clip(self, url: str) -> Clip:
-        return Clip(np.zeros((2, 4, 4, 3), np.uint8), (0.0, 0.5), 2.0)
+    async def clip(self, url: str) -> PromptVideo:
+        return PromptVideo(np.zeros((2, 4, 4, 3), np.uint8), (0.0, 0.5), 2.0)
 
 
 def generating(name: str, backend: str = "llm", **more: Any) -> ModelConfig:
@@ -310,7 +310,7 @@ def wordy_served(
     settings: OpenAiSettings | None = None,
     make_routes: Callable[[], Routes] = Routes,
     reader: Any = None,
-    handing: HandingSettings | None = None,
+    handing: KvTransferSettings | None = None,
 ) -> Iterator[Wordy]:
     """`reader` is one of media, in place of `Colours`."""
     parrot, proxy, letters, colours = Parrot(), Proxy(), Letters(), Colours()

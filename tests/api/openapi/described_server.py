@@ -148,7 +148,7 @@ def _main(models: str, mode: str, memory: str) -> None:
 
     from headrace.api.metrics.settings import MetricsSettings
     from headrace.api.openai.settings import OpenAiSettings
-    from headrace.api.openapi.service import OpenApi
+    from headrace.api.openapi.http import OpenApi
     from headrace.api.predict.settings import PredictSettings
     from headrace.api.v2.settings import V2Settings
     from headrace.core.limits import Limits
@@ -156,7 +156,7 @@ def _main(models: str, mode: str, memory: str) -> None:
     from headrace.engine.engine import EngineSettings, open_engine
     from headrace.engine.repository.settings import RepositorySettings
     from headrace.net.negotiation import NegotiatingProtocol
-    from headrace.net.server import WireServer
+    from headrace.net.server import HttpServer
     from headrace.net.sockets import Address
     from headrace.programs.serve.protocols import build_protocols
     from headrace.programs.serve.server import ServerSettings
@@ -183,7 +183,7 @@ def _main(models: str, mode: str, memory: str) -> None:
             OpenApi(protocols.plane, routes).add_to(routes)
         protocols.start()
         await engine.start()
-        server = WireServer(protocols.site, address, partial(NegotiatingProtocol, protocols.site))
+        server = HttpServer(protocols.site, address, partial(NegotiatingProtocol, protocols.site))
         await server.start()
         stopped = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)

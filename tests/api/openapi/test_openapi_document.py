@@ -17,18 +17,18 @@ import pytest
 from described_server import make_models
 from raw_asking import ask, routes_of
 
-from headrace.api.admin.describing import admin_table
+from headrace.api.admin import admin_table
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.api.openai.settings import OpenAiSettings
-from headrace.api.openapi.describing import anonymous
-from headrace.api.openapi.document import base_document, described_routes, undescribed
+from headrace.api.openapi.document import base_document, described_routes, undescribed_routes
+from headrace.api.openapi.http import OpenApi, OpenApiSettings
 from headrace.api.openapi.openai_routes import openai_table
+from headrace.api.openapi.operations import strip_names
 from headrace.api.openapi.predict_routes import predict_table
-from headrace.api.openapi.service import OpenApi, OpenApiSettings
 from headrace.api.predict.settings import PredictSettings
 from headrace.api.v2.http import V2Http
 from headrace.core.dtypes import DTYPES
-from headrace.core.handing import HandingSettings
+from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.telemetry.tracing import NO_TRACING
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import EngineSettings, open_engine
@@ -36,7 +36,7 @@ from headrace.models.config.types import ControlInput, InputSpec, OutputSpec, Se
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
 from headrace.net.sockets import Address
-from headrace.programs.console.describing import console_table
+from headrace.programs.console.http import console_table
 from headrace.programs.serve.protocols import build_protocols
 from headrace.programs.serve.server import ServerSettings
 from support.engines import config_of, plane_of
@@ -61,7 +61,7 @@ async def whole_server() -> Routes:
         measuring=MetricsSettings(),
         predict=PredictSettings(),
         openai=OpenAiSettings(),
-        engine=EngineSettings(handing=HandingSettings("prefill")),
+        engine=EngineSettings(kv_transfer=KvTransferSettings("prefill")),
     )
     engine = open_engine(EngineSettings())
     protocols = build_protocols(engine, settings, NO_TRACING, None)
@@ -74,16 +74,16 @@ async def whole_server() -> Routes:
 @in_loop
 async def test_every_route_is_described_and_every_description_is_of_a_route() -> None:
     routes, tables = await whole_server(), [predict_table(), admin_table(), openai_table(), console_table()]
-    assert undescribed(routes, tables) == []
+    assert undescribed_routes(routes, tables) == []
     document = base_document(routes, tables)
-    assert {(method, anonymous(path)) for method, path in routes_of(document)} == set(routes.listed())
+    assert {(method, strip_names(path)) for method, path in routes_of(document)} == set(routes.listed())
     assert set(described_routes(tables)) == set(routes.listed())
 
 
 def test_a_route_that_nobody_described_is_noticed_and_listed() -> None:
     routes = Routes()
     routes.add("PUT", "/other/{thing}/x.y", lambda exchange: None)
-    assert undescribed(routes) == [("PUT", "/other/{}/x.y")]
+    assert undescribed_routes(routes) == [("PUT", "/other/{}/x.y")]
     operation = base_document(routes)["paths"]["/other/{p1}/x.y"]["put"]
     assert operation["tags"] == ["Other"] and [each["name"] for each in operation["parameters"]] == ["p1"]
     # A room describes it with plain data, in its own words for the placeholder.
@@ -91,7 +91,7 @@ def test_a_route_that_nobody_described_is_noticed_and_listed() -> None:
         ("PUT", "/other/{region}/x.y"): {"tags": ["Mine"], "summary": "Put", "responses": {"200": {"description": ""}}}
     }
     document = base_document(routes, [table])
-    assert undescribed(routes, [table]) == []
+    assert undescribed_routes(routes, [table]) == []
     assert document["paths"]["/other/{region}/x.y"]["put"]["summary"] == "Put"
     assert {"name": "Mine"} in document["tags"]
 
@@ -310,14 +310,14 @@ async def test_the_document_is_made_again_only_when_models_change() -> None:
     api = _api(plane)
     first = api._current()
     assert api._current() is first
-    kept = api._described["one"]
+    kept = api._cached_entries["one"]
     plane._models["two"] = other._models["two"]
     second = api._current()
     assert second is not first and second.tag != first.tag
-    assert api._described["one"] is kept
+    assert api._cached_entries["one"] is kept
     del plane._models["one"]
     assert "/v2/models/one/infer" not in json.loads(api._current().text)["paths"]
-    assert list(api._described) == ["two"]
+    assert list(api._cached_entries) == ["two"]
 
 
 def test_many_models_are_bounded_and_any_can_be_asked_for() -> None:
@@ -341,7 +341,7 @@ async def test_models_can_be_kept_to_oneself() -> None:
     plane = await plane_of([typed("secret", "FP32", (1,))])
     api = _api(plane, show_models=False)
     assert b"secret" not in api._current().text
-    assert b"secret" not in api._of_one("secret").text and api._of_one("nothing").text == api._current().text
+    assert b"secret" not in api._of_model("secret").text and api._of_model("nothing").text == api._current().text
 
 
 def test_an_etag_saves_the_body(models_server: Serving) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from raw_asking import Answer, ask
 
-from headrace.api.openapi.service import OpenApi
+from headrace.api.openapi.http import OpenApi
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
 from support.engines import builtin_plane

@@ -23,16 +23,15 @@ from typing import Any
 import grpc
 import torch
 
-from headrace.api.predict.grpc import PredictGrpc
+from headrace.api.predict.grpc import PredictGrpc, predict_schema
 from headrace.api.predict.http import PredictHttp
-from headrace.api.predict.schema import predict_schema
 from headrace.api.predict.settings import PredictSettings
 from headrace.core.tensors import Tensor
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.net.grpc.reflection import ReflectionService
 from headrace.net.grpc.services import Services
+from headrace.net.grpc.standard_services import ReflectionService
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
 from support.engines import Gate, plane_of
@@ -93,7 +92,7 @@ def site_of(plane: DataPlane, settings: PredictSettings | None = None, **more: A
     ReflectionService(services, [predict_schema()]).add_to(services)
     site = Site(routes, services=services)
     site.calls = calls  # type: ignore[attr-defined]
-    site.deadlines = (predict._asking.deadlines, calls.asking.deadlines)  # type: ignore[attr-defined]
+    site.deadlines = (predict._predictor.deadlines, calls.predictor.deadlines)  # type: ignore[attr-defined]
     return site
 
 

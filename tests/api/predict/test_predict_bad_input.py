@@ -105,7 +105,7 @@ CORPUS: list[tuple[str, Any, int, str]] = [
     ("", b'{"inputs": [1, 2, 3, NaN]}', 400, "NaN or infinity"),
     ("", b'{"inputs": [1, 2, 3, -Infinity]}', 400, "NaN or infinity"),
     ("/halves", {"inputs": [70000, 1, 1, 1]}, 400, "do not fit FP16"),
-    ("/whole", {"inputs": [1, 2, 3, 1.5]}, 400, "inputs[3] is 1.5, but the model takes INT32: send a whole number"),
+    ("/whole", {"inputs": [1, 2, 3, 1.5]}, 400, "inputs[3] is 1.5, but the model takes INT32: send an integer"),
     ("/whole", {"inputs": [1, 2, 3, 1 << 40]}, 400, "do not fit INT32"),
     ("/small", {"inputs": [1, 2, 3, 300]}, 400, "do not fit INT8"),
     ("/flags", {"inputs": [1, 0, 1, 0]}, 400, "inputs[0] is 1, but the model takes BOOL: send true or false"),
@@ -159,15 +159,15 @@ def test_a_request_without_a_model_where_there_are_several() -> None:
     with predict_served([model("one", FP32, (4,)), model("other", FP32, (4,))]) as server:
         status, answer = ask(server, body={"inputs": ROW})
         assert status == 400
-        assert answer["error"].endswith("send the request to /predict/NAME. They are: one, other")
+        assert answer["error"].endswith("send the request to /predict/NAME. The models: one, other")
 
 
 @pytest.mark.parametrize(
     ("inputs", "status", "text"),
     [
         ([0.0, 1.0, 0.5], 200, ""),
-        ([0.0, -0.5], 400, "inputs has -0.5; the least value taken is 0"),
-        ([0.0, 1.5], 400, "inputs has 1.5; the largest value taken is 1"),
+        ([0.0, -0.5], 400, "inputs has -0.5; the smallest allowed value is 0"),
+        ([0.0, 1.5], 400, "inputs has 1.5; the largest allowed value is 1"),
         ([0.5] * 6, 413, "max_sequence_length, 5"),
     ],
 )

@@ -15,8 +15,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from predicting import Calls, calls_to, predict_served, timing_out
 
-from headrace.api.predict.grpc_codec import PredictCodec
-from headrace.api.predict.schema import predict_schema
+from headrace.api.predict.grpc import PredictCodec, predict_schema
 from headrace.api.predict.settings import PredictSettings
 from headrace.core.dtypes import BF16, BOOL, BYTES, FP16, FP32, FP64, INT8, INT32
 from headrace.core.errors import InvalidArgument
@@ -119,8 +118,8 @@ def test_a_version_can_be_asked_for(calls: Calls) -> None:
         ("", [1.0, float("-inf")], {}, grpc.StatusCode.INVALID_ARGUMENT, "NaN or infinity"),
         ("", [1.0, 2.0], {"model_version": "v3"}, grpc.StatusCode.NOT_FOUND, "has no version 'v3'"),
         ("nobody", [1.0, 2.0], {}, grpc.StatusCode.NOT_FOUND, "unknown model"),
-        ("INT32", [1.5, 2.0], {}, grpc.StatusCode.INVALID_ARGUMENT, "send whole numbers"),
-        ("INT8", [300.0, 2.0], {}, grpc.StatusCode.INVALID_ARGUMENT, "send whole numbers that fit"),
+        ("INT32", [1.5, 2.0], {}, grpc.StatusCode.INVALID_ARGUMENT, "send integers"),
+        ("INT8", [300.0, 2.0], {}, grpc.StatusCode.INVALID_ARGUMENT, "send integers that fit"),
         ("FP16", [1e6, 2.0], {}, grpc.StatusCode.INVALID_ARGUMENT, "do not fit FP16"),
         ("BOOL", [1.0, 0.0], {}, grpc.StatusCode.INVALID_ARGUMENT, "takes BOOL, not numbers"),
         ("BYTES", [1.0, 0.0], {}, grpc.StatusCode.INVALID_ARGUMENT, "takes BYTES, not numbers"),

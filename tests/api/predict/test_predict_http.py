@@ -15,7 +15,7 @@ from predicting import Repeats, ask, ask_raw, predict_served, timing_out
 
 from headrace.api.predict.settings import PredictSettings
 from headrace.core.dtypes import BF16, BOOL, BYTES, FP32, FP64, INT64
-from headrace.core.messages import InferRequest
+from headrace.core.requests import InferRequest
 from headrace.models.config.types import InputSpec, InstanceGroup, OutputSpec
 from support.engines import Gate, Recorder, config_of
 from support.serving import Serving
@@ -173,7 +173,7 @@ def asked_as(headers: dict[str, str], body: Any = None, **more: Any) -> InferReq
     ("value", "fresh"), [("no-cache", True), ("No-Store, max-age=0", True), ("max-age=5", False), ("", False)]
 )
 def test_cache_control(value: str, fresh: bool) -> None:
-    assert asked_as({"cache-control": value} if value else {}).fresh is fresh
+    assert asked_as({"cache-control": value} if value else {}).bypass_cache is fresh
 
 
 def test_the_key_of_a_request_is_passed_on() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from headrace.api.openapi.describing import anonymous
-from headrace.api.openapi.document import base_document, undescribed
+from headrace.api.openapi.document import base_document, undescribed_routes
+from headrace.api.openapi.operations import strip_names
 from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.predict.http import PredictHttp
 from headrace.net.http.routes import Routes
@@ -22,8 +22,8 @@ def routes() -> Routes:
 
 def test_every_route_is_described() -> None:
     table = predict_table()
-    assert undescribed(routes(), [table]) == []
-    assert {(method, anonymous(path)) for method, path in table} == set(routes().listed())
+    assert undescribed_routes(routes(), [table]) == []
+    assert {(method, strip_names(path)) for method, path in table} == set(routes().listed())
 
 
 def test_the_document_can_be_made() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from headrace.api.predict import lanes
-from headrace.api.predict.asking import Deadlines
-from headrace.api.predict.labels import parse_labels
-from headrace.api.predict.lanes import Lane, Slot
-from headrace.api.predict.pacing import FLOODING_SECONDS, Pace
+from headrace.api.predict import ordered_responses
+from headrace.api.predict.models import parse_labels
+from headrace.api.predict.ordered_responses import OrderedResponses, ResponseSlot
+from headrace.api.predict.predictor import Deadlines
+from headrace.api.predict.websocket import FLOODING_SECONDS, MessageRate
 from headrace.core.errors import DeadlineExceeded, HeadraceError
 from support.virtual_time import run_virtual
 
@@ -34,7 +34,7 @@ def test_a_label_that_cannot_be_read_is_left_out_and_logged(wrong: str, caplog: 
 
 
 def test_a_second_may_bring_as_many_as_it_may_at_once() -> None:
-    pace = Pace(10, 0.0)
+    pace = MessageRate(10, 0.0)
     assert [pace.take(0.0) for _ in range(10)] == [0.0] * 10
     assert pace.take(0.0) == pytest.approx(0.1)
     assert pace.take(0.1001) == 0.0
@@ -43,7 +43,7 @@ def test_a_second_may_bring_as_many_as_it_may_at_once() -> None:
 
 
 def test_only_who_goes_on_floods() -> None:
-    steady, now = Pace(1, 0.0), 0.0
+    steady, now = MessageRate(1, 0.0), 0.0
     while now < FLOODING_SECONDS - 0.3:
         steady.take(now)
         assert not steady.flooding
@@ -52,13 +52,13 @@ def test_only_who_goes_on_floods() -> None:
         steady.take(now)
         now += 0.25
     assert steady.flooding
-    listens, now = Pace(1, 0.0), 0.0
+    listens, now = MessageRate(1, 0.0), 0.0
     while now < FLOODING_SECONDS * 4:
         listens.take(now)
         listens.take(now)
         assert not listens.flooding
         now += 1.5
-    assert all(Pace(0, 0.0).take(0.0) == 0.0 for _ in range(100))
+    assert all(MessageRate(0, 0.0).take(0.0) == 0.0 for _ in range(100))
 
 
 class Waiter:
@@ -77,7 +77,7 @@ def test_deadlines_are_kept_in_order_and_forgotten() -> None:
         first, forgotten, last = Waiter(), Waiter(), Waiter()
         for waiter in (first, forgotten, last):
             deadlines.add(waiter)
-        deadlines.forget(forgotten)
+        deadlines.remove(forgotten)
         await asyncio.sleep(3.0)
         deadlines.add(last)  # its time begins anew
         anew = asyncio.get_running_loop().time()
@@ -104,15 +104,17 @@ class Client:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch | None = None, most: int = 64) -> None:
         if monkeypatch is not None:
-            monkeypatch.setattr(lanes, "MOST_QUESTIONS", most)
-        self.slots: dict[Any, Slot] = {}
+            monkeypatch.setattr(ordered_responses, "MOST_REQUESTS", most)
+        self.slots: dict[Any, ResponseSlot] = {}
         self.sent: list[Any] = []
         self.events: list[str] = []
         self.writable = True
         self.at_once = False
-        self.lane = Lane(self.begin, self.send, self.hold, self.release, lambda: self.events.append("overflow"))
+        self.lane = OrderedResponses(
+            self.begin, self.send, self.hold, self.release, lambda: self.events.append("overflow")
+        )
 
-    def begin(self, slot: Slot, question: Any) -> None:
+    def begin(self, slot: ResponseSlot, question: Any) -> None:
         self.slots[question] = slot
         slot.cancel = lambda: self.events.append(f"cancel {question}")
         if self.at_once:
@@ -132,7 +134,7 @@ class Client:
 def test_a_lane_keeps_the_order() -> None:
     client = Client()
     for question in "abc":
-        client.lane.ask(question, 1)
+        client.lane.submit(question, 1)
     client.slots["c"].put("C")
     client.slots["b"].put("B1", last=False)
     assert client.sent == []
@@ -148,7 +150,7 @@ def test_a_lane_keeps_the_order() -> None:
 def test_a_lane_holds_back_and_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Client(monkeypatch, 2)
     for question in "abcd":
-        client.lane.ask(question, 1)
+        client.lane.submit(question, 1)
     assert client.events == ["hold"]
     assert list(client.slots) == ["a", "b"]
     client.slots["a"].put("A")
@@ -164,7 +166,7 @@ def test_a_lane_stops_for_a_client_that_does_not_read() -> None:
     client = Client()
     client.at_once, client.writable = True, False
     for question in "abc":
-        client.lane.ask(question, 1)
+        client.lane.submit(question, 1)
     assert client.sent == ["a"]
     assert client.events == ["hold"]
     client.writable = True
@@ -175,20 +177,20 @@ def test_a_lane_stops_for_a_client_that_does_not_read() -> None:
 
 def test_a_lane_that_closes_gives_up_its_questions() -> None:
     client = Client()
-    client.lane.ask("a", 1)
+    client.lane.submit("a", 1)
     client.lane.close()
     assert client.events == ["cancel a"]
     client.slots["a"].put("A")
-    client.lane.ask("b", 1)
+    client.lane.submit("b", 1)
     assert client.sent == []
     assert list(client.slots) == ["a"]
 
 
 def test_a_lane_tells_when_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "MOST_UNREAD_BYTES", 10)
+    monkeypatch.setattr(ordered_responses, "MOST_UNREAD_BYTES", 10)
     client = Client()
-    client.lane.ask("a", 1)
-    client.lane.ask("b", 1)
+    client.lane.submit("a", 1)
+    client.lane.submit("b", 1)
     client.slots["b"].put("B", 10, last=False)
     assert client.events == []
     client.slots["b"].put("B", 1, last=False)

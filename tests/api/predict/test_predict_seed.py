@@ -109,7 +109,7 @@ def test_one_answer_is_of_one_version(tmp_path: Path) -> None:
     rows = [[float(number), 1.0, 2.0, 3.0] for number in range(21)]
     with torch_served(tmp_path, {1: 1.0, 2: 10.0}, most=4) as server:
         model = server.site.plane.directory.models["production"]  # type: ignore[attr-defined]
-        model.entry = Alternating(model.versions)
+        model.default = Alternating(model.versions)
         answers = [ask(server, body={"batch": rows})[1] for _ in range(2)]
     assert {answer["model_version"] for answer in answers} == {"v1.0.0", "v1.2.0"}
     for answer in answers:
@@ -169,7 +169,7 @@ def test_example_4_streaming_inference_timeout(production: Serving, monkeypatch:
         assert "predictions" in json.loads(socket.recv(timeout=30))
         # The seed's 60 seconds pass.
         monkeypatch.setattr("headrace.api.predict.websocket.perf_counter", lambda: perf_counter() + 60)
-        production.call(lambda: [stream._look() for stream in streams_of(production)])
+        production.call(lambda: [stream._check_idle() for stream in streams_of(production)])
         with pytest.raises(ConnectionClosed) as closed:
             socket.recv(timeout=30)
     assert closed.value.rcvd is not None

@@ -17,7 +17,7 @@ from predicting import Repeats, predict_served, streams_of, timing_out
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from headrace.api.predict import lanes, pacing, websocket
+from headrace.api.predict import ordered_responses, websocket
 from headrace.api.predict.settings import InputChecks, PredictSettings, StreamSettings
 from headrace.core.dtypes import BYTES, FP32, INT32
 from headrace.models.config.types import InputSpec, InstanceGroup, OutputSpec
@@ -69,7 +69,7 @@ def test_what_a_browser_says_of_caches_is_not_about_messages() -> None:
     seen: list[Any] = []
     with predict_served([(config(), same)]) as server:
         plane = server.site.plane  # type: ignore[attr-defined]
-        plane.answer = lambda request: seen.append(request.fresh)
+        plane.answer = lambda request: seen.append(request.bypass_cache)
         with opened(server, additional_headers={"Cache-Control": "no-cache"}) as socket:
             assert tell(socket, {"inputs": [1, 2]})["predictions"] == [1, 2]
     assert seen == [False]
@@ -85,7 +85,7 @@ def test_what_a_browser_says_of_caches_is_not_about_messages() -> None:
         ('{"inputs": [1, null]}', "inputs[1] is null"),
         ('{"input": [1, 2]}', "did you mean 'inputs'?"),
         ('{"inputs": [1, 2], "model_version": "v9"}', "has no version 'v9'"),
-        (b"\0\0\0", "3 bytes are no whole number of FP32"),
+        (b"\0\0\0", "3 bytes are not a multiple of 4, the size of FP32"),
         (b"\0" * 12, "inputs has 3 values, but model 'm' takes shape [2] of FP32"),
         (b"", "inputs has 0 values"),
         (struct.pack("<ff", 1.0, float("nan")), "NaN or infinity"),
@@ -141,8 +141,8 @@ def test_binary_takes_the_models_shape() -> None:
 @pytest.mark.parametrize(
     ("model", "binary", "text"),
     [
-        ((config(), same), False, "binary messages are not taken here"),
-        ((config(dtype=BYTES), same), True, "takes strings: send them as JSON"),
+        ((config(), same), False, "binary messages are disabled"),
+        ((config(dtype=BYTES), same), True, "takes strings: send JSON"),
         (
             (config_of("m", inputs=(InputSpec("a", FP32, (1,)), InputSpec("b", FP32, (1,)))), same),
             True,
@@ -207,7 +207,7 @@ def test_too_many_messages_are_refused_one_by_one() -> None:
 
 
 def test_who_floods_for_long_is_closed_with_1008(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "FLOODING_SECONDS", 0.0)
+    monkeypatch.setattr(websocket, "FLOODING_SECONDS", 0.0)
     settings = PredictSettings(stream=StreamSettings(messages_per_second=2))
     with predict_served([(config(), same)], settings) as server:
         with opened(server) as socket:
@@ -271,7 +271,7 @@ async def _send_all(writer: asyncio.StreamWriter, frame: bytes, count: int) -> N
 
 
 def test_a_decoupled_model_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "MOST_UNREAD_BYTES", 50)
+    monkeypatch.setattr(ordered_responses, "MOST_UNREAD_BYTES", 50)
     gate = Gate()
     models = [
         (config("slow", instance_groups=(InstanceGroup("slow", runs="thread"),), scheduling=None), gate),
@@ -282,7 +282,7 @@ def test_a_decoupled_model_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatc
         socket.send(json.dumps({"id": "an answer that has to wait for its turn and is larger than what may wait"}))
         code, reason = close_of(socket)
         assert code == 1008
-        assert "were not read" in reason
+        assert "are unread" in reason
         gate.let()
 
 
@@ -291,7 +291,7 @@ def test_a_fault_of_ours_closes_with_1011(monkeypatch: pytest.MonkeyPatch, caplo
         raise RuntimeError("a secret")
 
     with predict_served([(config(), same)]) as server, opened(server) as socket:
-        monkeypatch.setattr("headrace.api.predict.websocket.read_fields", fails)
+        monkeypatch.setattr("headrace.api.predict.websocket.parse_json", fails)
         caplog.set_level(logging.CRITICAL)
         socket.send('{"inputs": [1, 2]}')
         code, reason = close_of(socket)
@@ -318,7 +318,7 @@ def test_a_client_that_waits_for_us_is_not_idle(monkeypatch: pytest.MonkeyPatch)
         nonlocal passed
         passed += seconds
         (stream,) = streams_of(server)
-        server.call(stream._look)
+        server.call(stream._check_idle)
 
     with predict_served([(slow, gate)], settings) as server, opened(server) as socket:
         socket.send(json.dumps({"inputs": [1, 2]}))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from trtis import LABELS, TrtisSite, ask, make_repository
 
-from headrace.api.v1.schema import SERVICE, message_class
-from headrace.api.v1.shared_memory import control
+from headrace.api.v1.messages import SERVICE, message_class
+from headrace.api.v1.shared_memory import control_shared_memory
 from support.serving import Serving, serving
 
 Method = Callable[..., Any]
@@ -204,9 +204,9 @@ def test_shared_memory_of_a_gpu() -> None:
     device: Any = Device()
     gpu = {"name": "g", "cuda_shared_memory": {"raw_handle": bytes(64), "device_id": 1}, "byte_size": 8}
     request = message_class("SharedMemoryControlRequest")
-    assert control(device, request(register=gpu)) is None
+    assert control_shared_memory(device, request(register=gpu)) is None
     assert device.handles == [bytes(64)]
-    status = control(device, request(status={}))
+    status = control_shared_memory(device, request(status={}))
     assert status is not None
     (region,) = status.shared_memory_region
     assert (region.name, region.cuda_shared_memory.device_id, region.byte_size) == ("g", 1, 8)

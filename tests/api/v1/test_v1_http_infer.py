@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trtis import LABELS, Answer, TrtisSite, ask, infer
 
 from headrace.api.v1.headers import header_from_bytes, header_from_text
-from headrace.api.v1.schema import message_class
+from headrace.api.v1.messages import message_class
 from support.serving import Serving
 
 PAIR = np.arange(16, dtype=np.int32).tobytes()
@@ -329,7 +329,7 @@ def test_a_model_of_any_type_is_for_v2(server: Serving, site: TrtisSite) -> None
     finally:
         version.config = true
     assert text == (
-        "input 'A' of model 'single' takes any type and shape, which this protocol cannot tell: use v2 "
+        "input 'A' of model 'single' takes any type and shape, which this protocol cannot declare: use v2 "
         "(/v2/models/single/infer)"
     )
 

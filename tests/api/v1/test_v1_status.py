@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from trtis import TrtisSite, ask, infer, make_repository
 
-from headrace.api.v1 import replies
-from headrace.api.v1.accounts import V1Settings
-from headrace.api.v1.schema import message_class
+from headrace.api.v1 import http
+from headrace.api.v1.messages import message_class
+from headrace.api.v1.status import V1Settings
 from headrace.core.clock import ManualClock
 from support.serving import Serving, serving
 
@@ -99,13 +99,13 @@ def test_a_long_status_is_the_same_as_a_short_one(server: Serving, monkeypatch: 
     """It is written in another thread."""
     ask(server, "GET", "/api/status/pair")  # a status tells how often it was asked for, from the second time on
     short = ask(server, "GET", f"/api/status/pair?format={form}")
-    monkeypatch.setattr(replies, "_WRITTEN_AT_ONCE", 0)
+    monkeypatch.setattr(http, "_SYNC_FORMAT_BYTES", 0)
     long = ask(server, "GET", f"/api/status/pair?format={form}")
     assert long.told == (200, "SUCCESS", "")
     assert long.fields["content-type"] == short.fields["content-type"]
     assert re.sub(rb"\d+", b"", long.body) == re.sub(rb"\d+", b"", short.body)
-    monkeypatch.setattr(replies, "many_lines", None)
-    monkeypatch.setattr(replies, "_json", None)
+    monkeypatch.setattr(http, "many_lines", None)
+    monkeypatch.setattr(http, "_json", None)
     failed = ask(server, "GET", f"/api/status/pair?format={form}")
     assert failed.code == 500
 

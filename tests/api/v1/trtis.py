@@ -10,11 +10,11 @@ from typing import Any
 
 from google.protobuf import text_format
 
-from headrace.api.shared_memory.regions import SharedMemory
-from headrace.api.v1.accounts import V1Accounts, V1Settings
+from headrace.api.shared_memory import SharedMemory
 from headrace.api.v1.grpc import V1Grpc
 from headrace.api.v1.http import V1Http
-from headrace.api.v1.schema import message_class
+from headrace.api.v1.messages import message_class
+from headrace.api.v1.status import V1Settings, V1Statistics
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.net.grpc.services import Services
@@ -86,7 +86,7 @@ class TrtisSite:
         """Stands in for /dev/shm."""
         self.shared.mkdir(exist_ok=True)
         self.memory = SharedMemory(allowed=True, folder=self.shared) if memory else None
-        self.accounts = V1Accounts(settings or V1Settings(version="0.7.0"))
+        self.accounts = V1Statistics(settings or V1Settings(version="0.7.0"))
 
     async def build(self) -> Site:
         control = RepositorySettings(mode="explicit", load_models=LOADED, exit_on_error=False)

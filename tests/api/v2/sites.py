@@ -17,7 +17,7 @@ from typing import Any
 from headrace.api.v2.grpc import V2Grpc
 from headrace.api.v2.http import V2Http
 from headrace.api.v2.settings import V2Settings
-from headrace.api.v2.shared import V2Shared
+from headrace.api.v2.shared_state import V2State
 from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine, EngineSettings, open_engine
@@ -31,7 +31,7 @@ from support.serving import Serving, serving
 
 def site_of(plane: DataPlane, settings: V2Settings | None = None, tracer: Tracer = NO_TRACING) -> Site:
     """v2 and nothing else."""
-    shared = V2Shared(plane, settings, tracer)
+    shared = V2State(plane, settings, tracer)
     routes, services = Routes(), Services()
     V2Http(plane, tracer, shared).add_to(routes)
     V2Grpc(plane, tracer, shared).add_to(services)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.api.shared_memory.cuda import HANDLE_BYTES, CudaFailure
-from headrace.api.shared_memory.regions import SharedMemory
+from headrace.api.shared_memory import HANDLE_BYTES, CudaFailure, SharedMemory
 from headrace.core.errors import AlreadyExists, Internal, InvalidArgument, NotFound
 
 HANDLE = b"h" * HANDLE_BYTES
@@ -95,6 +94,6 @@ def test_what_cannot_be_registered(memory: SharedMemory, handle: bytes, device_i
 def test_a_failure_of_the_device_is_told_without_its_text(memory: SharedMemory, device: PlayedDevice) -> None:
     memory.register_cuda("r", HANDLE, 0, 64)
     device.broken = True
-    with pytest.raises(Internal, match="could not be copied") as failure:
+    with pytest.raises(Internal, match="cannot copy") as failure:
         memory.reader().read("r", 0, 8)
     assert "cudaError" not in failure.value.message

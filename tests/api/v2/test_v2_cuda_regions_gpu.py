@@ -11,7 +11,7 @@ from typing import IO
 
 import pytest
 
-from headrace.api.shared_memory.regions import SharedMemory
+from headrace.api.shared_memory import SharedMemory
 from headrace.core.errors import InvalidArgument
 
 runtime = pytest.importorskip("cuda.bindings.runtime", reason="needs the package cuda-python")

@@ -16,9 +16,8 @@ from sites import ask, functions_served, models_served, write_model
 from tensors import SPECIAL, same
 from tritonclient.utils import InferenceServerException
 
-from headrace.api.v2.outputs import classified
-from headrace.api.v2.restrictions import Restriction
-from headrace.api.v2.settings import V2Settings
+from headrace.api.v2.outputs import classify
+from headrace.api.v2.settings import Restriction, V2Settings
 from headrace.core.dtypes import FP32
 from headrace.core.errors import FailedPrecondition
 from headrace.core.tensors import Tensor
@@ -135,7 +134,7 @@ def test_too_many_elements_to_classify() -> None:
     from headrace.core.errors import InvalidArgument
 
     with pytest.raises(InvalidArgument, match="classification output tensor too large"):
-        classified(Tensor("O", FP32, np.zeros(1_000_001, np.float32)), 1, (), batched=False)
+        classify(Tensor("O", FP32, np.zeros(1_000_001, np.float32)), 1, (), batched=False)
 
 
 # Raw bodies.

@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2
 from headrace.api.v2.grpc_codec import GrpcCodec, encode_response, split_raw_inputs
 from headrace.core.dtypes import DTYPES
 from headrace.core.errors import HeadraceError, InvalidArgument
-from headrace.core.messages import InferRequest, InferResponse
+from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.tensors import Tensor
 
 # Random messages.

@@ -249,7 +249,7 @@ def test_binary_data_that_no_input_claims(server: Serving) -> None:
 
 def test_inputs_that_claim_the_same_bytes(server: Serving) -> None:
     tensor = one(data=..., parameters={"binary_data_size": 8})["inputs"][0]
-    refused(post_binary(server, {"inputs": [tensor, tensor | {"name": "INPUT1"}]}, bytes(8)), "0 are left")
+    refused(post_binary(server, {"inputs": [tensor, tensor | {"name": "INPUT1"}]}, bytes(8)), "0 bytes are left")
 
 
 @pytest.mark.parametrize(

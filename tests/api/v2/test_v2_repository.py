@@ -198,7 +198,7 @@ def test_load_with_a_configuration_and_files(client: tritonclient.http.Inference
         ("models/echo/load", [], 400, "must be a JSON object"),
         ("models/echo/load", {"parameters": []}, 400, "'parameters' must be a JSON object"),
         ("models/echo/load", {"parameters": {"config": 1}}, 400, "'config' must be a string"),
-        ("models/echo/load", {"parameters": {"confg": "{}"}}, 400, "is not known"),
+        ("models/echo/load", {"parameters": {"confg": "{}"}}, 400, "unknown parameter"),
         ("models/echo/load", {"parameters": {"config": "{}", "file:1/m": "*"}}, 400, "base64"),
         (
             "models/echo/load",

@@ -11,9 +11,8 @@ import grpc
 import pytest
 from sites import ask, functions_served
 
-from headrace.api.v2.restrictions import APIS, Restriction
-from headrace.api.v2.schema import SERVICE
-from headrace.api.v2.settings import V2Settings
+from headrace.api.v2.grpc_messages import SERVICE
+from headrace.api.v2.settings import APIS, Restriction, V2Settings
 from support.engines import config_of
 from support.serving import Serving
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from headrace.api.v2.tracing import infer_traced
+from headrace.api.v2.trace import infer_traced
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument
-from headrace.core.messages import InferRequest, InferResponse
+from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.telemetry.tracing import Tracer
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import DynamicBatching, InputSpec, OutputSpec

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts to vectors: held against transformers itself, text by text."""
+"""Embedding models: compared with transformers, text by text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.backends.contract import Placement
-from headrace.backends.llm.embedding import instance as computing
-from headrace.backends.llm.embedding.folder import embeds
-from headrace.backends.llm.embedding.model import EmbeddingModel, complete
+from headrace.backends.llm.embedding import model as computing
+from headrace.backends.llm.embedding.config import is_embedding_model
+from headrace.backends.llm.embedding.model import EmbeddingModel, complete_config
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
-from headrace.models.config.schema import new_config
-from headrace.models.config.typed import typed_config
+from headrace.models.config.messages import new_config, typed_config
 from headrace.models.config.types import ModelConfig
 from support.llm_models import tiny_llama, tiny_tokenizer
 
@@ -80,7 +79,7 @@ def configured(folder: Path, **parameters: str) -> ModelConfig:
     message = new_config(name="embedder", backend="llm")
     for key, value in parameters.items():
         message.parameters[key].string_value = value
-    message.MergeFrom(complete(typed_config(message, "llm"), folder))
+    message.MergeFrom(complete_config(typed_config(message, "llm"), folder))
     return typed_config(message, "llm")
 
 
@@ -128,8 +127,8 @@ def test_parameters_go_before_the_folder(folder: Path) -> None:
 
 def test_a_causal_model_embeds_by_its_last_token(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "llama")
-    assert not embeds(folder)
-    assert embeds(folder, "embed")
+    assert not is_embedding_model(folder)
+    assert is_embedding_model(folder, "embed")
     found = embedded(opened(folder, task="embed"), TEXTS)["embedding"]
     np.testing.assert_allclose(
         found, [reference(folder, text, "lasttoken", normalize=True) for text in TEXTS], atol=2e-5
@@ -139,10 +138,10 @@ def test_a_causal_model_embeds_by_its_last_token(tmp_path: Path) -> None:
 def test_texts_of_unlike_length_are_computed_apart_and_come_back_in_order(
     bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(computing, "_ALIKE_TOKENS", 1)
+    monkeypatch.setattr(computing, "_SHORT_TOKENS", 1)
     instance = opened(bert)
     shapes: list[tuple[int, ...]] = []
-    instance._steps.model.register_forward_pre_hook(
+    instance._pipeline.model.register_forward_pre_hook(
         lambda module, given, named: shapes.append(tuple(named["input_ids"].shape)), with_kwargs=True
     )
     found = embedded(instance, TEXTS)
@@ -222,7 +221,7 @@ def test_bad_texts_are_refused(bert: Path) -> None:
     instance = opened(bert)
     with pytest.raises(InvalidArgument, match="not UTF-8"):
         instance.compute({"text_input": np.array([[b"\xff"]], object)}, ("embedding",))
-    with pytest.raises(InvalidArgument, match="without a single token"):
+    with pytest.raises(InvalidArgument, match="without tokens"):
         embedded(instance, ["a", ""])
 
 
@@ -251,10 +250,10 @@ def test_weights_of_another_model_are_refused(folder: Path) -> None:
     ("modules", "error", "text"),
     [
         ("{", FailedPrecondition, "is not JSON"),
-        ("[]", FailedPrecondition, "is not a list of steps"),
-        ('[{"type": "a.Pooling", "path": ""}]', Unimplemented, "a step 'Pooling'"),
+        ("[]", FailedPrecondition, "is not a list of modules"),
+        ('[{"type": "a.Pooling", "path": ""}]', Unimplemented, "a module 'Pooling'"),
         ('[{"type": "a.Transformer", "path": "../elsewhere"}]', FailedPrecondition, "outside its folder"),
-        ('[{"type": "a.Transformer", "path": ""}, {"type": "a.CNN", "path": "x"}]', Unimplemented, "a step 'CNN'"),
+        ('[{"type": "a.Transformer", "path": ""}, {"type": "a.CNN", "path": "x"}]', Unimplemented, "a module 'CNN'"),
         (
             '[{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "x"}]',
             FailedPrecondition,
@@ -269,10 +268,10 @@ def test_steps_that_are_not_understood_are_refused(folder: Path, modules: str, e
 
 
 def test_which_folders_embed(folder: Path, tmp_path: Path) -> None:
-    assert embeds(folder)
-    assert not embeds(folder, "generate")
-    assert not embeds(tmp_path)
+    assert is_embedding_model(folder)
+    assert not is_embedding_model(folder, "generate")
+    assert not is_embedding_model(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["LlavaForConditionalGeneration"]}')
-    assert not embeds(tmp_path)
+    assert not is_embedding_model(tmp_path)
     with pytest.raises(InvalidArgument, match="parameter task is 'think'"):
-        embeds(folder, "think")
+        is_embedding_model(folder, "think")

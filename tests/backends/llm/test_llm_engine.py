@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An instance of the backend `llm` from request to answers: real tiny models, the real thread, a real loop."""
+"""An instance of the backend `llm` from request to replies: real tiny models, the real engine thread, a real loop."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from headrace.core.errors import (
     NotFound,
     Unavailable,
 )
-from headrace.core.generation import Generation, GenerationRequest, OutputFormat, Picture, Sampling
-from headrace.core.messages import InferRequest
-from headrace.core.telemetry.registry import Registry
+from headrace.core.generation import Generation, GenerationRequest, OutputFormat, PromptImage, Sampling
+from headrace.core.requests import InferRequest
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.models.config.types import ModelConfig, OutputSpec
@@ -241,7 +241,7 @@ async def test_beyond_the_queue_requests_are_refused_at_once() -> None:
 
 @runs
 async def test_what_is_wrong_with_a_request_is_told_and_ends_nothing_else() -> None:
-    picture = Picture(np.zeros((4, 4, 3), np.uint8))
+    picture = PromptImage(np.zeros((4, 4, 3), np.uint8))
     messages = ({"role": "user", "content": [{"type": "image"}]},)
     async with served(max_model_len="64") as tiny:
         for generation, error, words in (
@@ -256,7 +256,7 @@ async def test_what_is_wrong_with_a_request_is_told_and_ends_nothing_else() -> N
                 await tiny.ask(generation)
         fits = await tiny.ask(Generation(prompt="the", sampling=Sampling(temperature=0, ignore_eos=True)))
         assert fits.last["prompt_tokens"] + fits.last["completion_tokens"] == 64
-        assert tiny.instance._open == 0
+        assert tiny.instance._open_requests == 0
 
 
 @runs
@@ -283,11 +283,11 @@ async def test_a_step_without_enough_memory_is_made_smaller() -> None:
         runner, launch = tiny.engine.runner, tiny.engine.runner.launch
         sizes: list[int] = []
 
-        def limited(pieces: Any, **named: Any) -> Any:
-            sizes.append(sum(piece.count for piece in pieces))
+        def limited(chunks: Any, **named: Any) -> Any:
+            sizes.append(sum(chunk.count for chunk in chunks))
             if sizes[-1] > 70:
                 raise torch.OutOfMemoryError("out of memory")
-            return launch(pieces, **named)
+            return launch(chunks, **named)
 
         runner.launch = limited  # type: ignore[method-assign]
         prompt = [9] * 200
@@ -298,7 +298,7 @@ async def test_a_step_without_enough_memory_is_made_smaller() -> None:
         assert len({caller.text for caller in callers}) == 1
         assert callers[0].text
 
-        def never(pieces: Any, **named: Any) -> Any:
+        def never(chunks: Any, **named: Any) -> Any:
             raise torch.OutOfMemoryError("out of memory")
 
         runner.launch = never  # type: ignore[method-assign]
@@ -330,20 +330,20 @@ class Ahead:
         self.fails_at = 0
         """Reading the step with this number fails."""
         self.steps = 0
-        runner.launch, runner.ahead = self, True
+        runner.launch, runner.async_scheduling = self, True
 
-    def __call__(self, pieces: Any, *, greedy: bool) -> Any:
+    def __call__(self, chunks: Any, *, greedy: bool) -> Any:
         self.steps += 1
-        added = [piece.sequence for piece in pieces if not piece.known]
+        added = [chunk.sequence for chunk in chunks if not chunk.known]
         self.unknown += len(added)
         for sequence in added:
-            sequence.tokens.append(self.last[sequence.seat])
-        step = self.launch(pieces, greedy=greedy)
+            sequence.tokens.append(self.last[sequence.batch_index])
+        step = self.launch(chunks, greedy=greedy)
         for sequence in added:
             sequence.tokens.pop()
-        sampled = [piece for piece in pieces if piece.samples]
-        for piece, token in zip(sampled, step.tokens(), strict=True):
-            self.last[piece.sequence.seat] = token
+        sampled = [chunk for chunk in chunks if chunk.samples]
+        for chunk, token in zip(sampled, step.tokens(), strict=True):
+            self.last[chunk.sequence.batch_index] = token
         return Unreadable() if self.steps == self.fails_at else step
 
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llm_tokenizers import tokenizer, with_template
 
-from headrace.backends.llm.requests import Ask, read_request, with_prompt
-from headrace.backends.llm.text.tokenizer import Tokenizer
+from headrace.backends.llm.requests import ParsedRequest, parse_request, with_prompt
+from headrace.backends.llm.tokenizer import Tokenizer
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.core.generation import Generation, GenerationRequest, OutputFormat, Picture, Sampling
-from headrace.core.messages import InferRequest
+from headrace.core.generation import Generation, GenerationRequest, OutputFormat, PromptImage, Sampling
+from headrace.core.requests import InferRequest
 from headrace.core.tensors import Tensor
 
 
@@ -26,25 +26,25 @@ class Limits:
     default_max_tokens: int | None = None
 
 
-def _read(generation: Generation, words: Tokenizer | None = None, limits: Limits | None = None) -> Ask:
-    return read_request(GenerationRequest("m", generation), words or tokenizer("bytes"), limits or Limits())
+def _read(generation: Generation, words: Tokenizer | None = None, limits: Limits | None = None) -> ParsedRequest:
+    return parse_request(GenerationRequest("m", generation), words or tokenizer("bytes"), limits or Limits())
 
 
-def _v2(text: Any = "the sea", tensors: dict[str, Any] | None = None, **parameters: Any) -> Ask:
+def _v2(text: Any = "the sea", tensors: dict[str, Any] | None = None, **parameters: Any) -> ParsedRequest:
     given = {"text_input": text, **(tensors or {})}
     inputs = [
         Tensor.of(name, np.asarray([value], dtype=bool if type(value) is bool else object))
         for name, value in given.items()
         if value is not None
     ]
-    return read_request(InferRequest("m", inputs, parameters=parameters), tokenizer("bytes"), Limits())
+    return parse_request(InferRequest("m", inputs, parameters=parameters), tokenizer("bytes"), Limits())
 
 
 def test_a_prompt_becomes_tokens_and_room_is_left_for_the_answer() -> None:
-    ask = _read(Generation(prompt="the quick fox", sampling=Sampling(seed=3), adapter="a", stream=True))
-    assert tokenizer("bytes").decode(ask.tokens) == "the quick fox"
-    assert ask.sampling.max_tokens == 64 - len(ask.tokens) and ask.sampling.seed == 3
-    assert ask.adapter == "a" and ask.stream and not ask.one_answer and ask.media == ()
+    parsed = _read(Generation(prompt="the quick fox", sampling=Sampling(seed=3), adapter="a", stream=True))
+    assert tokenizer("bytes").decode(parsed.tokens) == "the quick fox"
+    assert parsed.sampling.max_tokens == 64 - len(parsed.tokens) and parsed.sampling.seed == 3
+    assert parsed.adapter == "a" and parsed.stream and not parsed.single_reply and parsed.media == ()
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_a_prompt_becomes_tokens_and_room_is_left_for_the_answer() -> None:
 )
 def test_max_tokens_fit(asked: int | None, default: int | None, expected: int) -> None:
     sampling = Sampling(max_tokens=asked)
-    ask = _read(Generation(prompt=[5, 6, 7], sampling=sampling), limits=Limits(64, default))
-    assert ask.tokens == [5, 6, 7] and ask.sampling.max_tokens == expected
+    parsed = _read(Generation(prompt=[5, 6, 7], sampling=sampling), limits=Limits(64, default))
+    assert parsed.tokens == [5, 6, 7] and parsed.sampling.max_tokens == expected
 
 
 def test_min_tokens_are_not_more_than_fit() -> None:
-    ask = _read(Generation(prompt=[5, 6, 7], sampling=Sampling(min_tokens=1000)))
-    assert ask.sampling.min_tokens == ask.sampling.max_tokens == 61
+    parsed = _read(Generation(prompt=[5, 6, 7], sampling=Sampling(min_tokens=1000)))
+    assert parsed.sampling.min_tokens == parsed.sampling.max_tokens == 61
 
 
 def test_messages_go_through_the_template() -> None:
@@ -66,18 +66,18 @@ def test_messages_go_through_the_template() -> None:
         "bytes", "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ style }}"
     )
     messages = ({"role": "user", "content": "hi"},)
-    ask = _read(Generation(messages=messages, template_arguments={"style": "!"}), words)
-    assert words.decode(ask.tokens, skip_special=False) == "<s>[user]hi!"
-    assert ask.tokens[0] == 1
+    parsed = _read(Generation(messages=messages, template_arguments={"style": "!"}), words)
+    assert words.decode(parsed.tokens, skip_special=False) == "<s>[user]hi!"
+    assert parsed.tokens[0] == 1
     with pytest.raises(FailedPrecondition, match="chat template"):
         _read(Generation(messages=messages))
 
 
 def test_media_are_left_to_those_who_see() -> None:
-    picture = Picture(np.zeros((2, 2, 3), np.uint8))
-    ask = _read(Generation(messages=({"role": "user", "content": [{"type": "image"}]},), media=(picture,)))
-    assert ask.tokens == [] and ask.media == (picture,)
-    assert with_prompt(ask, [5] * 60, Limits()).sampling.max_tokens == 4
+    picture = PromptImage(np.zeros((2, 2, 3), np.uint8))
+    parsed = _read(Generation(messages=({"role": "user", "content": [{"type": "image"}]},), media=(picture,)))
+    assert parsed.tokens == [] and parsed.media == (picture,)
+    assert with_prompt(parsed, [5] * 60, Limits()).sampling.max_tokens == 4
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_media_are_left_to_those_who_see() -> None:
         (Generation(prompt=""), "prompt is empty"),
         (Generation(prompt=[]), "prompt is empty"),
         (Generation(), "neither a prompt nor messages"),
-        (Generation(prompt=[5, 100_000]), "prompt has 100000, which is no token"),
-        (Generation(prompt=[5, -1]), "prompt has -1, which is no token"),
-        (Generation(prompt=[True]), "prompt has True, which is no token"),
+        (Generation(prompt=[5, 100_000]), "prompt has 100000, which is not a token id"),
+        (Generation(prompt=[5, -1]), "prompt has -1, which is not a token id"),
+        (Generation(prompt=[True]), "prompt has True, which is not a token id"),
         (Generation(prompt="\ud800"), "half of a surrogate pair"),
         (Generation(prompt="x" * 9_000_000), "at most 8000000"),
         (Generation(prompt="x" * 7_000_000), r"prompt has \d+ tokens or more, but the model's context is 64 tokens"),
@@ -144,22 +144,22 @@ def test_the_ends_of_ranges_are_within() -> None:
 
 
 def test_a_request_of_v2_says_the_same() -> None:
-    ask = _v2(temperature=0, max_tokens=7, stop="END", top_k=3, ignore_eos=True, seed=9, adapter="lo")
-    assert tokenizer("bytes").decode(ask.tokens) == "the sea"
-    assert ask.one_answer and not ask.stream and ask.adapter == "lo"
-    assert ask.sampling == Sampling(
+    parsed = _v2(temperature=0, max_tokens=7, stop="END", top_k=3, ignore_eos=True, seed=9, adapter="lo")
+    assert tokenizer("bytes").decode(parsed.tokens) == "the sea"
+    assert parsed.single_reply and not parsed.stream and parsed.adapter == "lo"
+    assert parsed.sampling == Sampling(
         temperature=0.0,
         max_tokens=7,
         stop=("END",),
         top_k=3,
         ignore_eos=True,
         seed=9,
-        logit_bias=ask.sampling.logit_bias,
+        logit_bias=parsed.sampling.logit_bias,
     )
 
 
 def test_streams_of_v2_are_asked_for_by_tensor_or_parameter() -> None:
-    assert _v2(stream=True).stream and not _v2(stream=True).one_answer
+    assert _v2(stream=True).stream and not _v2(stream=True).single_reply
     assert _v2(tensors={"stream": True}).stream
     assert not _v2(tensors={"stream": False}).stream
 
@@ -168,16 +168,16 @@ def test_sampling_parameters_are_json_and_single_ones_win() -> None:
     text = json.dumps(
         {"temperature": "0.25", "max_tokens": "5", "stop": ["a", "b"], "logit_bias": {"4": -1}, "n": 2, "top_p": 0.5}
     )
-    for ask in (_v2(tensors={"sampling_parameters": text}, top_p=0.75), _v2(sampling_parameters=text, top_p=0.75)):
-        sampling = ask.sampling
+    for parsed in (_v2(tensors={"sampling_parameters": text}, top_p=0.75), _v2(sampling_parameters=text, top_p=0.75)):
+        sampling = parsed.sampling
         assert (sampling.temperature, sampling.max_tokens, sampling.n, sampling.top_p) == (0.25, 5, 2, 0.75)
         assert sampling.stop == ("a", "b") and sampling.logit_bias == {4: -1.0}
 
 
 def test_lists_in_parameters_are_json_text() -> None:
-    ask = _v2(stop='["a", "b"]', stop_token_ids="[4, 5]", logit_bias='{"7": 2}')
-    assert ask.sampling.stop == ("a", "b") and ask.sampling.stop_token_ids == (4, 5)
-    assert ask.sampling.logit_bias == {7: 2.0}
+    parsed = _v2(stop='["a", "b"]', stop_token_ids="[4, 5]", logit_bias='{"7": 2}')
+    assert parsed.sampling.stop == ("a", "b") and parsed.sampling.stop_token_ids == (4, 5)
+    assert parsed.sampling.logit_bias == {7: 2.0}
     assert _v2(stop="[not json").sampling.stop == ("[not json",)
 
 
@@ -202,11 +202,11 @@ def test_a_format_in_v2(given_format: dict[str, Any], expected: OutputFormat | N
         ({"sampling_parameters": "{"}, "sampling_parameters is not JSON"),
         ({"sampling_parameters": "[]"}, "JSON object"),
         ({"sampling_parameters": '{"sampling_parameters": {}}'}, "'sampling_parameters'"),
-        ({"sampling_parameters": '{"stop": 5}'}, "stop must be a text"),
+        ({"sampling_parameters": '{"stop": 5}'}, "stop must be a string"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"temperature": True}, "temperature must be a number"),
         ({"max_tokens": 1.5}, "max_tokens is 1.5: use a whole number"),
-        ({"max_tokens": math.inf}, "max_tokens must be a number"),
+        ({"max_tokens": math.inf}, "max_tokens must be a finite number"),
         ({"seed": 10**400}, "seed must be a number"),
         ({"temperature": 3}, "temperature is 3.0: use a number from 0 to 2"),
         ({"stream": "perhaps"}, "stream must be true or false"),
@@ -241,7 +241,7 @@ def test_the_input_is_one_text() -> None:
         _v2(text="")
     two = Tensor.of("text_input", np.asarray(["a", "b"], dtype=object))
     with pytest.raises(InvalidArgument, match="has 2 elements: send one"):
-        read_request(InferRequest("m", [two]), tokenizer("bytes"), Limits())
+        parse_request(InferRequest("m", [two]), tokenizer("bytes"), Limits())
 
 
 _VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -255,7 +255,7 @@ _DEEP = st.recursive(
 )
 def test_whatever_is_sent_is_read_or_refused(values: dict[str, Any]) -> None:
     try:
-        ask = _v2(sampling_parameters=json.dumps(values))
+        parsed = _v2(sampling_parameters=json.dumps(values))
     except InvalidArgument:
         return
-    assert isinstance(ask.sampling.max_tokens, int)
+    assert isinstance(parsed.sampling.max_tokens, int)

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_tokenizers import tokenizer
 
-from headrace.backends.llm.sampling.drawing import _picked, drawn
-from headrace.backends.llm.sampling.logprobs import logprobs_json
-from headrace.backends.llm.sampling.rows import Row
-from headrace.backends.llm.sampling.sampler import Sampler, TokenLogprobs
-from headrace.backends.llm.sampling.warping import _top_p, _top_p_sparing, warped
+from headrace.backends.llm.request_state import logprobs_json
+from headrace.backends.llm.sampling.logits_processors import _top_p, _top_p_from_candidates, warp
+from headrace.backends.llm.sampling.sampler import Sampler, TokenLogprobs, _pick, draw_tokens
+from headrace.backends.llm.sampling.state import SamplingState
 from headrace.core.generation import Sampling
 
 WIDTH = 700
@@ -26,11 +25,13 @@ def _logits(rows: int, seed: int = 0, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def _row(prompt: list[int] | None = None, eos: frozenset[int] = frozenset({2}), index: int = 0, **fields: Any) -> Row:
-    return Row(Sampling(**fields), prompt or [], None, eos, index)
+def _row(
+    prompt: list[int] | None = None, eos: frozenset[int] = frozenset({2}), index: int = 0, **fields: Any
+) -> SamplingState:
+    return SamplingState(Sampling(**fields), prompt or [], None, eos, index)
 
 
-def _sample(logits: torch.Tensor, *rows: Row) -> list[int]:
+def _sample(logits: torch.Tensor, *rows: SamplingState) -> list[int]:
     before = logits.clone()
     tokens = Sampler(logits.shape[1], "cpu").sample(logits, rows).tokens
     torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True, msg="the logits were changed")
@@ -75,10 +76,10 @@ SAMPLINGS = st.builds(
 def test_what_may_be_drawn_is_what_transformers_leaves(samplings: list[Sampling], seed: int) -> None:
     logits = _logits(len(samplings), seed)
     prompts = [[seed % WIDTH, 3, 3, place] for place in range(len(samplings))]
-    rows = [Row(sampling, prompt) for sampling, prompt in zip(samplings, prompts, strict=True)]
-    scores = Sampler(WIDTH, "cpu")._biased(logits, rows, 0)
+    rows = [SamplingState(sampling, prompt) for sampling, prompt in zip(samplings, prompts, strict=True)]
+    scores = Sampler(WIDTH, "cpu").processors.bias(logits, rows, 0)
     numbers = np.asarray([(0, s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings], np.float64)
-    ours = warped(scores, numbers, torch.from_numpy(numbers))
+    ours = warp(scores, numbers, torch.from_numpy(numbers))
     for place, sampling in enumerate(samplings):
         expected = _hugging_face(logits[place : place + 1], sampling, prompts[place])[0]
         torch.testing.assert_close(ours[place], expected, rtol=1e-6, atol=1e-6)
@@ -93,7 +94,7 @@ def test_what_may_be_drawn_is_what_transformers_leaves(samplings: list[Sampling]
 def test_the_cpus_way_to_top_p_is_the_same(tops: list[float], seed: int, flat: bool) -> None:
     scores = _logits(len(tops), seed) * (0.01 if flat else 1.0)
     removed = torch.tensor([[1.0 - top_p] for top_p in tops])
-    torch.testing.assert_close(_top_p_sparing(scores, removed, (16, 300)), _top_p(scores, removed))
+    torch.testing.assert_close(_top_p_from_candidates(scores, removed, (16, 300)), _top_p(scores, removed))
 
 
 @given(st.lists(SAMPLINGS, min_size=1, max_size=4), st.integers(0, 1000), st.sampled_from([0.02, 0.3, 1.0, 4.0]))
@@ -106,14 +107,14 @@ def test_the_likeliest_alone_give_what_all_would_give(samplings: list[Sampling],
         [(u, s.temperature, s.top_k, s.top_p, s.min_p) for u, s in zip(uniform, samplings, strict=True)], np.float64
     )
     moved = torch.from_numpy(numbers)
-    assert drawn(scores, numbers, moved).tolist() == _picked(warped(scores, numbers, moved), moved[:, :1]).tolist()
+    assert draw_tokens(scores, numbers, moved).tolist() == _pick(warp(scores, numbers, moved), moved[:, :1]).tolist()
 
 
 def test_greedy_rows_take_the_likeliest_alone_and_among_others() -> None:
     logits = _logits(3)
     expected = logits.argmax(-1).tolist()
     rows = [_row(temperature=0.0), _row(temperature=1.0, seed=5), _row(temperature=0.0, logprobs=2)]
-    assert Sampler.is_plain(rows[:1]) and not Sampler.is_plain(rows)
+    assert Sampler.all_argmax_only(rows[:1]) and not Sampler.all_argmax_only(rows)
     mixed = _sample(logits, *rows)
     assert [mixed[0], mixed[2]] == [expected[0], expected[2]]
     assert _sample(logits[:1], rows[0]) == expected[:1]
@@ -131,8 +132,8 @@ def test_greedy_rows_take_the_likeliest_alone_and_among_others() -> None:
     ],
 )
 def test_a_row_that_asks_for_more_is_not_plain(fields: dict[str, Any]) -> None:
-    assert not _row(**fields).plain
-    assert _row(temperature=0.0, top_p=0.5, top_k=3, seed=1).plain
+    assert not _row(**fields).argmax_only
+    assert _row(temperature=0.0, top_p=0.5, top_k=3, seed=1).argmax_only
 
 
 def test_min_tokens_end_and_the_row_is_plain_again() -> None:
@@ -143,13 +144,13 @@ def test_min_tokens_end_and_the_row_is_plain_again() -> None:
     for _ in range(3):
         taken += _sample(logits, row)
         row.advance(taken[-1])
-    assert taken == [9, 9, 2] and row.plain
-    assert row.ends(2) and row.ends(7) and not row.ends(9)
-    assert not _row(ignore_eos=True).ends(2)
+    assert taken == [9, 9, 2] and row.argmax_only
+    assert row.is_stop_token(2) and row.is_stop_token(7) and not row.is_stop_token(9)
+    assert not _row(ignore_eos=True).is_stop_token(2)
 
 
 def test_the_same_seed_gives_the_same_tokens_in_any_company() -> None:
-    def said(*others: Row, place: int = 0) -> list[int]:
+    def said(*others: SamplingState, place: int = 0) -> list[int]:
         row, tokens = _row(seed=1234, temperature=0.9, top_p=0.95, index=1), []
         for step in range(20):
             rows = [*others[:place], row, *others[place:]]
@@ -167,7 +168,7 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company() -> None:
 def test_choices_and_seeds_differ() -> None:
     logits = _logits(1)
 
-    def said(row: Row) -> list[int]:
+    def said(row: SamplingState) -> list[int]:
         tokens = []
         for _ in range(12):
             tokens += _sample(logits, row)
@@ -184,7 +185,7 @@ def test_a_draw_that_was_in_vain_changes_nothing_and_one_ahead_is_the_next() -> 
     row, again = _row(seed=9), _row(seed=9)
     first = _sample(logits, row)
     assert _sample(logits, row) == first
-    ahead = sampler.start(logits, [row], ahead=1).tokens.tolist()
+    ahead = sampler.start(logits, [row], steps_ahead=1).tokens.tolist()
     row.advance(first[0])
     again.advance(first[0])
     assert _sample(logits, again) == ahead
@@ -223,7 +224,7 @@ def test_presence_and_frequency_count_what_was_said_not_the_prompt() -> None:
     row = _row(prompt=[1, 1, 1], temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
     for token in [4, 4, 6]:
         row.advance(token)
-    scores = Sampler(WIDTH, "cpu")._biased(torch.zeros(1, WIDTH), [row], 0)[0]
+    scores = Sampler(WIDTH, "cpu").processors.bias(torch.zeros(1, WIDTH), [row], 0)[0]
     assert {place: value for place, value in enumerate(scores.tolist()) if value} == {4: -1.0, 6: -0.75}
 
 
@@ -233,7 +234,7 @@ def test_repetition_counts_prompt_and_answer_once() -> None:
         row.advance(token)
     logits = torch.ones(1, WIDTH)
     logits[0, 3] = -1.0
-    scores = Sampler(WIDTH, "cpu")._biased(logits, [row], 0)[0]
+    scores = Sampler(WIDTH, "cpu").processors.bias(logits, [row], 0)[0]
     assert scores[[1, 3, 5, 6, 100, 299, 300]].tolist() == [0.5, -2.0, 0.5, 1.0, 0.5, 0.5, 1.0]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.backends.llm.sampling.rows import Row
 from headrace.backends.llm.sampling.sampler import Sampler
+from headrace.backends.llm.sampling.state import SamplingState
 from headrace.core.generation import Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -25,7 +25,7 @@ ASKED: list[dict[str, Any]] = [
 
 
 def _said(device: str, asked: list[dict[str, Any]]) -> list[list[int]]:
-    rows = [Row(Sampling(**fields), [1, 2, 3], None, frozenset({2})) for fields in asked]
+    rows = [SamplingState(Sampling(**fields), [1, 2, 3], None, frozenset({2})) for fields in asked]
     sampler, said = Sampler(32_000, device), [[] for _ in rows]
     for step in range(30):
         # Whole sixteenths: the same on both, so that only the sampler can differ.
@@ -49,7 +49,7 @@ def test_a_gpu_draws_nearly_always_what_a_cpu_draws() -> None:
 
 
 def test_nothing_waits_for_the_gpu_before_the_tokens_are_read() -> None:
-    rows = [Row(Sampling(**fields), [1, 2, 3], None, frozenset({2})) for fields in ASKED]
+    rows = [SamplingState(Sampling(**fields), [1, 2, 3], None, frozenset({2})) for fields in ASKED]
     sampler, logits = Sampler(32_000, "cuda"), torch.randn(len(rows), 32_000, device="cuda")
     sampler.sample(logits, rows)
     torch.cuda.set_sync_debug_mode("error")

@@ -18,8 +18,8 @@ from contract_serving import Served
 
 from headrace.core.errors import HeadraceError
 from headrace.core.generation import Generation, GenerationRequest
-from headrace.core.messages import InferRequest
-from headrace.engine.scheduling.pending import Pending
+from headrace.core.requests import InferRequest
+from headrace.engine.scheduling.pending_request import PendingRequest
 from support.waiting import eventually
 
 FAKE = Path(__file__).with_name("fake_engine.py")
@@ -53,7 +53,7 @@ class Streaming:
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, bool]] = []
-        self.pending: Pending | None = None
+        self.pending: PendingRequest | None = None
         self.news = asyncio.Event()
 
     def __call__(self, result: Any, final: bool) -> None:

@@ -12,33 +12,33 @@ from typing import Any
 import pytest
 import trustme
 
-from headrace.backends.openai_proxy.client import HEAD_BYTES, Fields, Pool, fetch
-from headrace.backends.openai_proxy.origin import Origin
+from headrace.backends.openai_proxy.client import HEAD_BYTES, ConnectionPool, Headers, fetch
+from headrace.backends.openai_proxy.settings import Origin
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Heard:
-    """A receiver that keeps everything."""
+    """A response handler that keeps everything."""
 
     def __init__(self) -> None:
         self.status = 0
-        self.fields: Fields = {}
+        self.headers: Headers = {}
         self.pieces: list[bytes] = []
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def begun(self, status: int, fields: Fields) -> None:
+    def head_received(self, status: int, headers: Headers) -> None:
         assert not self.status
-        self.status, self.fields = status, fields
+        self.status, self.headers = status, headers
 
-    def piece(self, data: bytes) -> None:
+    def body_received(self, data: bytes) -> None:
         self.pieces.append(data)
 
-    def ended(self) -> None:
+    def completed(self) -> None:
         self.end.set_result("")
 
-    def failed(self, why: str) -> None:
-        self.end.set_result(why)
+    def failed(self, reason: str) -> None:
+        self.end.set_result(reason)
 
     async def over(self) -> tuple[int, bytes, str]:
         async with asyncio.timeout(30):
@@ -46,7 +46,7 @@ class Heard:
         return self.status, b"".join(self.pieces), why
 
 
-def run(serve: Serve, test: Callable[[Pool], Awaitable[None]], key: str = "") -> int:
+def run(serve: Serve, test: Callable[[ConnectionPool], Awaitable[None]], key: str = "") -> int:
     """A test with a pool to a server; how many connections were made."""
     connections = 0
 
@@ -62,7 +62,7 @@ def run(serve: Serve, test: Callable[[Pool], Awaitable[None]], key: str = "") ->
                 writer.close()
 
         server = await asyncio.start_server(counted, "127.0.0.1", 0)
-        pool = Pool(
+        pool = ConnectionPool(
             asyncio.get_running_loop(), Origin("127.0.0.1", server.sockets[0].getsockname()[1], prefix="/p"), key
         )
         try:
@@ -108,7 +108,7 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n
 @pytest.mark.parametrize("answer", [OK, CHUNKED, UNTIL_CLOSE, OLD, INTERIM])
 @pytest.mark.parametrize("pause", [False, True])
 def test_every_way_to_end_an_answer(answer: bytes, pause: bool) -> None:
-    async def test(pool: Pool) -> None:
+    async def test(pool: ConnectionPool) -> None:
         heard = Heard()
         pool.post("/x", b"{}", heard)
         assert await heard.over() == (200, b"hello", "")
@@ -124,11 +124,11 @@ def test_what_is_sent() -> None:
             seen.append(await read_request(reader))
             writer.write(OK)
 
-    async def test(pool: Pool) -> None:
+    async def test(pool: ConnectionPool) -> None:
         heard = Heard()
         pool.post("/v1/x", b'{"a": "\xc3\xa4"}', heard)
         await heard.over()
-        assert heard.fields[b"x-y"] == b"z"
+        assert heard.headers[b"x-y"] == b"z"
         assert await fetch(pool, "/health", 30) == (200, b"hello")
         assert seen[0][0].split("\r\n")[0] == "POST /p/v1/x HTTP/1.1"
         assert f"host: 127.0.0.1:{pool.origin.port}\r\n" in seen[0][0]
@@ -140,7 +140,7 @@ def test_what_is_sent() -> None:
 
 
 def test_a_kept_connection_that_was_closed_is_replaced() -> None:
-    async def test(pool: Pool) -> None:
+    async def test(pool: ConnectionPool) -> None:
         for _ in range(3):
             assert (await fetch(pool, "/x", 30))[0] == 200
         # As if the engine had closed it just now, and we had not heard.
@@ -156,18 +156,18 @@ def test_a_kept_connection_that_was_closed_is_replaced() -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (b"", "closed the connection without an answer"),
-        (b"HTTP/1.1 200 OK\r\ncontent-le", "in the middle of its answer"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhello", "in the middle of its answer"),
-        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n9\r\nhello", "in the middle of its answer"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", "no HTTP answer"),
-        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "no HTTP answer"),
-        (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nxx", "no HTTP answer"),
-        (b"HTTP/1.1 200 OK\r\n" + b"x: " + b"y" * 2 * HEAD_BYTES, "head of an answer"),
+        (b"", "closed the connection without a response"),
+        (b"HTTP/1.1 200 OK\r\ncontent-le", "in the middle of its response"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhello", "in the middle of its response"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n9\r\nhello", "in the middle of its response"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "invalid HTTP response"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "invalid HTTP response"),
+        (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nxx", "invalid HTTP response"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: " + b"y" * 2 * HEAD_BYTES, "response headers of more"),
     ],
 )
 def test_answers_that_are_none(answer: bytes, why: str) -> None:
-    async def test(pool: Pool) -> None:
+    async def test(pool: ConnectionPool) -> None:
         heard = Heard()
         pool.post("/x", b"{}", heard)
         assert why in (await heard.over())[2]
@@ -177,7 +177,7 @@ def test_answers_that_are_none(answer: bytes, why: str) -> None:
 
 
 def test_more_than_was_asked_for_is_nobodys() -> None:
-    async def test(pool: Pool) -> None:
+    async def test(pool: ConnectionPool) -> None:
         for _ in range(2):
             assert await fetch(pool, "/x", 30) == (200, b"hello")
 
@@ -185,10 +185,10 @@ def test_more_than_was_asked_for_is_nobodys() -> None:
 
 
 def test_giving_up_closes_the_connection() -> None:
-    async def test(pool: Pool) -> None:
+    async def test(pool: ConnectionPool) -> None:
         gone = asyncio.get_running_loop().create_future()
         server = await asyncio.start_server(lambda *streams: hold(gone, *streams), "127.0.0.1", 0)
-        held = Pool(pool.loop, Origin("127.0.0.1", server.sockets[0].getsockname()[1]))
+        held = ConnectionPool(pool.loop, Origin("127.0.0.1", server.sockets[0].getsockname()[1]))
         heard = Heard()
         call = held.post("/x", b"{}", heard)
         while not heard.pieces:
@@ -217,12 +217,12 @@ def test_giving_up_closes_the_connection() -> None:
 
 
 def test_nobody_there() -> None:
-    async def test(pool: Pool) -> None:
-        nowhere = Pool(pool.loop, Origin("127.0.0.1", 1))
+    async def test(pool: ConnectionPool) -> None:
+        nowhere = ConnectionPool(pool.loop, Origin("127.0.0.1", 1))
         with pytest.raises(ConnectionError, match="cannot be reached"):
             await fetch(nowhere, "/x", 30)
         with pytest.raises(ConnectionError, match="cannot be reached"):
-            await fetch(Pool(pool.loop, Origin("no-such-host.invalid", 80)), "/x", 30)
+            await fetch(ConnectionPool(pool.loop, Origin("no-such-host.invalid", 80)), "/x", 30)
 
     run(answering(OK), test)
 
@@ -233,14 +233,14 @@ def test_an_engine_behind_https_must_prove_who_it_is(tmp_path: Path, monkeypatch
     proof = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("localhost").configure_cert(proof)
 
-    async def test(pool: Pool) -> None:
+    async def test(pool: ConnectionPool) -> None:
         server = await asyncio.start_server(answering(OK), "127.0.0.1", 0, ssl=proof)
         origin = Origin("localhost", server.sockets[0].getsockname()[1], tls=True)
-        stranger = Pool(pool.loop, origin)
+        stranger = ConnectionPool(pool.loop, origin)
         with pytest.raises(ConnectionError, match="certificate that is not trusted"):
             await fetch(stranger, "/x", 30)
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-        trusting = Pool(pool.loop, origin)
+        trusting = ConnectionPool(pool.loop, origin)
         assert await fetch(trusting, "/x", 30) == (200, b"hello")
         trusting.close()
         server.close()
@@ -254,8 +254,8 @@ def test_a_page_that_does_not_come_in_time() -> None:
         await read_request(reader)
         await reader.read(1)
 
-    async def test(pool: Pool) -> None:
-        with pytest.raises(ConnectionError, match=r"does not answer /x within 0.05 seconds"):
+    async def test(pool: ConnectionPool) -> None:
+        with pytest.raises(ConnectionError, match=r"did not answer /x within 0.05 seconds"):
             await fetch(pool, "/x", 0.05)
 
     run(never, test)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.backends.openai_proxy.events import EventReader
+from headrace.backends.openai_proxy.client import EventReader
 from headrace.core.errors import Unavailable
 
 STREAM = (

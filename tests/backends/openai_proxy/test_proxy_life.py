@@ -33,7 +33,7 @@ from backends.openai_proxy.proxied import (
 
 from headrace.backends.contract import Placement
 from headrace.backends.openai_proxy import engine as engine_module
-from headrace.backends.restarts import Backoff
+from headrace.backends.restart_backoff import Backoff
 from headrace.core.errors import FailedPrecondition, HeadraceError, Unavailable
 from headrace.engine.repository.states import State
 from support.ports import free_port
@@ -105,7 +105,7 @@ def test_it_is_started_again_when_it_dies(served: Proxied) -> None:
     assert len(told.answers) == 1
     for each in (told, *(served.until(other, lambda _: False) for other in others)):
         assert isinstance(each.error, Unavailable)
-        assert "died (signal 9" in each.error.message or "in the middle of its answer" in each.error.message
+        assert "died (signal 9" in each.error.message or "in the middle of its response" in each.error.message
     down = eventually(lambda: _down(served), message="requests are told what happened")
     assert "died (signal 9" in down.message and "started again" in down.message
     assert down.retry_after_seconds == 1
@@ -249,7 +249,7 @@ def test_an_engine_elsewhere_is_reached_by_its_url(served: Proxied, monkeypatch:
         streaming = served.begin(chat("m", "hang on"))
         served.until(streaming, lambda each: bool(each.answers))
     error = served.until(streaming, lambda _: False).error
-    assert isinstance(error, Unavailable) and "in the middle of its answer" in error.message
+    assert isinstance(error, Unavailable) and "in the middle of its response" in error.message
     error = served.ask(chat("m", "hello")).error
     assert isinstance(error, Unavailable) and "cannot be reached" in error.message
     with fake_engine(port, "--key", "s3cret"):

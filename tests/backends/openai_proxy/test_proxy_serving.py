@@ -22,8 +22,8 @@ from headrace.core.errors import (
     Unavailable,
     Unimplemented,
 )
-from headrace.core.generation import Generation, GenerationRequest, OutputFormat, Picture, Sampling
-from headrace.core.messages import InferRequest
+from headrace.core.generation import Generation, GenerationRequest, OutputFormat, PromptImage, Sampling
+from headrace.core.requests import InferRequest
 from headrace.core.tensors import Tensor
 from support.waiting import eventually
 
@@ -132,7 +132,7 @@ def test_a_request_of_this_server_is_spelled_out(served: Proxied) -> None:
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}},
     }
     assert served.ask(GenerationRequest("m", Generation(prompt="x y", stream=True))).text == "x y"
-    picture = Generation(prompt="what", media=(Picture(np.zeros((2, 2, 3), np.uint8)),))
+    picture = Generation(prompt="what", media=(PromptImage(np.zeros((2, 2, 3), np.uint8)),))
     assert isinstance(served.ask(GenerationRequest("m", picture)).error, Unimplemented)
 
 
@@ -204,10 +204,10 @@ def test_an_error_of_the_engine_is_told_in_its_words(served: Proxied, status: in
 def test_what_is_no_answer_is_unavailable(served: Proxied) -> None:
     assert "not a JSON object" in served.ask(chat("m", "garbage", stream=False)).error.message
     told = served.ask(chat("m", "unfinished a b"))
-    assert isinstance(told.error, Unavailable) and "before the answer was whole" in told.error.message
+    assert isinstance(told.error, Unavailable) and "before the response was complete" in told.error.message
     told = served.ask(chat("m", "drop a b"))
     assert len(told.answers) == 1
-    assert isinstance(told.error, Unavailable) and "in the middle of its answer" in told.error.message
+    assert isinstance(told.error, Unavailable) and "in the middle of its response" in told.error.message
     told = served.ask(chat("m", "fail-midway a b"))
     assert len(told.answers) == 1
     assert isinstance(told.error, Unavailable) and told.error.message == "out of pages"

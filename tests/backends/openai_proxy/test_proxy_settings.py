@@ -12,8 +12,7 @@ from tabular_models import NO_SERVICES, configured
 
 from headrace.backends.contract import ModelFiles
 from headrace.backends.openai_proxy.backend import OpenAiProxyBackend
-from headrace.backends.openai_proxy.origin import Origin, origin_of
-from headrace.backends.openai_proxy.settings import ProxySettings, settings_of
+from headrace.backends.openai_proxy.settings import Origin, ProxySettings, parse_origin, read_settings
 from headrace.core.dtypes import BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
 
@@ -21,7 +20,7 @@ FILES = ModelFiles(Path("/models/test"), 1, Path("/models/test/1"))
 
 
 def settings(**parameters: str) -> ProxySettings:
-    return settings_of(configured("openai_proxy", parameters=parameters), FILES)
+    return read_settings(configured("openai_proxy", parameters=parameters), FILES)
 
 
 def test_defaults() -> None:
@@ -63,7 +62,7 @@ def test_everything_given(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [
-        ({}, "neither how to start"),
+        ({}, "neither a command nor a url"),
         ({"url": "gpu:8000"}, "http://host:port"),
         ({"url": "ftp://gpu"}, "http://host:port"),
         ({"url": "http://gpu:99999999"}, "http://host:port"),
@@ -88,7 +87,7 @@ def test_everything_given(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"command": '["sh"]'}, "{port}"),
         ({"command": '["sh", "{port}"]', "env": "[]"}, "JSON object"),
         ({"command": '["sh", "{port}"]', "env": '{"A": 1}'}, "JSON object"),
-        ({"command": '["sh", "{port}"]', "env": '{"A=B": "1"}'}, "no variable"),
+        ({"command": '["sh", "{port}"]', "env": '{"A=B": "1"}'}, "no environment variable"),
     ],
 )
 def test_wrong_parameters_are_named(parameters: dict[str, str], text: str) -> None:
@@ -123,7 +122,7 @@ def test_what_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, parameters: 
     ],
 )
 def test_addresses(url: str, origin: Origin, shown: str) -> None:
-    assert origin_of(url) == origin
+    assert parse_origin(url) == origin
     assert origin.shown == shown
     assert (origin.context() is not None) is origin.tls
 

@@ -21,8 +21,8 @@ from headrace.backends.python.instance import PythonInstance
 from headrace.core.clock import SystemClock
 from headrace.core.dtypes import DType
 from headrace.core.errors import HeadraceError, NotFound
-from headrace.core.messages import InferRequest, InferResponse, RequestedOutput
-from headrace.core.telemetry.registry import Registry
+from headrace.core.requests import InferRequest, InferResponse, RequestedOutput
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import ModelConfig, OutputSpec
 

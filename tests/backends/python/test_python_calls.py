@@ -14,7 +14,7 @@ import pytest
 from backends.python.harness import WAIT, FakeWork, Stage, staged, tensor
 
 from headrace.core.errors import FailedPrecondition, Internal, Unimplemented
-from headrace.core.messages import InferRequest
+from headrace.core.requests import InferRequest
 from headrace.core.telemetry.exposition import render
 
 

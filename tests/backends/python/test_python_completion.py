@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from backends.python.harness import ECHO, Stage, staged
 
-from headrace.backends.python.backend import PythonBackend
-from headrace.backends.python.completion import may_complete
-from headrace.backends.python.configs import config_json
+from headrace.backends.python.backend import PythonBackend, may_complete
+from headrace.backends.python.process import config_json
 from headrace.core.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import ModelConfig
 
 
@@ -92,7 +91,7 @@ def test_contradictions_are_told(stage: Stage, body: str, fields: dict[str, Any]
 def test_a_completion_that_dies_or_hangs_is_ended(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FailedPrecondition, match="died"):
         complete(stage, "os._exit(1)")
-    monkeypatch.setattr("headrace.backends.python.completion._END_SECONDS", 0.1)
+    monkeypatch.setattr("headrace.backends.python.backend._END_SECONDS", 0.1)
     with pytest.raises(DeadlineExceeded, match="INIT_TIMEOUT_SECONDS"):
         complete(stage, "time.sleep(100)", typed_parameters={"INIT_TIMEOUT_SECONDS": "0.5"})
 

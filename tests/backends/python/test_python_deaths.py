@@ -21,10 +21,10 @@ import psutil
 import pytest
 from backends.python.harness import ECHO, WAIT, FakeWork, Stage, staged, tensor
 
-from headrace.backends.python import arena, process
-from headrace.backends.restarts import Backoff
+from headrace.backends.python import process, protocol
+from headrace.backends.restart_backoff import Backoff
 from headrace.core.errors import FailedPrecondition, Unavailable
-from headrace.core.messages import InferRequest
+from headrace.core.requests import InferRequest
 from support.waiting import eventually
 
 
@@ -177,7 +177,7 @@ def test_close_does_not_wait_for_ever(
     pid = opened.pid
     opened.close()
     assert not psutil.pid_exists(pid)
-    assert any("does not end by itself" in record.getMessage() for record in caplog.records)
+    assert any("did not stop in time" in record.getMessage() for record in caplog.records)
 
 
 def test_close_with_work_under_way_answers_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,9 +278,9 @@ def test_without_shared_memory_everything_goes_through_the_socket(
 
 
 def test_blocks_are_reused_joined_and_trimmed() -> None:
-    fd = arena.make_region("headrace-test")
+    fd = protocol.make_region("headrace-test")
     try:
-        written, read = arena.Arena(fd), arena.ArenaView(fd)
+        written, read = protocol.Arena(fd), protocol.ArenaView(fd)
         offsets = [written.put(bytes([index]) * 1000) for index in range(5)]
         blocks = [read.block(offset, 1000) for offset in offsets]
         assert [bytes(block)[:1] for block in blocks] == [bytes([index]) for index in range(5)]
@@ -292,11 +292,11 @@ def test_blocks_are_reused_joined_and_trimmed() -> None:
             written.release(offsets[index])
         assert written.empty
         assert written._free == [(0, written.size)]
-        big = written.put(bytes(arena.KEPT_BYTES + 5_000_000))
-        assert os.fstat(fd).st_blocks * 512 > arena.KEPT_BYTES
+        big = written.put(bytes(protocol.KEPT_BYTES + 5_000_000))
+        assert os.fstat(fd).st_blocks * 512 > protocol.KEPT_BYTES
         written.release(big)
         written.trim()
-        assert os.fstat(fd).st_blocks * 512 <= arena.KEPT_BYTES
+        assert os.fstat(fd).st_blocks * 512 <= protocol.KEPT_BYTES
         assert bytes(read.block(written.put(b"again"), 5)) == b"again"
     finally:
         os.close(fd)
@@ -442,11 +442,11 @@ def test_memory_of_a_large_request_is_given_back_later(stage: Stage, monkeypatch
     work = Measured(InferRequest("m", [tensor("IN", np.ones(6_000_000))]))
     stage.in_loop(partial(opened.instance.execute, [work], lambda: None))
     assert work.over.wait(WAIT)
-    assert len(held) == 2 and min(held) > arena.KEPT_BYTES
+    assert len(held) == 2 and min(held) > protocol.KEPT_BYTES
     del work
     # The child hears of the freed response with the next frame.
     opened.one(tensor("IN", [1]))
     eventually(
-        lambda: all(os.fstat(fd).st_blocks * 512 <= arena.KEPT_BYTES for fd in (regions.incoming, regions.outgoing))
+        lambda: all(os.fstat(fd).st_blocks * 512 <= protocol.KEPT_BYTES for fd in (regions.incoming, regions.outgoing))
     )
     assert opened.one(tensor("IN", np.ones(6_000_000))).arrays()["OUT"].sum() == 6_000_000

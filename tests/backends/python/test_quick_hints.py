@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from headrace.backends.python.child.errors import TritonModelException
-from headrace.backends.python.child.hints import Hint, read_signature
+from headrace.backends.python.child.type_hints import Hint, read_signature
 from headrace.backends.python.child.values import Output, WrongInput, to_argument, to_array, to_outputs
 from headrace.core.dtypes import BOOL, BYTES, FP16, FP32, FP64, INT64, DType
 

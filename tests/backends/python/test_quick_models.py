@@ -15,8 +15,8 @@ from backends.python.harness import WAIT, Opened, Stage, staged, tensor
 from headrace.backends.contract import Placement
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument
 from headrace.engine.repository.check import check_repository
+from headrace.models.config.completion import complete
 from headrace.models.config.drafts import read_draft
-from headrace.models.config.finishing import finish
 from headrace.models.config.types import DynamicBatching, ModelConfig
 from support.waiting import eventually
 
@@ -42,7 +42,7 @@ def configured(stage: Stage, source: str, config: str = "") -> ModelConfig:
     if config:
         (files.model_folder / "config.pbtxt").write_text(config)
     draft = read_draft(files.model_folder)
-    return finish(draft, stage.backend.complete(draft.typed(), files))
+    return complete(draft, stage.backend.complete(draft.typed(), files))
 
 
 def served(stage: Stage, source: str, made: ModelConfig | None = None) -> Opened:
@@ -233,7 +233,11 @@ def test_the_configuration_wins_where_the_hints_are_open(stage: Stage) -> None:
             "",
             "several classes with predict, A, B: name the one",
         ),
-        ("class A:\n  def __init__(self, n): ...\n  def predict(self, x): ...", "", "cannot be made without arguments"),
+        (
+            "class A:\n  def __init__(self, n): ...\n  def predict(self, x): ...",
+            "",
+            "cannot be created without arguments",
+        ),
         ("BATCH = 'x'\ndef predict(x): ...", "", "BATCH in"),
         ("BATCH = 8\ndef predict(x: float): ...", "", "predict batches, and x cannot have rows"),
         ("BATCH = 8\ndef predict(x):\n  yield x", "", "so it cannot batch: take BATCH out"),

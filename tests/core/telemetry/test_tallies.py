@@ -4,7 +4,7 @@ from bisect import bisect_left
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.telemetry.tallies import DURATION_BOUNDS_NS, QUICK_NS, SlowTally
+from headrace.core.telemetry.metrics import DURATION_BOUNDS_NS, QUICK_NS, SlowTally
 
 DURATIONS = st.one_of(st.integers(0, 2 * DURATION_BOUNDS_NS[-1]), st.sampled_from(DURATION_BOUNDS_NS))
 

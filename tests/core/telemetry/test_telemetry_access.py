@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.core.telemetry.access import log_access
-from headrace.core.telemetry.logs import JsonFormatter, TextFormatter
+from headrace.core.telemetry.logs import JsonFormatter, TextFormatter, log_access
 
 HEAD = SimpleNamespace(method=b"POST", path=b"/v2/models/m/infer", version="1.1", query=b"token=secret")
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from headrace.core.telemetry.context import bind, bound, fields
+from headrace.core.telemetry.logs import bind, bound, fields
 
 
 @pytest.fixture(autouse=True)

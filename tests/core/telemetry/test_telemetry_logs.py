@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.telemetry.context import bound
-from headrace.core.telemetry.logs import JsonFormatter, TextFormatter, configure_logging, one_line
+from headrace.core.telemetry.logs import JsonFormatter, TextFormatter, bound, configure_logging, one_line
 
 HOSTILE = 'a\n2024-01-01T00:00:00.000Z ERROR   headrace: forged\r\x1b[2J"quote" \\ \x85 \u2028 \u202e \x00'
 

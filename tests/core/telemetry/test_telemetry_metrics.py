@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.clock import ManualClock
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 
 KINDS = ["counter", "gauge", "histogram", "summary"]
 

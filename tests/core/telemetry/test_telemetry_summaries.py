@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.core.clock import ManualClock
-from headrace.core.telemetry.registry import Registry
-from headrace.core.telemetry.summaries import LARGEST, RELATIVE_ERROR, SLICES, SMALLEST, Summary
+from headrace.core.telemetry.metrics import LARGEST, RELATIVE_ERROR, SLICES, SMALLEST, Registry, Summary
 
 QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
 WINDOW = 60.0

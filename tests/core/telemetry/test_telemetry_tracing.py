@@ -82,7 +82,7 @@ def tracer(memory):
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-    from headrace.core.telemetry.spans import ProviderTracer
+    from headrace.core.telemetry.opentelemetry_spans import ProviderTracer
 
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(memory))

@@ -15,8 +15,8 @@ from headrace.core.clock import SystemClock
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument
 from headrace.core.telemetry.progress import Reporter
-from headrace.engine.repository.contract import Plan
 from headrace.engine.repository.control import RepositoryControl
+from headrace.engine.repository.load_plan import LoadPlan
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.models.config.types import (
     EnsembleScheduling,
@@ -91,7 +91,7 @@ class FakeOpener:
         return sorted(str(version) for version in self.opened if not version.retired)
 
 
-def fake_plan(folder: Path, config_json: str | None, gpus: int) -> Plan:
+def fake_plan(folder: Path, config_json: str | None, gpus: int) -> LoadPlan:
     """Configurations are JSON: policy, steps, bad."""
     text = (folder / "config.pbtxt").read_text() if config_json is None else config_json
     said = json.loads(text or "{}")
@@ -117,7 +117,7 @@ def fake_plan(folder: Path, config_json: str | None, gpus: int) -> Plan:
             parameters={"tag": said.get("tag", "")},
         )
 
-    return Plan(policy, finish, bool(steps), steps)
+    return LoadPlan(policy, finish, bool(steps), steps)
 
 
 def put_model(repository: Path, name: str, *versions: int, **config: Any) -> Path:

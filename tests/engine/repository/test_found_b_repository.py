@@ -19,7 +19,7 @@ from headrace.core.errors import Internal, InvalidArgument
 from headrace.engine.engine import Engine, EngineSettings
 from headrace.engine.repository import scan as scanning
 from headrace.engine.repository.check import check_repository
-from headrace.engine.repository.plans import read_plan
+from headrace.engine.repository.load_plan import read_load_plan
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.models.config.problems import ConfigError
 from support.waiting import eventually_async
@@ -42,9 +42,9 @@ def test_a_file_outside_of_the_version_is_never_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     (tmp_path / "other.py").write_text(f"open({str(ran)!r}, 'w').close()")
     folder = put_python(tmp_path / "models", "", default_model_filename="../../../other.py")
-    plan = read_plan(folder, None, 0)
+    plan = read_load_plan(folder, None, 0)
     with pytest.raises(ConfigError, match="outside of the version folder"):
-        plan.finish(_files(folder))
+        plan.complete(_files(folder))
     report = check_repository(tmp_path / "models")
     assert ["outside of the version folder" in problem.text for problem in report.problems] == [True]
     assert not ran.exists()
@@ -53,7 +53,7 @@ def test_a_file_outside_of_the_version_is_never_run(tmp_path: Path) -> None:
 def test_a_file_name_that_no_file_can_have_is_told(tmp_path: Path) -> None:
     folder = put_python(tmp_path, "", default_model_filename="n" * 5000)
     with pytest.raises(ConfigError, match="default_model_filename: 'nnn.* is longer than any file's name"):
-        read_plan(folder, None, 0).finish(_files(folder))
+        read_load_plan(folder, None, 0).complete(_files(folder))
     assert len(check_repository(tmp_path).problems) == 1
 
 
@@ -133,7 +133,7 @@ def test_closing_gives_what_retires_already_no_second_grace(tmp_path: Path, capl
         put_model(tmp_path, "b", 1)
         bench = Bench(tmp_path, mode="explicit", load_models=("*",), unload_wait_seconds=0.01)
         await bench.control.start()
-        bench.control._shop.clock = clock
+        bench.control._context.clock = clock
         bench.newest("b").retire = take_all_of_it  # type: ignore[method-assign]
         bench.opener.retiring.clear()  # and `a` never comes to its end
         await bench.control.unload("a")

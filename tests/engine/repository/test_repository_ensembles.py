@@ -12,7 +12,7 @@ from repository_fakes import Bench, put_model, put_version
 
 from headrace.core.dtypes import FP32, INT32
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.engine.repository.ensembles import ensemble_problems
+from headrace.engine.repository.ensemble_dependencies import ensemble_problems
 from headrace.models.config.types import EnsembleScheduling, EnsembleStep, InputSpec, ModelConfig, OutputSpec
 
 

@@ -13,7 +13,7 @@ from repository_fakes import Bench, FakeVersion, put_model, put_version, write_c
 
 from headrace.core.errors import Cancelled, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from headrace.engine.repository.control import IndexEntry
-from headrace.engine.repository.overrides import relative_path
+from headrace.engine.repository.load_context import relative_path
 from headrace.engine.repository.states import State
 from support.waiting import eventually_async
 
@@ -208,7 +208,7 @@ def test_requests_for_one_model_come_one_after_the_other_and_newer_ones_overtake
             put_version(folder, 2)
             loads = [asyncio.create_task(bench.control.load("m")) for _ in range(16)]
             await eventually_async(unload.done)
-            with pytest.raises(Cancelled, match="failed to unload 'm', overtaken by a newer request for model 'm'"):
+            with pytest.raises(Cancelled, match="failed to unload 'm', replaced by a newer request for model 'm'"):
                 await unload
             gate.set()
             await asyncio.gather(first, *loads)

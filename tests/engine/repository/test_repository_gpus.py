@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from headrace.backends.contract import ModelFiles
-from headrace.engine.opening import placements_of
-from headrace.engine.repository.plans import read_plan
+from headrace.engine.model_loader import placements_of
+from headrace.engine.repository.load_plan import read_load_plan
 
 
 def folder_with(tmp_path: Path, config: str) -> Path:
@@ -42,5 +42,5 @@ def folder_with(tmp_path: Path, config: str) -> Path:
 def test_where_instances_go_without_a_provider_for_gpus(tmp_path: Path, config: str, kinds: list[str]) -> None:
     """ONNX Runtime's CPU build is the one of the tests; the machine is said to have two GPUs."""
     model = folder_with(tmp_path, f'backend: "onnxruntime"\n{config}\n')
-    finished = read_plan(model, None, 2).finish(ModelFiles(model, 1, model / "1"))
+    finished = read_load_plan(model, None, 2).complete(ModelFiles(model, 1, model / "1"))
     assert [placement.kind for _, placement in placements_of(finished)] == kinds

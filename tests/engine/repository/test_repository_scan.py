@@ -11,11 +11,17 @@ import pytest
 from repository_fakes import put_model, put_version
 
 from headrace.core.errors import InvalidArgument, Unimplemented
-from headrace.engine.repository.scan import FoundModel, model_names, open_repositories, scan, scan_model
-from headrace.engine.repository.watching import Watch
+from headrace.engine.repository.scan import (
+    ChangeDetector,
+    ScannedModel,
+    model_names,
+    open_repositories,
+    scan,
+    scan_model,
+)
 
 
-def found(repository: Path, name: str = "m") -> FoundModel:
+def found(repository: Path, name: str = "m") -> ScannedModel:
     return scan([repository]).models[name]
 
 
@@ -36,7 +42,7 @@ def test_stray_things_in_a_repository_break_nothing(tmp_path: Path) -> None:
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     snapshot = scan([tmp_path])
     assert list(snapshot.models) == ["m"]
-    assert {stray.path.name for stray in snapshot.strays} == {
+    assert {stray.path.name for stray in snapshot.ignored} == {
         "lost+found", "empty", "with space", "README.md", "broken",
     }  # fmt: skip
 
@@ -136,7 +142,7 @@ def test_files_beside_the_versions_are_watched_too(tmp_path: Path, beside: str) 
     (folder / beside).write_text("something else")
     after = found(tmp_path)
     assert after.versions == before.versions
-    assert after.beside != before.beside
+    assert after.shared != before.shared
 
 
 def test_symlinked_versions_are_followed_and_a_new_target_is_a_change(tmp_path: Path) -> None:
@@ -161,44 +167,44 @@ def test_a_symlink_in_a_circle_ends(tmp_path: Path) -> None:
 
 
 def test_a_change_is_taken_when_quiet_or_seen_twice(tmp_path: Path) -> None:
-    watch = Watch(settle_seconds=10)
+    watch = ChangeDetector(settle_seconds=10)
     put_model(tmp_path, "m", 1)
     snapshot = scan([tmp_path])
     changed = snapshot.models["m"].changed
-    first = watch.compare(snapshot, changed + 1)
-    assert (first.serve, first.unsettled) == ((), True)
-    second = watch.compare(snapshot, changed + 1)
-    assert ([model.name for model in second.serve], second.unsettled) == (["m"], False)
-    assert watch.compare(snapshot, changed + 1).serve == ()
+    first = watch.diff(snapshot, changed + 1)
+    assert (first.to_load, first.unsettled) == ((), True)
+    second = watch.diff(snapshot, changed + 1)
+    assert ([model.name for model in second.to_load], second.unsettled) == (["m"], False)
+    assert watch.diff(snapshot, changed + 1).to_load == ()
     put_version(tmp_path / "m", 2)
     later = scan([tmp_path])
-    assert watch.compare(later, later.models["m"].changed + 10).serve == (later.models["m"],)
+    assert watch.diff(later, later.models["m"].changed + 10).to_load == (later.models["m"],)
 
 
 def test_a_file_that_grows_is_never_taken_however_old_its_times_claim_to_be(tmp_path: Path) -> None:
-    watch = Watch(settle_seconds=10)
+    watch = ChangeDetector(settle_seconds=10)
     folder = put_model(tmp_path, "m", 1)
     for size in range(3):
         (folder / "1" / "model.bin").write_text("x" * size)
         os.utime(folder / "1" / "model.bin", (1, 1))
         snapshot = scan([tmp_path])
-        assert watch.compare(snapshot, snapshot.models["m"].changed + 1).serve == ()
+        assert watch.diff(snapshot, snapshot.models["m"].changed + 1).to_load == ()
 
 
 def test_a_model_must_be_missing_twice_and_in_a_readable_repository(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     put_model(repository, "m", 1)
-    watch = Watch(settle_seconds=10)
+    watch = ChangeDetector(settle_seconds=10)
     before = scan([repository])
-    watch.take(before.models)
+    watch.accept_all(before.models)
     repository.rename(tmp_path / "away")
     for _ in range(3):
-        unreadable = watch.compare(scan([repository]), 0)
-        assert unreadable.gone == ()
+        unreadable = watch.diff(scan([repository]), 0)
+        assert unreadable.removed == ()
     repository.mkdir()
-    assert watch.compare(scan([repository]), 0).gone == ()
+    assert watch.diff(scan([repository]), 0).removed == ()
     (tmp_path / "away" / "m").rename(repository / "m")
-    assert watch.compare(scan([repository]), 0).gone == ()
+    assert watch.diff(scan([repository]), 0).removed == ()
     shutil.rmtree(repository / "m")
-    assert watch.compare(scan([repository]), 0).gone == ()
-    assert watch.compare(scan([repository]), 0).gone == ("m",)
+    assert watch.diff(scan([repository]), 0).removed == ()
+    assert watch.diff(scan([repository]), 0).removed == ("m",)

@@ -11,17 +11,16 @@ import numpy as np
 from headrace.backends.contract import Placement
 from headrace.core.dtypes import FP32, INT32, UINT64
 from headrace.core.errors import HeadraceError
-from headrace.core.messages import InferRequest, RequestedOutput
+from headrace.core.requests import InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor
-from headrace.engine.execution.joining import Joiner
+from headrace.engine.execution.concatenation import BatchConcatenator
 from headrace.engine.execution.runners import ComputeRunner
-from headrace.engine.scheduling.batches import BatchLog
-from headrace.engine.scheduling.delay import FixedDelay
-from headrace.engine.scheduling.limiter import Limiter
-from headrace.engine.scheduling.pace import Pace
-from headrace.engine.scheduling.pending import Pending, StreamPending
+from headrace.engine.scheduling.dynamic_batcher import FixedDelay
+from headrace.engine.scheduling.pending_request import BatchLog, PendingRequest, PendingStream
+from headrace.engine.scheduling.rate_limiter import RateLimiter
+from headrace.engine.scheduling.scheduler import ExecutionPlacement
+from headrace.engine.sequences.implicit_state import StatefulConcatenator
 from headrace.engine.sequences.scheduler import SequenceScheduler
-from headrace.engine.sequences.states import StatefulJoiner
 from headrace.engine.statistics import VersionStatistics
 from headrace.models.config.types import ControlInput, InputSpec, ModelConfig, OutputSpec, SequenceBatching
 
@@ -48,13 +47,13 @@ class Owner:
 
     name = "memory"
     version_text = "1"
-    follows = True
-    watch = None
+    tracks_requests = True
+    recorder = None
 
     def __init__(self) -> None:
         self.settled = 0
 
-    def settle(self, pending: Pending, outputs: object) -> None:
+    def settle(self, pending: PendingRequest, outputs: object) -> None:
         self.settled += 1
 
 
@@ -67,9 +66,9 @@ class HeldRunner:
 
     def __init__(self, name: str = "held") -> None:
         self.name = name
-        self.batches: list[list[Pending]] = []
+        self.batches: list[list[PendingRequest]] = []
         """All that it was given."""
-        self._held: list[tuple[list[Pending], Any]] = []
+        self._held: list[tuple[list[PendingRequest], Any]] = []
 
     def run(self, batch: Any, free: Any) -> None:
         self.batches.append(list(batch))
@@ -90,7 +89,7 @@ class HeldRunner:
             pending.reply(error or [Tensor("Y", FP32, pending.request.inputs[0].array)])
 
 
-def _value(pending: Pending, name: str) -> Any:
+def _value(pending: PendingRequest, name: str) -> Any:
     return next(tensor.array for tensor in pending.request.inputs if tensor.name == name).reshape(-1)[0].item()
 
 
@@ -112,7 +111,7 @@ class Caller:
         *,
         outputs: tuple[str, ...] = (),
         stream: bool = False,
-    ) -> tuple[Pending, asyncio.Future[Any]]:
+    ) -> tuple[PendingRequest, asyncio.Future[Any]]:
         """`flags` has an "S" for START and an "E" for END. The future gets the first output, or the error."""
         array = np.atleast_1d(np.asarray(value, np.float32))
         tensor = Tensor("X", FP32, array[np.newaxis] if self._batched else array)
@@ -131,7 +130,7 @@ class Caller:
             if final and not future.done():
                 future.set_result(shown if isinstance(result, BaseException) else result)
 
-        kind: Any = StreamPending if stream else Pending
+        kind: Any = PendingStream if stream else PendingRequest
         pending = kind(self.owner, request, 1, tensor.array.shape, done, round(loop.time() * 1e9))
         self.scheduler.add(pending)
         return pending, future
@@ -156,7 +155,7 @@ def held(
     """A scheduler with runners that wait for the test."""
     fakes = [HeldRunner(f"held{index}") for index in range(runners)]
     config = model(sequences, max_batch_size)
-    scheduler = SequenceScheduler(config, sequences, fakes, log or BatchLog(), limiter=Limiter())
+    scheduler = SequenceScheduler(config, sequences, fakes, log or BatchLog(), limiter=RateLimiter())
     return Caller(scheduler, max_batch_size), fakes
 
 
@@ -170,15 +169,21 @@ def computing(
 ) -> tuple[Caller, list[ComputeRunner]]:
     """A scheduler with real runners."""
     config = config or model(sequences)
-    joiner = StatefulJoiner(config, sequences) if sequences.states else Joiner(config)
+    concatenator = StatefulConcatenator(config, sequences) if sequences.states else BatchConcatenator(config)
     statistics = VersionStatistics()
     runners = [
         ComputeRunner(
-            instance, Placement(f"i{index}"), joiner, statistics, FixedDelay(0), Pace(runs), alone_again=False
+            instance,
+            Placement(f"i{index}"),
+            concatenator,
+            statistics,
+            FixedDelay(0),
+            ExecutionPlacement(runs),
+            retry_individually=False,
         )
         for index, instance in enumerate(instances)
     ]
     scheduler = SequenceScheduler(
-        config, sequences, runners, statistics.log, limiter=Limiter(), initial_states=initial_states
+        config, sequences, runners, statistics.log, limiter=RateLimiter(), initial_states=initial_states
     )
     return Caller(scheduler, config.max_batch_size), runners

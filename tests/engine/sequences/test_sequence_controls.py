@@ -8,12 +8,12 @@ import pytest
 
 from headrace.core.dtypes import BOOL, BYTES, FP32, INT32, INT64, UINT32, UINT64, DType
 from headrace.core.errors import InvalidArgument
-from headrace.engine.sequences.controls import Controls
+from headrace.engine.sequences.controls import ControlInputs
 from headrace.models.config.types import ControlInput
 
 
 def test_values_and_types_are_those_of_the_configuration() -> None:
-    controls = Controls(
+    controls = ControlInputs(
         (
             ControlInput("S", "start", INT32, 5, 7),
             ControlInput("E", "end", FP32, -0.5, 0.5),
@@ -30,7 +30,9 @@ def test_values_and_types_are_those_of_the_configuration() -> None:
 
 
 def test_a_model_without_batches_gets_no_batch_dimension() -> None:
-    controls = Controls((ControlInput("S", "start", INT32), ControlInput("C", "corrid", UINT64)), "m", batched=False)
+    controls = ControlInputs(
+        (ControlInput("S", "start", INT32), ControlInput("C", "corrid", UINT64)), "m", batched=False
+    )
     assert controls.of(start=True, end=True)[0].shape == (1,)
     corrid = controls.corrid(3)
     assert corrid is not None
@@ -50,7 +52,7 @@ def test_a_model_without_batches_gets_no_batch_dimension() -> None:
     ],
 )
 def test_correlation_ids(dtype: DType, id: int | str, value: object) -> None:
-    corrid = Controls((ControlInput("C", "corrid", dtype),), "m", batched=True).corrid(id)
+    corrid = ControlInputs((ControlInput("C", "corrid", dtype),), "m", batched=True).corrid(id)
     assert corrid is not None
     assert corrid.dtype is dtype
     assert corrid.array.shape == (1, 1)
@@ -62,13 +64,13 @@ def test_correlation_ids(dtype: DType, id: int | str, value: object) -> None:
     [(UINT64, "a", "is text"), (UINT32, 1 << 32, "does not fit"), (INT32, 1 << 31, "does not fit")],
 )
 def test_ids_the_model_cannot_be_told(dtype: DType, id: int | str, text: str) -> None:
-    controls = Controls((ControlInput("C", "corrid", dtype),), "m", batched=True)
+    controls = ControlInputs((ControlInput("C", "corrid", dtype),), "m", batched=True)
     with pytest.raises(InvalidArgument, match=text):
         controls.corrid(id)
 
 
 def test_fillers_belong_to_no_sequence() -> None:
     for dtype, nobody in ((UINT64, 0), (BYTES, b"")):
-        controls = Controls((ControlInput("C", "corrid", dtype),), "m", batched=True)
+        controls = ControlInputs((ControlInput("C", "corrid", dtype),), "m", batched=True)
         assert [tensor.array.item() for tensor in controls.filler] == [nobody]
-    assert Controls((), "m", batched=True).corrid("any") is None
+    assert ControlInputs((), "m", batched=True).corrid("any") is None

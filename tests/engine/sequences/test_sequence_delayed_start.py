@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from sequence_fakes import ALL_CONTROLS, Caller, HeldRunner, model, turns
 
-from headrace.engine.scheduling.batches import BatchLog
-from headrace.engine.scheduling.delayed_start import StartDelay
-from headrace.engine.scheduling.limiter import Limiter
-from headrace.engine.sequences.delayed_start import DelayedSequenceScheduler
+from headrace.engine.scheduling.pending_request import BatchLog
+from headrace.engine.scheduling.rate_limiter import RateLimiter
+from headrace.engine.scheduling.scheduler import StartDelay
+from headrace.engine.sequences.scheduler import DelayedSequenceScheduler
 from headrace.models.config.types import OldestStrategy, SequenceBatching
 from support.engines import Recorder, config_of, serving_plane, submit
 
@@ -28,7 +28,7 @@ def delayed(
     """A delayed scheduler with runners that wait for the test."""
     fakes = [HeldRunner(f"held{index}") for index in range(runners)]
     scheduler = DelayedSequenceScheduler(
-        model(sequences, max_batch_size), sequences, fakes, BatchLog(), limiter=Limiter()
+        model(sequences, max_batch_size), sequences, fakes, BatchLog(), limiter=RateLimiter()
     )
     scheduler.delay_start(StartDelay(requests, backlog))
     return Caller(scheduler, max_batch_size), fakes

@@ -18,11 +18,11 @@ from headrace.backends.contract import Array, Placement, Work
 from headrace.core.dtypes import BYTES, FP32
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.core.tensors import Tensor
-from headrace.engine.execution.joining import Joiner
-from headrace.engine.execution.request_runner import RequestRunner
-from headrace.engine.scheduling.batches import BatchLog
-from headrace.engine.scheduling.delay import FixedDelay
-from headrace.engine.scheduling.limiter import Limiter
+from headrace.engine.execution.concatenation import BatchConcatenator
+from headrace.engine.execution.runners import RequestRunner
+from headrace.engine.scheduling.dynamic_batcher import FixedDelay
+from headrace.engine.scheduling.pending_request import BatchLog
+from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.engine.sequences.scheduler import SequenceScheduler
 from headrace.engine.statistics import VersionStatistics
 from headrace.models.config.types import OldestStrategy, SequenceBatching
@@ -186,13 +186,13 @@ def test_instances_that_answer_when_they_like(sequences: SequenceBatching) -> No
             RequestRunner(
                 ScatteredSums(random.Random(index)),
                 Placement(f"i{index}"),
-                Joiner(config),
+                BatchConcatenator(config),
                 statistics,
                 FixedDelay(0),
             )
             for index in range(2)
         ]
-        scheduler = SequenceScheduler(config, sequences, runners, BatchLog(), limiter=Limiter())
+        scheduler = SequenceScheduler(config, sequences, runners, BatchLog(), limiter=RateLimiter())
         await crowd(Caller(scheduler), 3)
 
     asyncio.run(main())

@@ -10,8 +10,8 @@ import pytest
 from sequence_fakes import ALL_CONTROLS, Caller, HeldRunner, held, model, turns
 
 from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailable, Unimplemented
-from headrace.engine.scheduling.batches import BatchLog
-from headrace.engine.scheduling.limiter import Limiter
+from headrace.engine.scheduling.pending_request import BatchLog
+from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.engine.sequences.scheduler import SequenceScheduler
 from headrace.models.config.types import DirectStrategy, OldestStrategy, Resource, SequenceBatching
 from support.engines import run_engine
@@ -353,7 +353,7 @@ def test_preserve_ordering(in_order: bool) -> None:
     async def main() -> None:
         sequences = replace(OLDEST, strategy=OldestStrategy(4, preserve_ordering=in_order))
         runner = EagerRunner()
-        scheduler = SequenceScheduler(model(sequences, 1), sequences, [runner], BatchLog(), limiter=Limiter())
+        scheduler = SequenceScheduler(model(sequences, 1), sequences, [runner], BatchLog(), limiter=RateLimiter())
         caller = Caller(scheduler)
         for name in (1, 2):
             caller.send(name, name, "S")
@@ -371,7 +371,7 @@ def test_preserve_ordering(in_order: bool) -> None:
 def test_a_free_instance_gets_no_second_request_of_a_sequence_in_flight(sequences: SequenceBatching) -> None:
     async def main() -> None:
         runner = EagerRunner()
-        scheduler = SequenceScheduler(model(sequences), sequences, [runner], BatchLog(), limiter=Limiter())
+        scheduler = SequenceScheduler(model(sequences), sequences, [runner], BatchLog(), limiter=RateLimiter())
         caller = Caller(scheduler)
         caller.send(1, 1, "S")
         caller.send(1, 2)
@@ -596,7 +596,7 @@ def test_nothing_is_computed_after_closing(sequences: SequenceBatching) -> None:
 def test_an_instance_waits_for_shared_resources() -> None:
     async def main() -> None:
         runners = [HeldRunner("a"), HeldRunner("b")]
-        limiter = Limiter()
+        limiter = RateLimiter()
         for runner in runners:
             runner.resources = (Resource("R", 1, is_global=True),)  # type: ignore[assignment]
             limiter.admit(runner)

@@ -21,14 +21,14 @@ from sequence_fakes import READY, Caller, computing, model
 from headrace.backends.contract import Array, Placement
 from headrace.core.dtypes import BYTES, FP32, INT32
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument, Unimplemented
-from headrace.core.messages import InferRequest, RequestedOutput
+from headrace.core.requests import InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor, tensor_from_values
-from headrace.engine.execution.request_runner import RequestRunner
-from headrace.engine.scheduling.batches import BatchLog
-from headrace.engine.scheduling.delay import FixedDelay
-from headrace.engine.scheduling.limiter import Limiter
+from headrace.engine.execution.runners import RequestRunner
+from headrace.engine.scheduling.dynamic_batcher import FixedDelay
+from headrace.engine.scheduling.pending_request import BatchLog
+from headrace.engine.scheduling.rate_limiter import RateLimiter
+from headrace.engine.sequences.implicit_state import StatefulConcatenator, read_initial_states
 from headrace.engine.sequences.scheduler import SequenceScheduler
-from headrace.engine.sequences.states import StatefulJoiner, read_initial_states
 from headrace.engine.statistics import VersionStatistics
 from headrace.engine.versions import ModelVersion
 from headrace.models.config.types import (
@@ -149,7 +149,7 @@ def test_a_request_cancelled_while_it_is_computed_has_been_computed() -> None:
     async def main() -> None:
         caller, (runner,) = computing(DIRECT, [adding()], runs="thread")
         pending, _ = caller.send(1, 5, "S")
-        while pending.formed is None:
+        while pending.batch_record is None:
             await asyncio.sleep(0)
         pending.cancel()
         assert await caller.ask(1, 1) == 6
@@ -229,9 +229,13 @@ def test_request_instances_have_state_as_well(sequences: SequenceBatching) -> No
     async def main() -> None:
         config = model(sequences)
         runner = RequestRunner(
-            AddingRequests(), Placement("i"), StatefulJoiner(config, sequences), VersionStatistics(), FixedDelay(0)
+            AddingRequests(),
+            Placement("i"),
+            StatefulConcatenator(config, sequences),
+            VersionStatistics(),
+            FixedDelay(0),
         )
-        caller = Caller(SequenceScheduler(config, sequences, [runner], BatchLog(), limiter=Limiter()))
+        caller = Caller(SequenceScheduler(config, sequences, [runner], BatchLog(), limiter=RateLimiter()))
         assert await caller.ask(1, 5, "S") == 5
         assert await caller.ask(1, 2, outputs=("Y",)) == 7
         assert await caller.ask(1, 3) == 10
@@ -268,7 +272,7 @@ def test_ragged_inputs_have_no_place_beside_state() -> None:
     config = model(DIRECT)
     ragged = replace(config, inputs=(replace(config.inputs[0], allow_ragged_batch=True),))
     with pytest.raises(Unimplemented, match="allow_ragged_batch"):
-        StatefulJoiner(ragged, DIRECT)
+        StatefulConcatenator(ragged, DIRECT)
 
 
 def _with(dims: tuple[int, ...], *initial: InitialState) -> SequenceBatching:

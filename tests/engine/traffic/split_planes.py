@@ -17,17 +17,17 @@ import uvloop
 from headrace.backends.contract import ModelFiles
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.dtypes import FP32
-from headrace.core.messages import GuidedRequest, InferRequest
+from headrace.core.requests import GuidedRequest, InferRequest
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.telemetry.progress import Reporter, silent
-from headrace.core.telemetry.registry import Registry
-from headrace.engine import opening
+from headrace.engine import model_loader
 from headrace.engine.dataplane import DataPlane
-from headrace.engine.opening import VersionOpener
+from headrace.engine.model_loader import ModelLoader
 from headrace.engine.repository.directory import Directory, ServedModel
-from headrace.engine.scheduling.limiter import Limiter
+from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.engine.services import ModelServices
-from headrace.engine.traffic.settings import Split
-from headrace.engine.traffic.traffic import Traffic
+from headrace.engine.traffic.settings import SplitSettings
+from headrace.engine.traffic.splits import TrafficSplits
 from headrace.models.config.types import InputSpec, OutputSpec
 from support.engines import Asked, FunctionBackend, config_of, tensors_of
 
@@ -63,19 +63,21 @@ class World:
 
     def __init__(self, clock: Clock | None = None, seed: int = 7) -> None:
         self.registry = Registry(clock or SystemClock())
-        self._opener = VersionOpener(ModelServices(self.registry), ThreadPoolExecutor(2), cache=None, limiter=Limiter())
+        self._loader = ModelLoader(
+            ModelServices(self.registry), ThreadPoolExecutor(2), cache=None, limiter=RateLimiter()
+        )
         self.directory = Directory()
         self.plane = DataPlane(self.directory)
         self.served = ServedModel("m")
         self.versions: dict[int, Any] = {}
-        self.traffic = Traffic(self.plane, self.registry, clock=clock, chance=random.Random(seed).random)
+        self.traffic = TrafficSplits(self.plane, self.registry, clock=clock, chance=random.Random(seed).random)
 
     async def load(self, number: int, function: Any = same, **more: Any) -> Any:
         config = config_of("m", **{**PLAIN, **more})
         backend = FunctionBackend({"m": function})
-        with patch.object(opening, "backend_named", lambda _: backend):
+        with patch.object(model_loader, "backend_named", lambda _: backend):
             files = ModelFiles(Path(), number, Path())
-            version = await self._opener.open(config, files, Reporter(silent, SystemClock(), "m"))
+            version = await self._loader.load(config, files, Reporter(silent, SystemClock(), "m"))
         self.versions = {**self.versions, number: version}
         self.directory.put(self.served, self.versions)
         return version
@@ -90,7 +92,7 @@ class World:
     def split(self, text: str, **more: Any) -> None:
         """`split("1=0.9 2=0.1")`."""
         weights = dict(pair.split("=") for pair in text.split())
-        self.traffic.set("m", Split({name: float(share) for name, share in weights.items()}, **more))
+        self.traffic.set("m", SplitSettings({name: float(share) for name, share in weights.items()}, **more))
 
     def begin(self, key: str = "", array: Any = ONE, **parameters: Any) -> Asked:
         """Ask on the long way."""

@@ -12,9 +12,9 @@ import pytest
 from split_planes import ONE, PLAIN, World, in_a_loop, same, world_of
 
 from headrace.core.errors import NotFound
-from headrace.core.messages import InferRequest
-from headrace.engine.traffic.choosing import Chooser, Points
+from headrace.core.requests import InferRequest
 from headrace.engine.traffic.settings import StickyBy
+from headrace.engine.traffic.version_choice import KeyHash, VersionChooser
 from headrace.models.config.types import DynamicBatching, SequenceBatching
 from support.engines import Asked, Streamed
 
@@ -95,7 +95,7 @@ async def test_when_weights_change_only_those_at_the_border_change_versions() ->
 
 
 def test_keys_of_two_models_have_nothing_to_do_with_each_other() -> None:
-    one, two = Points("one"), Points("two")
+    one, two = KeyHash("one"), KeyHash("two")
     both = sum(one.of(str(n)) < 0.5 and two.of(str(n)) < 0.5 for n in range(10_000))
     assert within(both, 10_000, 0.25)
     assert all(0 <= one.of(key) < 1 for key in ("", "é", "\udc80", "x" * 100_000))
@@ -103,8 +103,8 @@ def test_keys_of_two_models_have_nothing_to_do_with_each_other() -> None:
 
 def test_a_share_of_nothing_is_never_chosen_and_the_ends_belong_to_someone() -> None:
     points = iter([0.0, 0.3, math.nextafter(1, 0)])
-    chooser: Chooser[str] = Chooser("m", lambda: next(points))
-    chooser.share_out([(0.0, "none"), (0.3, "first"), (0.7 - 1e-9, "last"), (0.0, "nobody")])
+    chooser: VersionChooser[str] = VersionChooser("m", lambda: next(points))
+    chooser.set_choices([(0.0, "none"), (0.3, "first"), (0.7 - 1e-9, "last"), (0.0, "nobody")])
     chosen = []
     for _ in range(3):
         chosen.append(chooser.peek(""))
@@ -128,7 +128,7 @@ async def test_a_request_with_a_version_is_not_split() -> None:
         world.plane.infer_stream(InferRequest("nothing", world.request().inputs), lambda *_: None)
     world.traffic.remove("m")
     assert {await world.ask() for _ in range(20)} == {"2"}
-    assert world.served.entry is world.served.newest
+    assert world.served.default is world.served.newest
     await world.close()
 
 

@@ -18,9 +18,9 @@ from headrace.core.clock import ManualClock
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, InvalidArgument, NotFound
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
-from headrace.engine.traffic.accounts import Window
-from headrace.engine.traffic.settings import Rollback, Split, TrafficSettings
-from headrace.engine.traffic.traffic import Traffic
+from headrace.engine.traffic.settings import RollbackRules, SplitSettings, TrafficSettings
+from headrace.engine.traffic.splits import TrafficSplits
+from headrace.engine.traffic.statistics import RollbackWindow
 from headrace.models.config.types import DynamicBatching, InstanceGroup
 from support.engines import Gate
 
@@ -33,7 +33,7 @@ async def test_a_candidate_that_fails_is_rolled_back_by_itself(
     world = await world_of(same, failing, scheduling=scheduling)
     told: list[tuple[str, str, str]] = []
     world.traffic.on_rollback = lambda *what: told.append(what)
-    world.split("1=0.5 2=0.5", rollback=Rollback(error_rate=0.1, least_requests=20))
+    world.split("1=0.5 2=0.5", rollback=RollbackRules(error_rate=0.1, least_requests=20))
     failed, seen = 0, Counter[str]()
     with caplog.at_level(logging.WARNING, "headrace.traffic"):
         for _ in range(1_000):
@@ -57,7 +57,7 @@ async def test_a_candidate_that_fails_is_rolled_back_by_itself(
     # It stays so, also when its version is loaded anew, until the split is set again.
     await world.load(2, same, scheduling=scheduling)
     assert {await world.ask() for _ in range(50)} == {"1"}
-    world.split("1=0.5 2=0.5", rollback=Rollback(error_rate=0.1))
+    world.split("1=0.5 2=0.5", rollback=RollbackRules(error_rate=0.1))
     assert {await world.ask() for _ in range(50)} == {"1", "2"}
     await world.close()
 
@@ -65,7 +65,7 @@ async def test_a_candidate_that_fails_is_rolled_back_by_itself(
 @in_a_loop
 async def test_what_the_caller_did_wrong_is_not_the_versions_error() -> None:
     world = await world_of(same, same, scheduling=DynamicBatching())
-    world.split("1=0 2=1", baseline="1", rollback=Rollback(error_rate=0.01, least_requests=1))
+    world.split("1=0 2=1", baseline="1", rollback=RollbackRules(error_rate=0.01, least_requests=1))
     for _ in range(30):
         with pytest.raises(InvalidArgument):
             world.begin(array=np.ones((1, 3), np.float32))
@@ -88,7 +88,7 @@ async def test_a_candidate_that_refuses_what_the_baseline_answers_is_rolled_back
         raise InvalidArgument("made for other inputs")
 
     world = await world_of(same, refusing)
-    world.split("1=0.5 2=0.5", rollback=Rollback(error_rate=0.05, least_requests=20))
+    world.split("1=0.5 2=0.5", rollback=RollbackRules(error_rate=0.05, least_requests=20))
     seen: Counter[str] = Counter()
     for _ in range(300):
         try:
@@ -111,7 +111,7 @@ async def test_a_candidate_that_refuses_what_the_baseline_refuses_stays(wrong: f
         return same(inputs)
 
     world = await world_of(strict, strict)
-    world.split("1=0.5 2=0.5", rollback=Rollback(error_rate=0.05, least_requests=5))
+    world.split("1=0.5 2=0.5", rollback=RollbackRules(error_rate=0.05, least_requests=5))
     for number in range(300):
         try:
             await world.ask(array=np.full((1, 4), -1 if number % 10 < 10 * wrong else 1, np.float32))
@@ -129,7 +129,7 @@ async def test_a_candidate_that_is_slow_is_rolled_back() -> None:
         return same(inputs)
 
     world = await world_of(same, slow)
-    world.split("1=0.5 2=0.5", rollback=Rollback(p99_ms=2.0, least_requests=10))
+    world.split("1=0.5 2=0.5", rollback=RollbackRules(p99_ms=2.0, least_requests=10))
     seen = Counter([await world.ask() for _ in range(200)])
     assert seen["2"] == 10
     assert "took longer than p99_ms 2" in world.of("2")["reason"]
@@ -139,7 +139,7 @@ async def test_a_candidate_that_is_slow_is_rolled_back() -> None:
 
 def test_only_the_last_seconds_count() -> None:
     clock = ManualClock()
-    window = Window(Rollback(error_rate=0.5, least_requests=10, window_seconds=60), clock)
+    window = RollbackWindow(RollbackRules(error_rate=0.5, least_requests=10, window_seconds=60), clock)
     assert not any(window.add(0.0, error=True) for _ in range(9))
     clock.advance(61)
     assert not window.add(0.0, error=True) and window.judged == 1
@@ -153,7 +153,7 @@ def test_only_the_last_seconds_count() -> None:
 
 @pytest.mark.parametrize(("slow", "verdict"), [(1, False), (2, True)])
 def test_the_99th_percentile_is_the_one_that_the_report_shows(slow: int, verdict: bool) -> None:
-    window = Window(Rollback(p99_ms=10, least_requests=100), ManualClock())
+    window = RollbackWindow(RollbackRules(p99_ms=10, least_requests=100), ManualClock())
     told = [window.add(0.020 if number >= 100 - slow else 0.001, error=False) for number in range(100)]
     assert bool(told[-1]) is verdict and not any(told[:-1])
 
@@ -161,7 +161,7 @@ def test_the_99th_percentile_is_the_one_that_the_report_shows(slow: int, verdict
 @in_a_loop
 async def test_the_baseline_stays_and_a_person_may_roll_back() -> None:
     world = await world_of(failing, same)
-    world.split("1=0.9 2=0.1", rollback=Rollback(error_rate=0.1, least_requests=5))
+    world.split("1=0.9 2=0.1", rollback=RollbackRules(error_rate=0.1, least_requests=5))
     for _ in range(50):
         try:
             await world.ask()
@@ -204,7 +204,7 @@ async def test_a_version_that_leaves_is_stood_in_for_and_told_once(caplog: pytes
     assert events == ["3 is missing", "1 is missing", "2 is missing", "1 is back", "3 is back"]
     for number in (1, 3, 9):
         await world.unload(number)
-    assert world.served.entry is None
+    assert world.served.default is None
     with pytest.raises(NotFound):
         world.begin()
     await world.close()
@@ -225,8 +225,8 @@ async def test_versions_of_a_repository_come_and_go_under_load(tmp_path: Path) -
     (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)
     settings = EngineSettings((tmp_path,), RepositorySettings(mode="explicit", load_models=("m",)))
     engine = open_engine(settings)
-    configured = TrafficSettings({"m": Split({"1": 0.5, "2": 0.5})})
-    traffic = Traffic(engine.plane, engine.metrics, configured)  # before anything is loaded
+    configured = TrafficSettings({"m": SplitSettings({"1": 0.5, "2": 0.5})})
+    traffic = TrafficSplits(engine.plane, engine.metrics, configured)  # before anything is loaded
     await engine.start()
     traffic.settled()
     world = World()
@@ -266,12 +266,14 @@ async def test_versions_of_a_repository_come_and_go_under_load(tmp_path: Path) -
 @in_a_loop
 async def test_splits_of_the_configuration_are_replaced_as_a_whole() -> None:
     world = await world_of(same, same)
-    world.traffic.replace(TrafficSettings({"m": Split({"1": 1.0, "2": 0.0})}))
+    world.traffic.replace(TrafficSettings({"m": SplitSettings({"1": 1.0, "2": 0.0})}))
     await world.ask()
-    world.traffic.replace(TrafficSettings({"m": Split({"1": 1.0, "2": 0.0}), "later": Split({"1": 1.0})}))
+    world.traffic.replace(
+        TrafficSettings({"m": SplitSettings({"1": 1.0, "2": 0.0}), "later": SplitSettings({"1": 1.0})})
+    )
     assert world.of("1")["requests"] == 1  # what stays the same goes on counting
     with pytest.raises(InvalidArgument):
-        world.traffic.replace(TrafficSettings({"m": Split({"1": 0.5})}))
+        world.traffic.replace(TrafficSettings({"m": SplitSettings({"1": 0.5})}))
     assert set(world.traffic.splits()) == {"m", "later"}
     world.traffic.replace(TrafficSettings())
     assert not world.traffic.splits() and await world.ask() == "2"
@@ -282,8 +284,10 @@ async def test_splits_of_the_configuration_are_replaced_as_a_whole() -> None:
 async def test_a_configured_split_of_what_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
     world = await world_of(same)
     with caplog.at_level(logging.WARNING, "headrace.traffic"):
-        world.traffic.replace(TrafficSettings({"m": Split({"1": 0.5, "v9": 0.5}), "ghost": Split({"1": 1.0})}))
+        world.traffic.replace(
+            TrafficSettings({"m": SplitSettings({"1": 0.5, "v9": 0.5}), "ghost": SplitSettings({"1": 1.0})})
+        )
         world.traffic.settled()
     assert sum("version 'v9'" in record.message for record in caplog.records) == 1
-    assert sum("model 'ghost'" in record.message for record in caplog.records) == 1
+    assert sum("Model 'ghost'" in record.message for record in caplog.records) == 1
     await world.close()

@@ -9,10 +9,16 @@ import pytest
 from split_planes import World, in_a_loop, same, world_of
 
 from headrace.core.errors import HeadraceError, InvalidArgument, NotFound
-from headrace.engine.traffic.checking import check_split, shares_of
-from headrace.engine.traffic.keys import key_of
-from headrace.engine.traffic.parsing import parse_split, split_tree
-from headrace.engine.traffic.settings import Rollback, Split, StickyBy
+from headrace.engine.traffic.settings import (
+    RollbackRules,
+    SplitSettings,
+    StickyBy,
+    check_split,
+    parse_split,
+    shares_of,
+    split_tree,
+)
+from headrace.engine.traffic.version_choice import sticky_key_of
 from headrace.net.http.heads import RequestHead
 
 
@@ -26,18 +32,20 @@ def test_a_tree_becomes_a_split_and_back() -> None:
         "rollback": {"error_rate": 0.05, "p99_ms": 200.0, "least_requests": 10, "window_seconds": 30.0},
     }
     split = parse_split(tree)
-    assert split == Split(
+    assert split == SplitSettings(
         {"v1": 0.9, "v2": 0.1},
         StickyBy(header="x-user-id", cookie="sid"),
         {"v3": 0.5},
         0.001,
         "v1",
-        Rollback(0.05, 200.0, 10, 30.0),
+        RollbackRules(0.05, 200.0, 10, 30.0),
     )
     assert split_tree(split) == tree
     # YAML's keys are numbers where they look like it.
-    assert parse_split({"weights": {1: 90, 2: 10}, "baseline": 1}) == Split({"1": 90.0, "2": 10.0}, baseline="1")
-    assert parse_split(split_tree(Split({"1": 1.0}))) == Split({"1": 1.0})
+    assert parse_split({"weights": {1: 90, 2: 10}, "baseline": 1}) == SplitSettings(
+        {"1": 90.0, "2": 10.0}, baseline="1"
+    )
+    assert parse_split(split_tree(SplitSettings({"1": 1.0}))) == SplitSettings({"1": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -69,25 +77,28 @@ def test_a_tree_that_is_no_split(tree: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("split", "says"),
     [
-        (Split({}), "has no weights"),
-        (Split({"1": 0.5, "2": 0.4}), "1=0.5 2=0.4 sum to 0.9; write shares that sum to 1, or percentages"),
-        (Split({"1": 1.00001}), "sum to 1.00001"),
-        (Split({"1": 0.0}), "sum to 0"),
-        (Split({"1": 1.5, "2": -0.5}), "the weight of version '2' is -0.5"),
-        (Split({"1": float("nan")}), "the weight of version '1' is nan"),
-        (Split({"1": 1.0}, shadows={"1": 0.5}), "version '1' is a shadow and has a weight too"),
-        (Split({"1": 1.0}, shadows={"2": 25.0}), "the share of shadow '2' is 25; write a number over 0 and up to 1"),
-        (Split({"1": 1.0}, shadows={"2": 0.0}), "the share of shadow '2' is 0"),
-        (Split({"1": 1.0}, baseline="2"), "the baseline '2' has no weight; use one of 1=1"),
-        (Split({"1": 1.0}, tolerance=-1.0), "tolerance is -1"),
-        (Split({"1": 1.0}, rollback=Rollback()), "neither error_rate nor p99_ms"),
-        (Split({"1": 1.0}, rollback=Rollback(error_rate=5)), "rollback.error_rate is 5"),
-        (Split({"1": 1.0}, rollback=Rollback(p99_ms=-5)), "rollback.p99_ms is -5"),
-        (Split({"1": 1.0}, rollback=Rollback(p99_ms=5, least_requests=0)), "rollback.least_requests is 0"),
-        (Split({"1": 1.0}, rollback=Rollback(p99_ms=5, window_seconds=0)), "rollback.window_seconds is 0"),
+        (SplitSettings({}), "has no weights"),
+        (SplitSettings({"1": 0.5, "2": 0.4}), "1=0.5 2=0.4 sum to 0.9; write shares that sum to 1, or percentages"),
+        (SplitSettings({"1": 1.00001}), "sum to 1.00001"),
+        (SplitSettings({"1": 0.0}), "sum to 0"),
+        (SplitSettings({"1": 1.5, "2": -0.5}), "the weight of version '2' is -0.5"),
+        (SplitSettings({"1": float("nan")}), "the weight of version '1' is nan"),
+        (SplitSettings({"1": 1.0}, shadows={"1": 0.5}), "version '1' is a shadow and has a weight too"),
+        (
+            SplitSettings({"1": 1.0}, shadows={"2": 25.0}),
+            "the share of shadow '2' is 25; write a number over 0 and up to 1",
+        ),
+        (SplitSettings({"1": 1.0}, shadows={"2": 0.0}), "the share of shadow '2' is 0"),
+        (SplitSettings({"1": 1.0}, baseline="2"), "the baseline '2' has no weight; use one of 1=1"),
+        (SplitSettings({"1": 1.0}, tolerance=-1.0), "tolerance is -1"),
+        (SplitSettings({"1": 1.0}, rollback=RollbackRules()), "neither error_rate nor p99_ms"),
+        (SplitSettings({"1": 1.0}, rollback=RollbackRules(error_rate=5)), "rollback.error_rate is 5"),
+        (SplitSettings({"1": 1.0}, rollback=RollbackRules(p99_ms=-5)), "rollback.p99_ms is -5"),
+        (SplitSettings({"1": 1.0}, rollback=RollbackRules(p99_ms=5, least_requests=0)), "rollback.least_requests is 0"),
+        (SplitSettings({"1": 1.0}, rollback=RollbackRules(p99_ms=5, window_seconds=0)), "rollback.window_seconds is 0"),
     ],
 )
-def test_a_split_that_cannot_be(split: Split, says: str) -> None:
+def test_a_split_that_cannot_be(split: SplitSettings, says: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         check_split("m", split)
     assert says in caught.value.message and "'m'" in caught.value.message
@@ -117,7 +128,7 @@ async def test_versions_must_be_there() -> None:
         assert says in caught.value.message
     assert not world.traffic.splits()
     with pytest.raises(NotFound, match="model 'other' is not loaded"):
-        world.traffic.set("other", Split({"1": 1.0}))
+        world.traffic.set("other", SplitSettings({"1": 1.0}))
     for ask in (world.traffic.remove, world.traffic.state, world.traffic.report):
         with pytest.raises(HeadraceError, match="has no split"):
             ask("m")
@@ -131,11 +142,11 @@ def head_of(*fields: tuple[bytes, bytes]) -> RequestHead:
 def test_the_key_is_the_first_there_is() -> None:
     sticky = StickyBy(header="X-User-Id", cookie="sid", field="user")
     cookies = (b"cookie", b'a=1; sid="abc"'), (b"cookie", b"b=2")
-    assert key_of(sticky, head_of((b"x-user-id", b" u1 "), *cookies), {"user": "u3"}) == "u1"
-    assert key_of(sticky, head_of(*cookies), {"user": "u3"}) == "abc"
-    assert key_of(sticky, head_of((b"cookie", b"xsid=1; sidx=2")), {"user": 7}) == "7"
-    assert key_of(sticky, head_of(), {"user": [1]}) == key_of(sticky, head_of(), {}) == ""
-    assert key_of(StickyBy(), head_of(*cookies), {"": "x"}) == ""
+    assert sticky_key_of(sticky, head_of((b"x-user-id", b" u1 "), *cookies), {"user": "u3"}) == "u1"
+    assert sticky_key_of(sticky, head_of(*cookies), {"user": "u3"}) == "abc"
+    assert sticky_key_of(sticky, head_of((b"cookie", b"xsid=1; sidx=2")), {"user": 7}) == "7"
+    assert sticky_key_of(sticky, head_of(), {"user": [1]}) == sticky_key_of(sticky, head_of(), {}) == ""
+    assert sticky_key_of(StickyBy(), head_of(*cookies), {"": "x"}) == ""
 
 
 @in_a_loop

@@ -13,15 +13,14 @@ from split_planes import ONE, World, failing, in_a_loop, same, world_of
 
 from headrace.core.dtypes import BF16, float32_to_bf16
 from headrace.core.tensors import Tensor
-from headrace.engine.traffic.comparing import compare
-from headrace.engine.traffic.shadowing import MOST_IN_FLIGHT
+from headrace.engine.traffic.shadow import MAX_IN_FLIGHT, compare_answers
 from headrace.models.config.types import DynamicBatching, InputSpec, InstanceGroup, OutputSpec
 from support.engines import Gate, Streamed
 
 
 async def quiet(world: World) -> None:
     """Until no copy is under way."""
-    shadows = world.traffic._entries["m"].shadows
+    shadows = world.traffic._splits["m"].shadows
     async with asyncio.timeout(30):
         while any(shadow.in_flight for shadow in shadows):
             await asyncio.sleep(0)
@@ -73,16 +72,16 @@ async def test_only_so_many_copies_are_under_way_and_the_others_are_counted() ->
     gate = Gate()
     await world.load(2, gate, instance_groups=(InstanceGroup("m", runs="thread"),), max_batch_size=1)
     world.split("1=1", shadows={"2": 1.0})
-    for _ in range(MOST_IN_FLIGHT + 30):
+    for _ in range(MAX_IN_FLIGHT + 30):
         assert await world.ask() == "1"  # while the candidate does not answer at all
     assert world.of("2")["dropped"] == 30
-    gate.let(MOST_IN_FLIGHT)
+    gate.let(MAX_IN_FLIGHT)
     await quiet(world)
-    assert world.of("2")["compared"] == MOST_IN_FLIGHT
+    assert world.of("2")["compared"] == MAX_IN_FLIGHT
     # What nobody waits for any more is given up.
     for _ in range(3):
         await world.ask()
-    await gate.entered(MOST_IN_FLIGHT + 1)
+    await gate.entered(MAX_IN_FLIGHT + 1)
     world.traffic.remove("m")
     gate.let(3)
     await world.close()
@@ -118,7 +117,7 @@ async def test_large_answers_are_compared_too() -> None:
 
 
 def told(one: Any, other: Any, tolerance: float = 1e-5) -> tuple[bool, float | None, bool | None]:
-    return tuple(compare([Tensor.of("o", np.asarray(one))], [Tensor.of("o", np.asarray(other))], tolerance))  # type: ignore[return-value]
+    return tuple(compare_answers([Tensor.of("o", np.asarray(one))], [Tensor.of("o", np.asarray(other))], tolerance))  # type: ignore[return-value]
 
 
 def test_comparing() -> None:
@@ -135,5 +134,5 @@ def test_comparing() -> None:
     assert told(np.zeros((0, 4)), np.zeros((0, 4))) == (True, None, None)
     assert told(1.5, 1.25) == (False, 0.25, None)
     halves = [Tensor("o", BF16, float32_to_bf16(np.array([value, 2.0], np.float32))) for value in (1.0, 1.5)]
-    assert compare(halves[:1], halves[1:], 1e-5) == (False, 0.5, True)
-    assert not compare(halves[:1], [Tensor("p", BF16, halves[0].array)], 1e-5).agrees
+    assert compare_answers(halves[:1], halves[1:], 1e-5) == (False, 0.5, True)
+    assert not compare_answers(halves[:1], [Tensor("p", BF16, halves[0].array)], 1e-5).agrees

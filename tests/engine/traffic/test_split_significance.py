@@ -10,11 +10,21 @@ from itertools import product
 
 import pytest
 
-from headrace.engine.traffic.histograms import ZERO, Tally, added, bucket_of, coarse, mean, quantiles, total, value_of
-from headrace.engine.traffic.significance import compare_errors, compare_latencies
+from headrace.engine.traffic.report import compare_errors, compare_latencies
+from headrace.engine.traffic.statistics import (
+    ZERO,
+    BucketCounts,
+    added,
+    bucket_of,
+    coarse,
+    mean,
+    quantiles,
+    total,
+    value_of,
+)
 
 
-def tally_of(values: list[float]) -> Tally:
+def tally_of(values: list[float]) -> BucketCounts:
     return added({bucket_of(value): 1} for value in values)
 
 

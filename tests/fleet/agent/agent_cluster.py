@@ -10,14 +10,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from headrace.fleet.cluster.api import Api, Refused, Unreachable
-from headrace.fleet.cluster.resources import Served
-from headrace.fleet.words import Document
+from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable
+from headrace.platforms.kubernetes_client.objects import Document, ServedResource
 
 NODE = "worker-1"
 
 
-class Cluster(Api):
+class Cluster(ApiClient):
     """Objects by plural, namespace and name."""
 
     def __init__(self) -> None:
@@ -65,33 +64,35 @@ class Cluster(Api):
     # For the agent
 
     async def list(
-        self, where: Served, selector: str = "", namespace: str = "", fields: str = ""
+        self, where: ServedResource, selector: str = "", namespace: str = "", fields: str = ""
     ) -> tuple[list[Document], str]:
         self._up()
         return [each for key, each in self.objects.items() if key[0] == where.resource.plural], str(self._version)
 
     async def watch(
-        self, where: Served, version: str, selector: str = "", namespace: str = ""
+        self, where: ServedResource, version: str, selector: str = "", namespace: str = ""
     ) -> AsyncIterator[tuple[str, Document]]:
         queue: asyncio.Queue[tuple[str, Document]] = asyncio.Queue()
         self._watches.append((where.resource.plural, queue))
         while True:
             yield await queue.get()
 
-    async def get(self, where: Served, namespace: str, name: str) -> Document | None:
+    async def get(self, where: ServedResource, namespace: str, name: str) -> Document | None:
         self._up()
         return self.objects.get((where.resource.plural, namespace, name))
 
-    async def patch(self, where: Served, namespace: str, name: str, change: Document, part: str = "") -> Document:
+    async def patch(
+        self, where: ServedResource, namespace: str, name: str, change: Document, part: str = ""
+    ) -> Document:
         self._up()
         self.wrote.append((where.resource.plural, change))
         key = (where.resource.plural, namespace, name)
         if key not in self.objects:
-            raise Refused(404, "NotFound", "it is not there")
+            raise ApiError(404, "NotFound", "it is not there")
         self.set(where.resource.plural, _merged(self.objects[key], change))
         return self.objects[key]
 
-    async def create(self, where: Served, namespace: str, document: Document) -> Document:
+    async def create(self, where: ServedResource, namespace: str, document: Document) -> Document:
         self._up()
         self.wrote.append((where.resource.plural, document))
         self.set(where.resource.plural, dict(document))

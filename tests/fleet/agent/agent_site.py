@@ -16,8 +16,8 @@ from typing import Any
 import httpx2
 from controller_site import Site, until
 
-from headrace.fleet.agent.summing import ModelStatuses
-from headrace.fleet.cluster.api import connect
+from headrace.fleet.agent.model_status import ModelStatuses
+from headrace.platforms.kubernetes_client.api import connect
 from support.ports import free_port
 
 NAMESPACE = "headrace-system"

@@ -18,10 +18,9 @@ from hub_stub import HubStub
 from web_stub import WebStub, reply
 
 from headrace.core.errors import FailedPrecondition
-from headrace.fleet.agent.agent import Agent
-from headrace.fleet.agent.serving import AgentMetrics
-from headrace.fleet.agent.settings import AgentSettings
-from headrace.models.storage.bringing import BringSettings
+from headrace.fleet.agent.agent import Agent, AgentSettings
+from headrace.fleet.metrics import AgentMetrics
+from headrace.models.storage.fetch import FetchSettings
 from headrace.programs.model_agent import work
 from support.waiting import eventually_async
 
@@ -69,9 +68,9 @@ def web() -> Iterator[Web]:
 
 
 def settings(root: Path, **more: Any) -> AgentSettings:
-    told = {"tell_seconds": 0.01, "progress_seconds": 0.02, "look_seconds": 0.05, "retry_seconds": 0.05, **more}
-    bring = BringSettings(private_hosts=("127.0.0.1",))
-    return AgentSettings(NODE, root / "models", keep_free_bytes=0, bring=bring, **told)
+    told = {"write_seconds": 0.01, "progress_seconds": 0.02, "poll_seconds": 0.05, "retry_seconds": 0.05, **more}
+    bring = FetchSettings(private_hosts=("127.0.0.1",))
+    return AgentSettings(NODE, root / "models", keep_free_bytes=0, fetch=bring, **told)
 
 
 def play(tmp_path: Path, cluster: Cluster, scene: Callable[[Agent], Awaitable[None]], **more: Any) -> None:
@@ -295,7 +294,7 @@ def test_signatures_of_urls_are_not_told(
         await eventually_async(lambda: cluster.label("a") == "Ready")
 
     play(tmp_path, cluster, scene)
-    assert "comes from" in caplog.text and "hidden" not in caplog.text
+    assert "downloading from" in caplog.text and "hidden" not in caplog.text
     assert "hidden" not in str(cluster.wrote)
 
 
@@ -305,7 +304,7 @@ def test_a_disk_that_fills_up_is_told(
     def full(*_told: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("headrace.fleet.agent.shelf.link", full)
+    monkeypatch.setattr("headrace.fleet.agent.model_store.link_or_copy", full)
 
     async def scene(agent: Agent) -> None:
         cluster.model("a", web.url("/a"), str(tmp_path / "models" / "a"))
@@ -351,9 +350,9 @@ def test_files_of_another_agent_are_taken_over_if_they_are_the_right_ones(
             return said
 
         cluster.model("a", "hf://org/name", f"{folder}/")
-        await eventually_async(lambda: "did not bring; move them away" in reason())
+        await eventually_async(lambda: "did not download; move them away" in reason())
         cluster.model("a", "hf://org/name", f"{folder}/", downloadPolicy="ReuseIfExists")
-        await eventually_async(lambda: "1 of 2 are not those of hf://org/name (model.safetensors)" in reason())
+        await eventually_async(lambda: "1 of 2 differ from those of hf://org/name (model.safetensors)" in reason())
         (folder / "model.safetensors").write_bytes(files["model.safetensors"])
         await eventually_async(lambda: cluster.label("a") == "Ready")
         assert not any("/resolve/" in path for path, _ in hub.seen)
@@ -394,12 +393,12 @@ def test_a_node_that_is_of_another_zone_is_noticed_whoever_hears_of_it_first(
         selector = {"nodeSelector": {"zone": "b"}}
         cluster.model("zoned", web.url("/zoned"), str(tmp_path / "models" / "zoned"), **selector)
         await eventually_async(
-            lambda: agent._followers[1].get(("", "zoned")) is not None and not agent._tasks
+            lambda: agent._informers[1].get(("", "zoned")) is not None and not agent._tasks
         )  # seen, and not for us
         node = cluster.objects["nodes", "", NODE]
         labels = {**node["metadata"]["labels"], "zone": "b"}
         cluster.set("nodes", {**node, "metadata": {**node["metadata"], "labels": labels}})
-        agent._board._see_node(cluster.objects["nodes", "", NODE])  # as `_write` does
+        agent._status._set_node(cluster.objects["nodes", "", NODE])  # as `_write` does
         await eventually_async(lambda: cluster.label("zoned") == "Ready")
 
     play(tmp_path, cluster, scene)

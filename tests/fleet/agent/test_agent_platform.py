@@ -337,8 +337,8 @@ def test_a_service_tells_what_the_agent_tells(node: Any, clean: Any) -> None:
 def test_the_rights_that_it_is_installed_with_are_enough(node: Any, clean: Any) -> None:
     from agent_site import NAMESPACE, cluster_model, until
 
-    from headrace.fleet.installing.agent import agent_objects
-    from headrace.fleet.installing.settings import ManifestSettings
+    from headrace.fleet.install.manifests import agent_objects
+    from headrace.fleet.install.settings import ManifestSettings
 
     kubectl = clean.server.kubectl
     for name in ("hub-one", "hub-two"):

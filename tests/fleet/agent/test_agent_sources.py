@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.fleet.agent.sources import credentials_of, source_of
-from headrace.models.storage.locations import HubPlace, ObjectPlace, WebPlace
+from headrace.fleet.agent.model_sources import credentials_from, parse_source
+from headrace.models.storage.locations import HubLocation, ObjectLocation, WebLocation
 
 PATH = "/mnt/models/m"
 
@@ -26,22 +26,22 @@ def secret(**values: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("uri", "place"),
     [
-        ("hf://org/name", HubPlace("org/name")),
-        ("hf://org/name@v2", HubPlace("org/name", "v2")),
-        ("s3://bucket/a/b", ObjectPlace("aws", "bucket", "a/b")),
-        ("s3://bucket@eu-west-1/a/b", ObjectPlace("aws", "bucket", "a/b")),
-        ("gs://bucket/a", ObjectPlace("gcp", "bucket", "a")),
-        ("az://container/a", ObjectPlace("azure", "container", "a")),
-        ("https://host/model.tar.gz", WebPlace("https://host/model.tar.gz")),
-        ("oci://n/space/b/bucket/o/a/b", ObjectPlace("aws", "bucket", "a/b")),
-        ("oci://space@us-phoenix-1/bucket/a", ObjectPlace("aws", "bucket", "a")),
-        ("oci://bucket/a", ObjectPlace("aws", "bucket", "a")),
+        ("hf://org/name", HubLocation("org/name")),
+        ("hf://org/name@v2", HubLocation("org/name", "v2")),
+        ("s3://bucket/a/b", ObjectLocation("aws", "bucket", "a/b")),
+        ("s3://bucket@eu-west-1/a/b", ObjectLocation("aws", "bucket", "a/b")),
+        ("gs://bucket/a", ObjectLocation("gcp", "bucket", "a")),
+        ("az://container/a", ObjectLocation("azure", "container", "a")),
+        ("https://host/model.tar.gz", WebLocation("https://host/model.tar.gz")),
+        ("oci://n/space/b/bucket/o/a/b", ObjectLocation("aws", "bucket", "a/b")),
+        ("oci://space@us-phoenix-1/bucket/a", ObjectLocation("aws", "bucket", "a")),
+        ("oci://bucket/a", ObjectLocation("aws", "bucket", "a")),
     ],
 )
 def test_places(uri: str, place: Any) -> None:
     more = {"parameters": {"region": "us-ashburn-1", "namespace": "space"}} if uri.startswith("oci") else {}
-    source = source_of(storage(uri, **more))
-    assert (source.way, source.place, source.path) == ("download", place, PATH)
+    source = parse_source(storage(uri, **more))
+    assert (source.kind, source.place, source.path) == ("download", place, PATH)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_places(uri: str, place: Any) -> None:
     ],
 )
 def test_what_needs_no_download(uri: str, path: str, way: str, wanted: str) -> None:
-    source = source_of(storage(uri, path))
-    assert (source.way, source.path, source.place) == (way, wanted, None)
+    source = parse_source(storage(uri, path))
+    assert (source.kind, source.path, source.place) == (way, wanted, None)
 
 
 @pytest.mark.parametrize(
@@ -75,18 +75,18 @@ def test_what_needs_no_download(uri: str, path: str, way: str, wanted: str) -> N
 )
 def test_what_cannot_be_is_told(uri: str, path: str, said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
-        source_of(storage(uri, path))
+        parse_source(storage(uri, path))
 
 
 def test_keys_of_a_secret() -> None:
-    source = source_of(storage("s3://bucket@eu-west-1/a"))
-    found = credentials_of(source, secret(AWS_ACCESS_KEY_ID="id", AWS_SECRET_ACCESS_KEY="hidden\n"))
+    source = parse_source(storage("s3://bucket@eu-west-1/a"))
+    found = credentials_from(source, secret(AWS_ACCESS_KEY_ID="id", AWS_SECRET_ACCESS_KEY="hidden\n"))
     assert found is not None
     keys = found.keys_of("aws", "bucket")
     assert (keys.access_key, keys.secret_key, keys.region, keys.endpoint_url) == ("id", "hidden", "eu-west-1", "")
-    azure = credentials_of(source_of(storage("az://box/a")), secret(account_name="acc", account_key="k"))
+    azure = credentials_from(parse_source(storage("az://box/a")), secret(account_name="acc", account_key="k"))
     assert azure is not None and azure.keys_of("azure", "box").account_name == "acc"
-    google = credentials_of(source_of(storage("gs://b/a")), secret(**{"key.json": "{}"}))
+    google = credentials_from(parse_source(storage("gs://b/a")), secret(**{"key.json": "{}"}))
     assert google is not None and google.keys_of("gcp", "b").secret_key == "{}"
 
 
@@ -99,22 +99,22 @@ def test_tokens_of_the_hub() -> None:
         (storage("hf://org/name"), {"data": {"token": "%%% not base64"}}, ""),
     ]
     for model, given, wanted in cases:
-        found = credentials_of(source_of(model), given)
+        found = credentials_from(parse_source(model), given)
         assert found is not None and found.hub_token == wanted
 
 
 def test_keys_of_the_agent_itself_go_to_no_store_that_a_model_names() -> None:
-    assert credentials_of(source_of(storage("s3://b/a", parameters={"region": "x"})), None) is None
+    assert credentials_from(parse_source(storage("s3://b/a", parameters={"region": "x"})), None) is None
     for parameters in ({"endpoint": "http://evil"}, {"auth": "anonymous"}):
-        found = credentials_of(source_of(storage("s3://b/a", parameters=parameters)), None)
+        found = credentials_from(parse_source(storage("s3://b/a", parameters=parameters)), None)
         assert found is not None and found.keys_of("aws", "b").access_key == ""
 
 
 def test_oracle_is_asked_through_its_s3() -> None:
-    source = source_of(storage("oci://space@us-phoenix-1/bucket/a"))
+    source = parse_source(storage("oci://space@us-phoenix-1/bucket/a"))
     with pytest.raises(FailedPrecondition, match=r"access_key and secret_key.*spec\.storage\.key"):
-        credentials_of(source, None)
-    found = credentials_of(source, secret(access_key="id", secret_key="x"))
+        credentials_from(source, None)
+    found = credentials_from(source, secret(access_key="id", secret_key="x"))
     assert found is not None
     keys = found.keys_of("aws", "bucket")
     assert keys.endpoint_url == "https://space.compat.objectstorage.us-phoenix-1.oraclecloud.com"
@@ -122,5 +122,5 @@ def test_oracle_is_asked_through_its_s3() -> None:
 
 
 def test_files_of_the_hub_can_be_chosen() -> None:
-    source = source_of(storage("hf://org/name", parameters={"files": "*.gguf, *.json"}))
+    source = parse_source(storage("hf://org/name", parameters={"files": "*.gguf, *.json"}))
     assert source.files == ("*.gguf", "*.json")

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from headrace.cli.model_agent import model_agent
-from headrace.fleet.agent.settings import AgentSettings
+from headrace.fleet.agent.agent import AgentSettings
 
 APP = typer.Typer()
 APP.command()(model_agent)
@@ -43,4 +43,4 @@ def test_what_is_told_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.exit_code == 7
     (settings,) = seen
     assert (settings.node, settings.downloads, settings.keep_free_bytes) == ("n", 5, 3 * 2**29)
-    assert settings.models_root == Path("/mnt/models") and settings.bring.private_hosts == ("10.0.0.0/8",)
+    assert settings.models_root == Path("/mnt/models") and settings.fetch.private_hosts == ("10.0.0.0/8",)

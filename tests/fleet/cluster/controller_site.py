@@ -13,12 +13,13 @@ from typing import Any
 
 import httpx2
 import yaml
-from lightkube import ApiError
+from lightkube import ApiError as LightkubeError
 
-from headrace.fleet.cluster.api import Api, Refused, Unreachable, connect
-from headrace.fleet.cluster.resources import CHILDREN, Resource, Served
+from headrace.fleet.cluster.resources import CHILDREN
 from headrace.fleet.names import SERVICE_LABEL
 from headrace.fleet.schema.crds import crds
+from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable, connect
+from headrace.platforms.kubernetes_client.objects import Resource, ServedResource
 from headrace.programs.operator import Controller, OperatorSettings
 from support.kubernetes_server import KubernetesServer
 from support.waiting import eventually
@@ -26,7 +27,7 @@ from support.waiting import eventually
 FLEET = Path(__file__).parents[3] / "headrace" / "fleet"
 SERVICES = "/apis/ome.io/v1beta1/namespaces/default/inferenceservices"
 FOREIGN = [each for each in CHILDREN if each.capability]
-REPLICA_SETS = Served(Resource("apps", ("v1",), "ReplicaSet", "replicasets"), "v1")
+REPLICA_SETS = ServedResource(Resource("apps", ("v1",), "ReplicaSet", "replicasets"), "v1")
 
 
 def foreign_crd(kind: Any) -> dict[str, Any]:
@@ -110,20 +111,20 @@ class CountingTransport(httpx2.AsyncBaseTransport):
         await self.inner.aclose()
 
 
-async def at_rest(eyes: Api, controller: Controller) -> bool:
+async def at_rest(eyes: ApiClient, controller: Controller) -> bool:
     """Whether a controller has seen all that the API server holds, and the cluster's own controllers have no work left.
 
     On a busy machine a watch may be late, and so may they: what they tell of a Deployment is told of its service in turn.
     """
     held: dict[str, dict[str, Any]] = {}
     try:
-        for each in list(controller._view._followers.values()):
-            found, _ = await eyes.list(each.where, each._selector)
+        for each in list(controller._view._informers.values()):
+            found, _ = await eyes.list(each.served, each._selector)
             if _versions(found) != _versions(each.all()):
                 return False
-            held.setdefault(each.where.resource.kind, {}).update({one["metadata"]["uid"]: one for one in found})
+            held.setdefault(each.served.resource.kind, {}).update({one["metadata"]["uid"]: one for one in found})
         sets, _ = await eyes.list(REPLICA_SETS, SERVICE_LABEL)
-    except (Refused, Unreachable):
+    except (ApiError, Unreachable):
         return False  # a kind that has just gone, or the whole server
     pods, deployments, jobs, scalers = (
         list(held.get(each, {}).values()) for each in ("Pod", "Deployment", "Job", "HorizontalPodAutoscaler")
@@ -192,7 +193,7 @@ class Running:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._allowed = writes
-        self._eyes: Api | None = None
+        self._eyes: ApiClient | None = None
         """The test's own: what it asks is not counted as the controller's."""
         self.controller: Controller | None = None
         self.transport: CountingTransport | None = None
@@ -247,7 +248,7 @@ class Running:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        api: Api = connect(str(self._kubeconfig))
+        api: ApiClient = connect(str(self._kubeconfig))
         client = api._client
         self.transport = client._transport = CountingTransport(client._transport)
         self.transport.left = self._allowed
@@ -343,7 +344,7 @@ class Site:
             return
         try:
             self.server.mark_ready(pod["metadata"]["name"], pod["metadata"]["namespace"])
-        except ApiError as error:
+        except LightkubeError as error:
             if error.status.code != 404:
                 raise
 

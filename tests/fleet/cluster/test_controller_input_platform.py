@@ -152,7 +152,7 @@ def test_a_frozen_and_a_killed_api_server(clean: Any) -> None:
         made = clean.children()
         clean.server.freeze()
         try:
-            running.controller._view.ask_all()
+            running.controller._view.enqueue_all()
         finally:
             clean.server.thaw()
         words = clean.server.kill_api()

@@ -107,8 +107,8 @@ def test_a_runtime_is_edited(clean: Any) -> None:
         found = clean.fetch(f"/apis/apps/v1/namespaces/default/deployments/{name}-engine")
         return str(found["spec"]["template"]["spec"]["containers"][0]["image"])
 
-    documents = clean.sample("cpu")
-    kept = {**documents[-1], "metadata": {**documents[-1]["metadata"], "name": "kept"}}
+    yaml_documents = clean.sample("cpu")
+    kept = {**yaml_documents[-1], "metadata": {**yaml_documents[-1]["metadata"], "name": "kept"}}
     kept["metadata"]["annotations"] = {"ome.io/disable-auto-update": "true"}
     runtime = {
         "apiVersion": "ome.io/v1beta1",
@@ -119,10 +119,10 @@ def test_a_runtime_is_edited(clean: Any) -> None:
             "containers": [{"name": "ome-container", "image": "one:1", "args": ["serve"]}],
         },
     }
-    for each in (documents[-1], kept):
+    for each in (yaml_documents[-1], kept):
         each["spec"] = {**each["spec"], "runtime": {"name": "mine"}}
     with Running(clean.server.kubeconfig) as running:
-        clean.apply(runtime, *documents, kept)
+        clean.apply(runtime, *yaml_documents, kept)
         running.settle()
         assert image("digits") == image("kept") == "one:1"
         runtime["spec"]["containers"][0]["image"] = "two:2"
@@ -153,7 +153,7 @@ def test_the_api_server_is_gone_for_a_while(clean: Any) -> None:
 def test_the_rights_of_the_manifests_are_enough(clean: Any) -> None:
     from controller_site import Running, until
 
-    from headrace.fleet.cluster.manifests import cluster_rules
+    from headrace.fleet.install.manifests import cluster_rules
 
     role = {
         "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -167,12 +167,12 @@ def test_the_rights_of_the_manifests_are_enough(clean: Any) -> None:
     )
     with Running(clean.server.kubeconfig_of_nobody()) as running:
         for each in ("scale-to-zero", "router", "keda", "prefill-decode"):
-            documents = clean.sample(each)
-            clean.apply(*documents)
+            yaml_documents = clean.sample(each)
+            clean.apply(*yaml_documents)
             running.settle()
-            said = clean.ready(documents[-1]["metadata"]["name"])
+            said = clean.ready(yaml_documents[-1]["metadata"]["name"])
             assert said and said.get("reason") != "ReconcileError", said
-        bad = {**documents[-1], "metadata": {"name": "bad", "namespace": "default"}}
+        bad = {**yaml_documents[-1], "metadata": {"name": "bad", "namespace": "default"}}
         clean.apply({**bad, "spec": {"model": {"name": "nothing"}, "engine": {}}})
         until(lambda: clean.events("bad"))
     # Others want to know of a user who may do nothing.
@@ -182,22 +182,24 @@ def test_the_rights_of_the_manifests_are_enough(clean: Any) -> None:
 def test_the_manifests_are_taken_and_one_of_two_leads(clean: Any) -> None:
     import asyncio
 
-    from headrace.fleet import documents
-    from headrace.fleet.cluster.api import connect
-    from headrace.fleet.cluster.leading import Leader, LeaseSettings
-    from headrace.fleet.cluster.manifests import ManifestSettings, manifests
-    from headrace.fleet.cluster.reconciling import utc_now
+    from headrace.fleet import yaml_documents
+    from headrace.fleet.cluster.reconciler import utc_now
+    from headrace.fleet.install.manifests import ManifestSettings, manifests
+    from headrace.platforms.kubernetes_client.api import connect
+    from headrace.platforms.kubernetes_client.leader_election import LeaderElector, LeaseSettings
 
-    clean.server.kubectl("apply", "-f", "-", input=documents.write(manifests(ManifestSettings())))
-    again = clean.server.kubectl("apply", "-f", "-", input=documents.write(manifests(ManifestSettings())))
+    clean.server.kubectl("apply", "-f", "-", input=yaml_documents.write(manifests(ManifestSettings())))
+    again = clean.server.kubectl("apply", "-f", "-", input=yaml_documents.write(manifests(ManifestSettings())))
     assert "created" not in again and "configured" not in again
     clean.server.kubectl("scale", "deployment", "headrace-operator", "-n", "headrace-system", "--replicas=0")
 
     async def elect() -> None:
         api = connect(str(clean.server.kubeconfig))
 
-        def leader(name: str) -> Leader:
-            return Leader(api, LeaseSettings("headrace-system", name, lasts_seconds=2, retry_seconds=0.1), utc_now)
+        def leader(name: str) -> LeaderElector:
+            return LeaderElector(
+                api, LeaseSettings("headrace-system", name, lasts_seconds=2, retry_seconds=0.1), utc_now
+            )
 
         first, second, third = leader("first"), leader("second"), leader("third")
         await first.acquire()
@@ -211,9 +213,9 @@ def test_the_manifests_are_taken_and_one_of_two_leads(clean: Any) -> None:
         await asyncio.wait_for(leader_kept(second), 30)
         await api.close()
 
-    async def leader_kept(leader: Leader) -> None:
+    async def leader_kept(leader: LeaderElector) -> None:
         leader._settings = LeaseSettings("headrace-system", "second", lasts_seconds=2, renew_seconds=0.1)
-        await leader.keep()
+        await leader.renew()
 
     asyncio.run(elect())
 

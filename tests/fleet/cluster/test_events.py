@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from headrace.fleet.cluster.api import Api, Refused
-from headrace.fleet.cluster.events import Recorder
+from headrace.fleet.cluster.events import EventRecorder
+from headrace.platforms.kubernetes_client.api import ApiClient, ApiError
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SERVICE = {
@@ -29,13 +29,13 @@ class Listening:
 
     async def create(self, where: object, namespace: str, document: Any) -> None:
         if self._refuses:
-            raise Refused(403, "Forbidden", "no")
+            raise ApiError(403, "Forbidden", "no")
         self.events.append(document)
 
 
 def told(before: dict[str, Any], after: dict[str, Any], api: Listening | None = None) -> list[tuple[str, str]]:
     api = api or Listening()
-    recorder = Recorder(cast("Api", api), lambda: NOW)
+    recorder = EventRecorder(cast("ApiClient", api), lambda: NOW)
     asyncio.run(recorder.ready_changed(SERVICE, before, after))
     return [(each["type"], each["reason"]) for each in api.events]
 

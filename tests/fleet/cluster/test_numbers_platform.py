@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many calls services cost, on a real API server. `scripts/measure_fleet.py idle` has the numbers for 500 of them."""
+"""How many calls services cost, on a real API server. `bench/scenarios/fleet.py idle` has the numbers for 500 of them."""
 
 from __future__ import annotations
 

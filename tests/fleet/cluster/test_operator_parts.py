@@ -8,13 +8,14 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from headrace.fleet.cluster import queue
-from headrace.fleet.cluster.api import Api, Refused
-from headrace.fleet.cluster.configuration import configured
-from headrace.fleet.cluster.manifests import ManifestSettings, cluster_rules, manifests
-from headrace.fleet.cluster.queue import Queue, backoff
-from headrace.fleet.cluster.resources import CHILDREN, Resource, Served, served
-from headrace.fleet.words import Document, FleetSettings
+from headrace.fleet.cluster.configuration import settings_from
+from headrace.fleet.cluster.resources import CHILDREN
+from headrace.fleet.documents import FleetSettings
+from headrace.fleet.install.manifests import ManifestSettings, cluster_rules, manifests
+from headrace.platforms.kubernetes_client import work_queue
+from headrace.platforms.kubernetes_client.api import ApiClient, ApiError
+from headrace.platforms.kubernetes_client.objects import Document, Resource, ServedResource, served_resources
+from headrace.platforms.kubernetes_client.work_queue import WorkQueue, backoff
 from headrace.programs.operator import Controller, OperatorSettings
 from support.virtual_time import run_virtual
 from support.waiting import eventually_async
@@ -38,7 +39,7 @@ def test_a_key_is_never_worked_on_twice_at_once_and_once_more_if_asked_meanwhile
 
     async def run() -> None:
         nonlocal jobs
-        jobs = Queue(work, workers=4)
+        jobs = WorkQueue(work, workers=4)
         jobs.add(KEY)
         jobs.add(KEY)
         task = asyncio.create_task(jobs.run())
@@ -48,17 +49,17 @@ def test_a_key_is_never_worked_on_twice_at_once_and_once_more_if_asked_meanwhile
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    jobs: Queue
+    jobs: WorkQueue
     asyncio.run(run())
     assert seen == [1, 1, 1]
 
 
 def test_what_fails_is_tried_again_later_and_later() -> None:
-    assert [round(backoff(times) / queue.FIRST_SECONDS / 2 ** (times - 1), 2) <= 1 for times in range(1, 8)] == [
+    assert [round(backoff(times) / work_queue.FIRST_SECONDS / 2 ** (times - 1), 2) <= 1 for times in range(1, 8)] == [
         True
     ] * 7
-    assert backoff(1) < backoff(4) < backoff(9) <= queue.LONGEST_SECONDS
-    assert backoff(10**6) <= queue.LONGEST_SECONDS
+    assert backoff(1) < backoff(4) < backoff(9) <= work_queue.LONGEST_SECONDS
+    assert backoff(10**6) <= work_queue.LONGEST_SECONDS
     tries: list[float] = []
 
     async def work(key: tuple[str, str]) -> bool:
@@ -66,7 +67,7 @@ def test_what_fails_is_tried_again_later_and_later() -> None:
         return len(tries) == 2
 
     async def run() -> None:
-        jobs = Queue(work)
+        jobs = WorkQueue(work)
         jobs.add(KEY)
         task = asyncio.create_task(jobs.run())
         await eventually_async(lambda: len(tries) == 2 and jobs.idle)
@@ -74,30 +75,30 @@ def test_what_fails_is_tried_again_later_and_later() -> None:
         await asyncio.gather(task, return_exceptions=True)
 
     run_virtual(run())
-    assert tries[1] - tries[0] >= queue.FIRST_SECONDS * 0.7
+    assert tries[1] - tries[0] >= work_queue.FIRST_SECONDS * 0.7
 
 
-class Vanishing(Api):
+class Vanishing(ApiClient):
     """A FakeApi of a cluster that has all kinds and no objects; Knative is taken away after the first look at its kinds."""
 
     def __init__(self) -> None:
         super().__init__(None)  # type: ignore[arg-type]
         self.looks = 0
 
-    async def offered(self, resources: Sequence[Resource]) -> dict[str, frozenset[str]]:
+    async def discover(self, resources: Sequence[Resource]) -> dict[str, frozenset[str]]:
         self.looks += 1
         found: dict[str, set[str]] = {}
         for each in resources:
             if self.looks == 1 or each.capability != "knative":
-                found.setdefault(Served(each, each.versions[0]).api_version, set()).add(each.plural)
+                found.setdefault(ServedResource(each, each.versions[0]).api_version, set()).add(each.plural)
         return {name: frozenset(plurals) for name, plurals in found.items()}
 
-    async def get(self, where: Served, namespace: str, name: str) -> Document | None:
+    async def get(self, where: ServedResource, namespace: str, name: str) -> Document | None:
         return None
 
-    async def list(self, where: Served, selector: str = "", *_: Any) -> tuple[list[Document], str]:
+    async def list(self, where: ServedResource, selector: str = "", *_: Any) -> tuple[list[Document], str]:
         if where.resource.capability == "knative":
-            raise Refused(404, "NotFound", "it is gone")
+            raise ApiError(404, "NotFound", "it is gone")
         return [], "1"
 
     async def watch(self, *_: Any) -> AsyncIterator[tuple[str, Document]]:
@@ -109,8 +110,8 @@ def test_a_kind_that_is_taken_away_while_it_is_found_does_not_stop_the_operator(
     async def run() -> None:
         controller = Controller(Vanishing(), OperatorSettings(discover_seconds=0.01))
         following = asyncio.create_task(controller.follow())
-        await eventually_async(lambda: controller.sight.complete)
-        assert "knative" not in controller.sight.facts.capabilities
+        await eventually_async(lambda: controller.snapshot.complete)
+        assert "knative" not in controller.snapshot.facts.capabilities
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
@@ -127,7 +128,7 @@ def test_the_config_map_of_ome_is_understood() -> None:
         "urlScheme": 7,
     }
     data = {"ingress": json.dumps(ingress), "deploy": '{"defaultDeploymentMode": "Serverless"}', "kedaConfig": "{no"}
-    found = configured(FleetSettings(), {"data": data})
+    found = settings_from(FleetSettings(), {"data": data})
     assert (found.ingress_domain, found.enable_gateway_api, found.disable_ingress_creation) == (
         "example.org",
         True,
@@ -135,15 +136,15 @@ def test_the_config_map_of_ome_is_understood() -> None:
     )
     assert found.default_mode == "Serverless" and found.additional_domains == ("a.org",)
     assert found.url_scheme == "http" and found.prometheus_address == FleetSettings().prometheus_address
-    assert configured(FleetSettings(), None) == FleetSettings()
-    assert configured(FleetSettings(), {"data": {"ingress": "[]"}}) == FleetSettings()
+    assert settings_from(FleetSettings(), None) == FleetSettings()
+    assert settings_from(FleetSettings(), {"data": {"ingress": "[]"}}) == FleetSettings()
 
 
 def test_the_best_version_that_is_served_is_taken() -> None:
     offered = {"autoscaling/v2beta2": frozenset({"horizontalpodautoscalers"}), "v1": frozenset({"services"})}
-    found = {each.kind: where.api_version for each, where in served(CHILDREN, offered).items()}
+    found = {each.kind: where.api_version for each, where in served_resources(CHILDREN, offered).items()}
     assert found == {"HorizontalPodAutoscaler": "autoscaling/v2beta2", "Service": "v1"}
-    where = Served(CHILDREN[0], "v1")
+    where = ServedResource(CHILDREN[0], "v1")
     assert where.path("ns", "x", "status") == "/api/v1/namespaces/ns/services/x/status"
     assert where.path() == "/api/v1/services"
 

@@ -23,9 +23,9 @@ def test_the_program_waits_for_its_kinds_leads_and_ends(tmp_path: Path) -> None:
 async def _run(server: Any) -> None:
     import httpx2
 
-    from headrace.fleet.cluster.api import connect
-    from headrace.fleet.cluster.leading import LeaseSettings
-    from headrace.fleet.cluster.resources import LEASES
+    from headrace.platforms.kubernetes_client.api import connect
+    from headrace.platforms.kubernetes_client.leader_election import LeaseSettings
+    from headrace.platforms.kubernetes_client.objects import LEASES
     from headrace.programs.operator import OperatorSettings, operate
     from support.ports import free_port
 

@@ -300,9 +300,8 @@ def test_objects_of_others_go_along_and_conflicts_are_told(clean: Any, verbs: Ve
 def test_changes_are_watched(clean: Any, verbs: Verbs) -> None:
     import asyncio
 
-    from headrace.fleet.client.kinds import kind_named
+    from headrace.fleet.client.contract import closing, kind_named
     from headrace.fleet.client.kubernetes import open_cluster
-    from headrace.fleet.client.tasks import closing
 
     seen: list[tuple[str, str]] = []
 
@@ -344,7 +343,7 @@ def test_who_may_look_at_services_alone_sees_those(clean: Any, verbs: Verbs) -> 
         (_, service) = clean.sample("cpu")
         service["metadata"]["name"] = "theirs"
         said = verbs("apply", "-f", "-", input=yaml.safe_dump(service), kubeconfig=nobody)
-        assert "is not checked" in said and "inferenceservice.ome.io/theirs created" in said
+        assert "are not checked" in said and "inferenceservice.ome.io/theirs created" in said
         assert 'cannot delete resource "inferenceservices"' in verbs(
             "delete", "isvc", "theirs", code=1, kubeconfig=nobody
         )
@@ -357,7 +356,7 @@ def test_who_may_not_or_finds_nothing_is_told_what_to_do(clean: Any, verbs: Verb
 
     nobody = clean.server.kubeconfig_of_nobody()
     said = verbs("get", "isvc", code=1, kubeconfig=nobody)
-    assert said.count("\n") == 1 and 'User "nobody" cannot list' in said and "ask for that right" in said
+    assert said.count("\n") == 1 and 'User "nobody" cannot list' in said and "ask for that permission" in said
     said = verbs("get", code=1, kubeconfig=tmp_path / "none")
     assert said.count("\n") == 1 and "there is no kubeconfig at" in said
     said = verbs("get", "--context", "other", code=1)

@@ -17,27 +17,20 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import InvalidArgument
-from headrace.core.telemetry.registry import Registry
-from headrace.fleet.cluster.api import Refused
-from headrace.fleet.cluster.webhooks.certificates import Certificates, kept_in, made, renewed
-from headrace.fleet.cluster.webhooks.keeping import Keeper
-from headrace.fleet.cluster.webhooks.registering import Registrar, configurations
-from headrace.fleet.cluster.webhooks.reviews import Sight
-from headrace.fleet.cluster.webhooks.running import Webhooks
-from headrace.fleet.cluster.webhooks.settings import (
-    CHECKED,
-    CONFIGURATION,
-    SECRET,
-    Lifetimes,
-    WebhookSettings,
-)
-from headrace.fleet.words import ClusterFacts
+from headrace.core.telemetry.metrics import Registry
+from headrace.fleet.cluster.webhooks.certificates import Certificates, CertificateStore, issue, read_secret, renew
+from headrace.fleet.cluster.webhooks.registration import WebhookRegistrar, configurations
+from headrace.fleet.cluster.webhooks.reviews import ClusterSnapshot
+from headrace.fleet.cluster.webhooks.server import Webhooks
+from headrace.fleet.cluster.webhooks.settings import CONFIGURATION, SECRET, VALIDATED_KINDS, Lifetimes, WebhookSettings
+from headrace.fleet.documents import ClusterFacts
+from headrace.platforms.kubernetes_client.api import ApiError
 from support.waiting import eventually_async
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LIVES = Lifetimes()
 NAME = "headrace-operator-webhook.headrace-system.svc"
-SETTINGS = WebhookSettings("127.0.0.1:0", "headrace-system", look_seconds=0.01)
+SETTINGS = WebhookSettings("127.0.0.1:0", "headrace-system", refresh_seconds=0.01)
 
 
 def verified(kept: Certificates, now: datetime, name: str = NAME, authorities: str = "") -> bool:
@@ -52,77 +45,77 @@ def verified(kept: Certificates, now: datetime, name: str = NAME, authorities: s
 
 
 def test_new_ones_are_for_the_names_and_for_no_other() -> None:
-    kept = made(SETTINGS.names, NOW, LIVES)
+    kept = issue(SETTINGS.names, NOW, LIVES)
     assert verified(kept, NOW) and verified(kept, NOW - timedelta(minutes=50)), "a clock may be behind"
     assert not verified(kept, NOW, "elsewhere.svc") and not verified(
         kept, NOW + LIVES.certificate + timedelta(seconds=1)
     )
-    assert not verified(kept, NOW, authorities=made([NAME], NOW, LIVES).authorities)
-    assert kept_in({"data": kept.data()}) == kept
+    assert not verified(kept, NOW, authorities=issue([NAME], NOW, LIVES).authorities)
+    assert read_secret({"data": kept.data()}) == kept
 
 
 def test_a_secret_that_is_no_good_counts_as_none() -> None:
-    kept, other = made([NAME], NOW, LIVES), made([NAME], NOW, LIVES)
+    kept, other = issue([NAME], NOW, LIVES), issue([NAME], NOW, LIVES)
     data = kept.data()
-    assert kept_in({}) is None and kept_in({"data": None}) is None
+    assert read_secret({}) is None and read_secret({"data": None}) is None
     for name in data:
-        assert kept_in({"data": {**data, name: "%"}}) is None
-        assert kept_in({"data": {**data, name: base64.b64encode(b"\xff\xfe").decode()}}) is None
-        assert kept_in({"data": {**data, name: other.data()[name]}}) is None, f"{name} of another"
-        assert kept_in({"data": {each: value for each, value in data.items() if each != name}}) is None
+        assert read_secret({"data": {**data, name: "%"}}) is None
+        assert read_secret({"data": {**data, name: base64.b64encode(b"\xff\xfe").decode()}}) is None
+        assert read_secret({"data": {**data, name: other.data()[name]}}) is None, f"{name} of another"
+        assert read_secret({"data": {each: value for each, value in data.items() if each != name}}) is None
     pair = {name: other.data()[name] for name in ("tls.crt", "tls.key")}
-    assert kept_in({"data": {**data, **pair}}) is None, "signed by nobody that we know"
+    assert read_secret({"data": {**data, **pair}}) is None, "signed by nobody that we know"
 
 
 def test_years_pass_and_every_client_can_verify_at_every_moment() -> None:
     """Three days at a time: what the API server knew at the last look verifies what is served after this one."""
-    kept, now = made([NAME], NOW, LIVES), NOW
+    kept, now = issue([NAME], NOW, LIVES), NOW
     registered = kept.authorities
     authorities, leaves, most = {kept.authorities[:200]}, {kept.certificate}, 1
     for _ in range(365 * 2):
         now += timedelta(days=3)
         before = kept
-        kept = renewed(kept, [NAME], now, LIVES, known=registered == kept.authorities)
+        kept = renew(kept, [NAME], now, LIVES, known=registered == kept.authorities)
         assert verified(kept, now), now
         assert verified(kept, now, authorities=registered), "the API server has not heard of a newer one"
         assert verified(before, now, authorities=kept.authorities), "other replicas serve the old one a while"
-        assert kept_in({"data": kept.data()}) == kept
+        assert read_secret({"data": kept.data()}) == kept
         registered = kept.authorities
         authorities.add(kept.authorities[:200])
         leaves.add(kept.certificate)
         most = max(most, kept.authorities.count("BEGIN"))
     assert len(authorities) == 4 and most == 2, "every 550 days, two at a time"
     assert 30 <= len(leaves) <= 40, "every 60 days"
-    assert renewed(kept, [NAME], now, LIVES, known=True) is kept
+    assert renew(kept, [NAME], now, LIVES, known=True) is kept
 
 
 def test_nothing_is_signed_by_an_authority_that_is_not_known_yet() -> None:
     late = NOW + LIVES.authority - timedelta(days=10)
-    kept = renewed(made([NAME], NOW, LIVES), [NAME], late - timedelta(days=20), LIVES, known=True)
+    kept = renew(issue([NAME], NOW, LIVES), [NAME], late - timedelta(days=20), LIVES, known=True)
     assert kept.authorities.count("BEGIN") == 2 and not verified(kept, late)
     near = NOW + LIVES.certificate - timedelta(days=1)
     quick = Lifetimes(authority=timedelta(days=100), authority_left=timedelta(days=95))
-    first = made([NAME], NOW, quick)
-    two = renewed(first, [NAME], near, quick, known=True)
+    first = issue([NAME], NOW, quick)
+    two = renew(first, [NAME], near, quick, known=True)
     assert two.certificate == first.certificate and two.authorities.count("BEGIN") == 2
-    assert renewed(two, [NAME], near, quick, known=False) is two
-    assert renewed(two, [NAME], near, quick, known=True).certificate != first.certificate
+    assert renew(two, [NAME], near, quick, known=False) is two
+    assert renew(two, [NAME], near, quick, known=True).certificate != first.certificate
 
 
 def test_after_years_without_anybody_all_is_made_anew() -> None:
     later = NOW + LIVES.authority + timedelta(days=1)
-    kept = renewed(made([NAME], NOW, LIVES), [NAME], later, LIVES, known=False)
+    kept = renew(issue([NAME], NOW, LIVES), [NAME], later, LIVES, known=False)
     assert verified(kept, later) and kept.authorities.count("BEGIN") == 1
     gap = NOW + LIVES.certificate + timedelta(days=1)
-    assert verified(renewed(made([NAME], NOW, LIVES), [NAME], gap, LIVES, known=False), gap)
+    assert verified(renew(issue([NAME], NOW, LIVES), [NAME], gap, LIVES, known=False), gap)
 
 
 def test_a_name_that_is_missing_is_added_and_others_keep_theirs() -> None:
-    kept = made([NAME], NOW, LIVES)
-    both = renewed(kept, ["laptop.example", "10.1.2.3"], NOW, LIVES, known=False)
+    kept = issue([NAME], NOW, LIVES)
+    both = renew(kept, ["laptop.example", "10.1.2.3"], NOW, LIVES, known=False)
     assert verified(both, NOW) and verified(both, NOW, "laptop.example")
-    assert renewed(both, [NAME], NOW, LIVES, known=True) is both
-    assert renewed(both, ["10.1.2.3"], NOW, LIVES, known=True) is both
+    assert renew(both, [NAME], NOW, LIVES, known=True) is both
+    assert renew(both, ["10.1.2.3"], NOW, LIVES, known=True) is both
 
 
 def test_settings_are_checked() -> None:
@@ -140,7 +133,7 @@ def test_settings_are_checked() -> None:
 def test_the_configurations_never_stand_in_the_way_of_a_deletion() -> None:
     mutating, validating = configurations(SETTINGS, "PEM")
     assert [each["name"] for each in mutating["webhooks"]] == ["mutate.inferenceservices.ome.io"]
-    assert len(validating["webhooks"]) == len(CHECKED) == 8
+    assert len(validating["webhooks"]) == len(VALIDATED_KINDS) == 8
     for each in (*mutating["webhooks"], *validating["webhooks"]):
         (rule,) = each["rules"]
         assert rule["operations"] == ["CREATE", "UPDATE"] and "/" not in rule["resources"][0]
@@ -185,7 +178,7 @@ class Memory:
         key = f"{where.resource.kind}/{name}"
         live = self.objects.get(key)
         if (live["metadata"]["resourceVersion"] if live else None) != version:
-            raise Refused(409, "Conflict", "somebody was quicker")
+            raise ApiError(409, "Conflict", "somebody was quicker")
         self.writes.append(key)
         body = json.loads(json.dumps(body))
         body["metadata"]["resourceVersion"] = str(len(self.writes))
@@ -197,23 +190,23 @@ def test_the_first_replica_fills_the_secret_and_the_others_take_what_is_there() 
     async def run() -> None:
         api = Memory()
         api.objects[f"Secret/{SECRET}"] = {"metadata": {"name": SECRET, "resourceVersion": "0"}, "type": "Opaque"}
-        first, second = (Keeper(api, SETTINGS, lambda: NOW) for _ in range(2))  # type: ignore[arg-type]
-        kept = await first.look(leads=False, known="")
-        assert await second.look(leads=False, known="") == kept and len(api.writes) == 1
-        assert await second.look(leads=True, known="") == kept and len(api.writes) == 1
-        late = Keeper(api, SETTINGS, lambda: NOW + timedelta(days=89))  # type: ignore[arg-type]
-        assert await late.look(leads=False, known="") == kept, "only the one that leads renews"
-        assert await late.look(leads=True, known="") != kept
+        first, second = (CertificateStore(api, SETTINGS, lambda: NOW) for _ in range(2))  # type: ignore[arg-type]
+        kept = await first.refresh(leads=False, known="")
+        assert await second.refresh(leads=False, known="") == kept and len(api.writes) == 1
+        assert await second.refresh(leads=True, known="") == kept and len(api.writes) == 1
+        late = CertificateStore(api, SETTINGS, lambda: NOW + timedelta(days=89))  # type: ignore[arg-type]
+        assert await late.refresh(leads=False, known="") == kept, "only the one that leads renews"
+        assert await late.refresh(leads=True, known="") != kept
 
     asyncio.run(run())
 
 
 def test_of_two_that_fill_it_at_once_one_looks_again() -> None:
     async def run() -> None:
-        api, theirs = Memory(), made(SETTINGS.names, NOW, LIVES)
+        api, theirs = Memory(), issue(SETTINGS.names, NOW, LIVES)
         secret = {"metadata": {"name": SECRET, "resourceVersion": "7"}, "data": theirs.data()}
         api.rival = lambda: api.objects.update({f"Secret/{SECRET}": secret})
-        assert await Keeper(api, SETTINGS, lambda: NOW).look(leads=True, known="") == theirs  # type: ignore[arg-type]
+        assert await CertificateStore(api, SETTINGS, lambda: NOW).refresh(leads=True, known="") == theirs  # type: ignore[arg-type]
         assert api.writes == []
 
     asyncio.run(run())
@@ -222,7 +215,7 @@ def test_of_two_that_fill_it_at_once_one_looks_again() -> None:
 def test_configurations_are_written_once_and_put_right_when_somebody_edits_them() -> None:
     async def run() -> None:
         api = Memory()
-        registrar = Registrar(api, SETTINGS)  # type: ignore[arg-type]
+        registrar = WebhookRegistrar(api, SETTINGS)  # type: ignore[arg-type]
         assert not await registrar.register("PEM")
         assert await registrar.register("PEM") and len(api.writes) == 2
         api.objects[f"MutatingWebhookConfiguration/{CONFIGURATION}"]["webhooks"][0]["failurePolicy"] = "Fail"
@@ -242,8 +235,8 @@ def test_an_authority_is_replaced_while_clients_go_on() -> None:
         # The verifier's clock cannot be moved: ours goes through the past, and all is valid for years.
         start = datetime.now(UTC) - timedelta(days=1200)
         lives = Lifetimes(timedelta(days=4000), timedelta(days=3000), timedelta(days=2900), timedelta(days=2800))
-        settings = WebhookSettings("127.0.0.1:0", "x", "https://localhost:1", look_seconds=0.05, lifetimes=lives)
-        sight = Sight(ClusterFacts(), True)
+        settings = WebhookSettings("127.0.0.1:0", "x", "https://localhost:1", refresh_seconds=0.05, lifetimes=lives)
+        sight = ClusterSnapshot(ClusterFacts(), True)
         webhooks = Webhooks(
             api,  # type: ignore[arg-type]
             settings,

@@ -54,7 +54,7 @@ class Silent:
 
 @pytest.mark.parametrize("fault", [FailedPrecondition("the port is taken; choose another"), OSError("odd")])
 def test_webhooks_that_cannot_be_served_end_the_operator(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
-    from headrace.fleet.cluster.webhooks.running import Webhooks
+    from headrace.fleet.cluster.webhooks.server import Webhooks
 
     async def run(self: Any) -> None:
         raise fault

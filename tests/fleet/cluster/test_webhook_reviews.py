@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 from schema_values import path, put, sample, ways, whole_document, wrong
 
 from headrace.core.errors import InvalidArgument
-from headrace.fleet.admission import defaulted, problems
-from headrace.fleet.admission.migrating import WARNING
-from headrace.fleet.cluster.webhooks.patching import patch
-from headrace.fleet.cluster.webhooks.reviews import Sight, mutated, reviewed, validated
+from headrace.fleet.admission import validate, with_defaults
+from headrace.fleet.admission.defaults import WARNING
+from headrace.fleet.cluster.webhooks.reviews import ClusterSnapshot, json_patch, mutate, review, validate_document
+from headrace.fleet.documents import ClusterFacts, FleetSettings
 from headrace.fleet.names import DEPLOYMENT_MODE, LAST_APPLIED
 from headrace.fleet.schema.kinds import KINDS
-from headrace.fleet.words import ClusterFacts, FleetSettings
 
 FITS = {"supportedModelFormats": [{"name": "safetensors", "modelFormat": {"name": "safetensors"}, "autoSelect": False}]}
 FACTS = small_cluster(document("ClusterServingRuntime", "fits", FITS))
-SEEN = Sight(FACTS, True)
-UNSEEN = Sight(ClusterFacts(settings=FleetSettings()), False)
+SEEN = ClusterSnapshot(FACTS, True)
+UNSEEN = ClusterSnapshot(ClusterFacts(settings=FleetSettings()), False)
 PLAIN = {"model": {"name": "llama"}, "runtime": {"name": "fits"}, "engine": {}}
 
 
@@ -36,8 +35,8 @@ def ask(made: Any, before: Any = None, **more: Any) -> bytes:
     return json.dumps({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}).encode()
 
 
-def told(body: bytes, deed: Any = validated, sight: Sight = SEEN) -> Any:
-    answer, _ = reviewed(body, deed, sight)
+def told(body: bytes, deed: Any = validate_document, sight: ClusterSnapshot = SEEN) -> Any:
+    answer, _ = review(body, deed, sight)
     answer = json.loads(json.dumps(answer))
     assert (answer["apiVersion"], answer["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
     assert answer["response"]["uid"] == "u-1"
@@ -60,9 +59,9 @@ def patched(before: Any, changes: list[Any]) -> Any:
     return after
 
 
-def filled(made: Any, before: Any = None, sight: Sight = SEEN) -> Any:
+def filled(made: Any, before: Any = None, sight: ClusterSnapshot = SEEN) -> Any:
     """The document after the mutating webhook, as the API server makes it."""
-    response = told(ask(made, before), mutated, sight)
+    response = told(ask(made, before), mutate, sight)
     assert response["allowed"]
     if "patch" not in response:
         return made
@@ -84,9 +83,9 @@ MAPPINGS = st.dictionaries(st.text("ab/~é", max_size=3), VALUES, max_size=4)
 
 @given(MAPPINGS, MAPPINGS)
 def test_a_patch_makes_one_document_of_the_other(before: Any, after: Any) -> None:
-    changes = patch(before, after)
+    changes = json_patch(before, after)
     assert json.dumps(patched(before, changes), sort_keys=True) == json.dumps(after, sort_keys=True)
-    assert patch(after, copy.deepcopy(after)) == []
+    assert json_patch(after, copy.deepcopy(after)) == []
 
 
 REPLICAS = st.fixed_dictionaries({}, optional={"minReplicas": st.integers(0, 9), "maxReplicas": st.integers(0, 9)})
@@ -111,7 +110,7 @@ def test_the_patched_document_is_what_admission_makes_of_it(spec: Any, annotatio
     made = service(spec, **annotations)
     made["metadata"]["namespace"] = "default"
     after = filled(made)
-    assert after == json.loads(json.dumps(defaulted(made, FACTS)))
+    assert after == json.loads(json.dumps(with_defaults(made, FACTS)))
     assert filled(after) == after, "a second time there is nothing to do"
     assert filled(after, after) == after, "nor when it is sent again as an edit"
 
@@ -139,7 +138,7 @@ def test_all_problems_are_told_at_once_in_words_for_kubectl_and_for_everybody() 
         }
     )
     status = told(ask(made))["status"]
-    expected = problems({**made, "metadata": {**made["metadata"], "namespace": "default"}}, FACTS)
+    expected = validate({**made, "metadata": {**made["metadata"], "namespace": "default"}}, FACTS)
     assert len(expected) == 3 and (status["code"], status["reason"]) == (422, "Invalid")
     assert status["details"]["kind"] == "InferenceService" and status["details"]["name"] == "llama-chat"
     assert [each["field"] for each in status["details"]["causes"]] == [each.field for each in expected]
@@ -168,7 +167,7 @@ def test_that_no_runtime_fits_is_a_warning() -> None:
 def test_names_that_are_almost_right_are_warned_of() -> None:
     made = service({**PLAIN, "engine": {"minReplica": 1}})
     for sight in (SEEN, UNSEEN):
-        (warning,) = told(ask(made), mutated, sight)["warnings"]
+        (warning,) = told(ask(made), mutate, sight)["warnings"]
         assert "spec.engine.minReplica:" in warning and "did you mean minReplicas?" in warning
     assert "warnings" not in told(ask(made)), "once is enough"
     runtime = document("ClusterServingRuntime", "r", {"modelSizeRanges": {}})
@@ -192,7 +191,7 @@ def test_before_the_cluster_was_seen_only_the_document_itself_counts() -> None:
     response = told(ask(made), sight=UNSEEN)
     assert response["allowed"] and "warnings" not in response
     assert not told(ask(service({"engine": {"minReplicas": 3, "maxReplicas": 1}})), sight=UNSEEN)["allowed"]
-    assert "patch" not in told(ask(made), mutated, UNSEEN), "its settings may say another mode"
+    assert "patch" not in told(ask(made), mutate, UNSEEN), "its settings may say another mode"
 
 
 def test_an_edit_is_refused_for_what_it_makes_wrong_alone() -> None:
@@ -209,7 +208,7 @@ def test_an_edit_is_refused_for_what_it_makes_wrong_alone() -> None:
 def test_what_is_being_deleted_or_of_another_operation_is_let_through() -> None:
     broken = service({"engine": {"minReplicas": "many"}})
     broken["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    for deed in (validated, mutated):
+    for deed in (validate_document, mutate):
         for body in (ask(broken, broken), ask(None, broken, operation="DELETE"), ask(broken, operation="CONNECT")):
             response = told(body, deed)
             assert response["allowed"] and "patch" not in response
@@ -217,7 +216,7 @@ def test_what_is_being_deleted_or_of_another_operation_is_let_through() -> None:
 
 def test_a_dry_run_is_answered_like_any_other() -> None:
     made = service(PLAIN)
-    assert told(ask(made, dryRun=True), mutated) == told(ask(made), mutated)
+    assert told(ask(made, dryRun=True), mutate) == told(ask(made), mutate)
 
 
 def test_derived_defaults_follow_what_they_were_derived_from() -> None:
@@ -254,7 +253,7 @@ def test_what_was_written_by_hand_stays_even_if_it_is_the_default() -> None:
 
 def test_a_predictor_may_be_applied_again_and_again() -> None:
     made = service({"predictor": {"model": {"baseModel": "own"}, "minReplicas": 2}})
-    assert told(ask(made), mutated)["warnings"] == [WARNING]
+    assert told(ask(made), mutate)["warnings"] == [WARNING]
     first = filled(made)
     assert "predictor" not in first["spec"] and first["spec"]["model"]["kind"] == "BaseModel"
     # What kubectl sends: the live document with the predictor, which it misses, put back.
@@ -280,14 +279,14 @@ def test_a_predictor_may_be_applied_again_and_again() -> None:
 )
 def test_what_is_no_review_is_told_so(body: bytes) -> None:
     with pytest.raises(InvalidArgument, match="AdmissionReview"):
-        reviewed(body, validated, SEEN)
+        review(body, validate_document, SEEN)
 
 
 @given(st.sampled_from(KINDS), VALUES, VALUES, VALUES)
 def test_no_document_makes_a_review_raise(kind: Any, spec: Any, metadata: Any, before: Any) -> None:
     made = {"apiVersion": "ome.io/v1beta1", "kind": kind.name, "metadata": metadata, "spec": spec}
     old = {**made, "spec": before}
-    for deed in (mutated, validated):
+    for deed in (mutate, validate_document):
         for sight in (SEEN, UNSEEN):
             told(ask(made, old), deed, sight)
 
@@ -295,5 +294,5 @@ def test_no_document_makes_a_review_raise(kind: Any, spec: Any, metadata: Any, b
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_document_with_every_field_is_reviewed(kind: Any) -> None:
     made = whole_document(kind, sample(kind.spec, full=True))
-    assert told(ask(made), mutated)["allowed"]
+    assert told(ask(made), mutate)["allowed"]
     told(ask(made, made))

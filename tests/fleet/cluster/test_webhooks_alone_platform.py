@@ -50,7 +50,7 @@ def test_authorities_change_while_the_api_server_asks(place: Any) -> None:
     hour = timedelta(hours=1)
     quick = Lifetimes(hour, hour - timedelta(seconds=3), hour / 2, hour / 2 - timedelta(seconds=1))
     # A look is how long the API server has to hear of an authority before a certificate of it is used.
-    settings = webhooks_at(free_port(), failure_policy="Fail", lifetimes=quick, look_seconds=1.0)
+    settings = webhooks_at(free_port(), failure_policy="Fail", lifetimes=quick, refresh_seconds=1.0)
     with Operator(place.server.kubeconfig, settings) as running:
         ready(place)
         seen, asked, kept, limit = set(), 0, 0, time.monotonic() + 120
@@ -171,16 +171,16 @@ def test_it_needs_no_more_rights_than_its_manifests_give(place: Any) -> None:
 
 async def _as_nobody(place: Any, port: int) -> None:
     from headrace.core.clock import SystemClock
-    from headrace.core.telemetry.registry import Registry
-    from headrace.fleet.cluster.api import connect
-    from headrace.fleet.cluster.webhooks.reviews import Sight
-    from headrace.fleet.cluster.webhooks.running import Webhooks
+    from headrace.core.telemetry.metrics import Registry
+    from headrace.fleet.cluster.webhooks.reviews import ClusterSnapshot
+    from headrace.fleet.cluster.webhooks.server import Webhooks
     from headrace.fleet.cluster.webhooks.settings import WebhookSettings
-    from headrace.fleet.words import ClusterFacts
+    from headrace.fleet.documents import ClusterFacts
+    from headrace.platforms.kubernetes_client.api import connect
 
     api = connect(str(place.server.kubeconfig_of_nobody()))
-    settings = WebhookSettings(f"127.0.0.1:{port}", "hooks", f"https://127.0.0.1:{port}", look_seconds=0.2)
-    sight = Sight(ClusterFacts(), True)
+    settings = WebhookSettings(f"127.0.0.1:{port}", "hooks", f"https://127.0.0.1:{port}", refresh_seconds=0.2)
+    sight = ClusterSnapshot(ClusterFacts(), True)
     webhooks = Webhooks(api, settings, lambda: sight, Registry(SystemClock()), lambda: datetime.now(UTC))
     webhooks.lead()
     work = asyncio.create_task(webhooks.run())

@@ -16,8 +16,8 @@ import httpx2
 from controller_site import CountingTransport, at_rest, until
 
 from headrace.fleet.cluster import program
-from headrace.fleet.cluster.api import Api, connect
 from headrace.fleet.cluster.webhooks.settings import CONFIGURATION, SECRET, WebhookSettings
+from headrace.platforms.kubernetes_client.api import ApiClient, connect
 from headrace.programs.operator import Controller, OperatorSettings
 from support.ports import free_port
 
@@ -32,7 +32,7 @@ __all__ = ["Operator", "answers", "forget", "free_port", "ready", "registered", 
 
 
 def webhooks_at(port: int, **more: Any) -> WebhookSettings:
-    settings = WebhookSettings(f"127.0.0.1:{port}", NAMESPACE, f"https://127.0.0.1:{port}", look_seconds=0.5)
+    settings = WebhookSettings(f"127.0.0.1:{port}", NAMESPACE, f"https://127.0.0.1:{port}", refresh_seconds=0.5)
     return replace(settings, **more)
 
 
@@ -59,7 +59,7 @@ class Operator:
         self._ready = threading.Event()
         self.transport: TrackingTransport | None = None
         self.controller: Controller | None = None
-        self._eyes: Api | None = None
+        self._eyes: ApiClient | None = None
         self.code: int | None = None
 
     def __enter__(self) -> Operator:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.core.errors import HeadraceError
-from headrace.fleet.client.kinds import kind_named
-from headrace.fleet.local.client import LocalFleet
-from headrace.fleet.local.store import read_json
-from headrace.fleet.words import Document, items, text
-from headrace.platforms.identity import stat_of
+from headrace.core.files import read_json
+from headrace.fleet.client.contract import kind_named
+from headrace.fleet.local.api_client import LocalFleet
+from headrace.platforms.kubernetes_client.objects import Document, get_list, get_str
+from headrace.platforms.processes import read_stat
 from support.ports import service_ports
 from support.waiting import eventually
 
@@ -122,7 +122,7 @@ class LocalSite:
             if self.process is None:
                 self.up()
             for each in self.ask(lambda fleet: fleet.list(kind_named("InferenceService"))):
-                self.delete(text(each, "metadata", "name"))
+                self.delete(get_str(each, "metadata", "name"))
             self.kill(signal.SIGTERM)
         finally:
             self.kill()
@@ -131,7 +131,7 @@ class LocalSite:
                 *self.root.glob("routers/*/*/process.json"),
             ):
                 found = read_json(path) or {}
-                stat = stat_of(int(found.get("pid", 0)))
+                stat = read_stat(int(found.get("pid", 0)))
                 if stat is not None and stat.started == found.get("started"):
                     os.kill(stat.pid, signal.SIGKILL)
             self._log.close()
@@ -152,7 +152,7 @@ class LocalSite:
         return found
 
     def condition(self, name: str, kind: str = "Ready") -> Document:
-        told = items(self.get(name), "status", "conditions")
+        told = get_list(self.get(name), "status", "conditions")
         return next((each for each in told if each["type"] == kind), {})
 
     def ready(self, name: str, replicas: int = 1, engines: int | None = None) -> str:
@@ -167,24 +167,24 @@ class LocalSite:
             whole = (engine.get("readyReplicas"), engine.get("replicas")) == (engines or replicas,) * 2
             generation = found.get("status", {}).get("observedGeneration") == found["metadata"]["generation"]
             # The last revision is there, and the one before it gone.
-            conditions = {each["type"]: each["status"] for each in items(found, "status", "conditions")}
+            conditions = {each["type"]: each["status"] for each in get_list(found, "status", "conditions")}
             there = conditions.get("Ready") == conditions.get("LatestDeploymentReady") == "True"
             pods = [each for each in self.pods(name) if "deletionTimestamp" not in each["metadata"]]
             up = len(pods) == replicas and all(_is_ready(each) for each in pods)
-            return text(found, "status", "url") if whole and generation and there and up else ""
+            return get_str(found, "status", "url") if whole and generation and there and up else ""
 
         url: str = eventually(look)
         return url
 
     def url(self, name: str) -> str:
         """Where it is, once its router is there: asleep or not."""
-        url: str = eventually(lambda: text(self.get(name), "status", "url"))
+        url: str = eventually(lambda: get_str(self.get(name), "status", "url"))
         return url
 
     def says(self, name: str, words: str, kind: str = "Ready") -> Document:
         """The condition, once its message has these words."""
         found: Document = eventually(
-            lambda: found if words in text(found := self.condition(name, kind), "message") else {}
+            lambda: found if words in get_str(found := self.condition(name, kind), "message") else {}
         )
         return found
 
@@ -217,7 +217,7 @@ class LocalSite:
 
 
 def _is_ready(pod: Document) -> bool:
-    told = {each["type"]: each["status"] for each in items(pod, "status", "conditions")}
+    told = {each["type"]: each["status"] for each in get_list(pod, "status", "conditions")}
     return told.get("Ready") == "True"
 
 

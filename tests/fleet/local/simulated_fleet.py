@@ -6,7 +6,7 @@ async def test_something(fleet: SimulatedFleet) -> None:
     url = await fleet.ready("birds")
     assert (await fleet.ask(url)).text.startswith("birds ")
 
-Real: everything of `headrace.fleet.local` but the process driver, `headrace router`, HTTP on both sides. Fake: containers
+Real: everything of `headrace.fleet.local` but the process runtime, `headrace router`, HTTP on both sides. Fake: containers
 (`FakeDriver`), processes (`SimulatedSystem`), the network (`memory_network`). What programs do is in `simulated_programs`.
 """
 
@@ -31,23 +31,23 @@ from local_site import document, runtime
 from memory_network import MemoryLoop, MemoryNetwork, RealTimeLoop, settle
 from simulated_programs import Bench, Program, SimulatedProcess, idle, metered, router, serve, stub, task
 
-from headrace.fleet.client.describing import Description, describe
-from headrace.fleet.client.kinds import kind_named
+from headrace.core.files import read_json, write_json
+from headrace.fleet.client.contract import kind_named
+from headrace.fleet.client.describe import Description, describe
 from headrace.fleet.local import controller
-from headrace.fleet.local.client import LocalFleet
-from headrace.fleet.local.commands import CannotRun
-from headrace.fleet.local.driving import LOG, RECORD, Box, Ended
-from headrace.fleet.local.machine import Machine
-from headrace.fleet.local.processes import Command
-from headrace.fleet.local.scaling.usage import Usage, Used
+from headrace.fleet.local.api_client import LocalFleet
+from headrace.fleet.local.container_command import ContainerStartError
+from headrace.fleet.local.container_runtime import LOG, RECORD, ContainerSpec, ExitStatus
+from headrace.fleet.local.scheduler import Scheduler
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.store import read_json, write_json
-from headrace.fleet.local.system import System
-from headrace.fleet.words import Document, items, text
+from headrace.fleet.local.system import ResourceUsage, System, UsageReader
 from headrace.net.server import drain_servers
 from headrace.net.sockets import Address
-from headrace.platforms.logs import last_lines
-from headrace.platforms.ports import Ports
+from headrace.platforms import process_stubs
+from headrace.platforms.kubernetes_client.objects import Document, get_list, get_str
+from headrace.platforms.log_files import last_lines
+from headrace.platforms.node_resources import PortAllocator
+from headrace.platforms.processes import Command
 from headrace.programs.fleet_daemon import Daemon
 from support.virtual_time import LoopClock, run_virtual
 from support.waiting import eventually_async
@@ -79,7 +79,7 @@ class SimulatedMachine:
     def found(self, record: Mapping[str, Any] | None) -> SimulatedProcess | None:
         """The process of a record, if it lives."""
         process = self.processes.get(int((record or {}).get("pid", 0)))
-        return process if process is not None and process.lives else None
+        return process if process is not None and process.is_alive else None
 
 
 class ProcessHandle:
@@ -91,33 +91,33 @@ class ProcessHandle:
         self.pid = process.pid
 
     @property
-    def lives(self) -> bool:
-        return self._process.lives
+    def is_alive(self) -> bool:
+        return self._process.is_alive
 
-    async def ended(self) -> int | None:
-        how = await self._process.ended()
+    async def wait(self) -> int | None:
+        how = await self._process.wait()
         return how.code if self._own else None
 
-    async def end(self, grace_seconds: float) -> None:
-        await self._process.end(grace_seconds)
+    async def stop(self, grace_seconds: float) -> None:
+        await self._process.stop(grace_seconds)
 
     async def kill(self) -> None:
         self._process.kill()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """It runs on."""
 
 
-class SimulatedUsage(Usage):
+class SimulatedUsage(UsageReader):
     """What simulated processes use."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         super().__init__()
         self._machine = machine
 
-    def read(self, now: float, sessions: Any) -> dict[int, Used]:
+    def read(self, now: float, sessions: Any) -> dict[int, ResourceUsage]:
         found = {session: self._machine.processes[session] for session in sessions}
-        return {pid: Used({(pid, 1): each.ticks}, each.memory, 1) for pid, each in found.items()}
+        return {pid: ResourceUsage({(pid, 1): each.ticks}, each.memory, 1) for pid, each in found.items()}
 
 
 class SimulatedSystem(System):
@@ -129,9 +129,9 @@ class SimulatedSystem(System):
 
     def spawn(self, command: Command, log: Path, record: Callable[[Mapping[str, Any]], None]) -> Any:
         words = [*command.argv]
-        if "once.py" in " ".join(words[:5]):
+        if words[3:5] == [process_stubs.__file__, "wait"]:
             program: Program = self._machine.bench
-            words = words[4:]
+            words = words[5:]
         else:
             program, words = router, words[words.index("router") :]
         process = SimulatedProcess(self._machine.loop, words, command.environment, log)
@@ -140,57 +140,57 @@ class SimulatedSystem(System):
             self._machine.bench.started.append(process)
         return ProcessHandle(process, own=True)
 
-    def found(self, record: Mapping[str, Any] | None) -> Any:
+    def find_process(self, record: Mapping[str, Any] | None) -> Any:
         process = self._machine.found(record)
         return ProcessHandle(process, own=False) if process is not None else None
 
     def listen(self, address: Address) -> Any:
         return self._machine.loop.listen(address.port)
 
-    def usage(self) -> Usage:
+    def usage(self) -> UsageReader:
         return SimulatedUsage(self._machine)
 
 
 class FakeDriver:
-    """See `driving.Driver`: containers are simulated processes."""
+    """Implements `ContainerRuntime`: containers are simulated processes."""
 
     runs_images = False
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
-        self.started: list[Box] = []
+        self.started: list[ContainerSpec] = []
         self.refuses: Exception | None = None
         """What a start raises."""
-        self.modest: set[int] = set()
+        self.low_priority: set[int] = set()
         """Processes that come after others until they are ready."""
 
     async def open(self, pods: Collection[str]) -> None:
         """Nothing is left of earlier pods."""
 
-    def found(self, folder: Path) -> FakeRunning | None:
+    def adopt(self, folder: Path) -> FakeRunning | None:
         process = self._machine.found(read_json(folder / RECORD))
         return FakeRunning(self, process, folder, own=False) if process is not None else None
 
-    async def start(self, box: Box) -> FakeRunning:
+    async def start(self, spec: ContainerSpec) -> FakeRunning:
         if self.refuses is not None:
             raise self.refuses
-        program = _program_of(box)
-        variables = box.line.variables
-        process = SimulatedProcess(self._machine.loop, box.line.words, variables, box.folder / LOG, box.limits)
-        self.started.append(box)
-        if box.modest:
-            self.modest.add(process.pid)
+        program = _program_of(spec)
+        variables = spec.command.environment
+        process = SimulatedProcess(self._machine.loop, spec.command.args, variables, spec.folder / LOG, spec.limits)
+        self.started.append(spec)
+        if spec.low_priority:
+            self.low_priority.add(process.pid)
         self._machine.spawn(
-            program, process, lambda record: write_json(box.folder / RECORD, dict(record), lasting=False)
+            program, process, lambda record: write_json(spec.folder / RECORD, dict(record), durable=False)
         )
-        return FakeRunning(self, process, box.folder, own=True)
+        return FakeRunning(self, process, spec.folder, own=True)
 
     async def close(self) -> None:
         """What runs goes on."""
 
 
 class FakeRunning:
-    """See `driving.Running`."""
+    """Implements `RunningContainer`."""
 
     def __init__(self, driver: FakeDriver, process: SimulatedProcess, folder: Path, *, own: bool) -> None:
         self._driver = driver
@@ -206,40 +206,40 @@ class FakeRunning:
     def session(self) -> int | None:
         return self._process.pid
 
-    async def ended(self) -> Ended:
-        how = await self._process.ended()
-        return how if self._own or how.reason else Ended(None)
+    async def wait(self) -> ExitStatus:
+        how = await self._process.wait()
+        return how if self._own or how.reason else ExitStatus(None)
 
-    async def end(self, grace_seconds: float) -> None:
-        await self._process.end(grace_seconds)
+    async def stop(self, grace_seconds: float) -> None:
+        await self._process.stop(grace_seconds)
 
-    async def clear(self) -> None:
+    async def remove(self) -> None:
         self._process.kill()
 
-    async def run(self, words: Sequence[str], variables: Mapping[str, str], seconds: float) -> bool:
-        assert list(words[:2]) == ["test", "-e"], f"no simulated command: {words}"
-        return Path(words[2]).exists()
+    async def exec(self, args: Sequence[str], variables: Mapping[str, str], seconds: float) -> bool:
+        assert list(args[:2]) == ["test", "-e"], f"no simulated command: {args}"
+        return Path(args[2]).exists()
 
-    async def said(self, tail: int, most_bytes: int) -> str:
-        return last_lines(self._folder / LOG, tail, most_bytes)
+    async def logs(self, tail: int, max_bytes: int) -> str:
+        return last_lines(self._folder / LOG, tail, max_bytes)
 
-    def is_ready(self) -> None:
-        self._driver.modest.discard(self._process.pid)
+    def mark_ready(self) -> None:
+        self._driver.low_priority.discard(self._process.pid)
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """It runs on."""
 
 
-def _program_of(box: Box) -> Program:
-    words = box.line.words
-    if box.line.ours and words[0] in _OURS:
+def _program_of(spec: ContainerSpec) -> Program:
+    words = spec.command.args
+    if spec.command.is_headrace and words[0] in _OURS:
         return _OURS[words[0]]
     for word in words[:2]:
         name = Path(word).name
         if name in _SCRIPTS:
             return _SCRIPTS[name]
     if words[0] not in _PROGRAMS:
-        raise CannotRun("ErrImageNeverPull", f"{words[0]} is not on this machine: install it")
+        raise ContainerStartError("ErrImageNeverPull", f"{words[0]} is not on this machine: install it")
     return _PROGRAMS[words[0]]
 
 
@@ -336,8 +336,8 @@ class SimulatedFleet:
 
     async def _start(self) -> None:
         settings, root = self.settings, self.root
-        ports = Ports(root / "ports" / "pods", settings.host, *settings.pod_ports)
-        machine = Machine(ports, environ={}, devices=root / "no-devices", cores=64, memory=256 << 30)
+        ports = PortAllocator(root / "ports" / "pods", settings.host, *settings.pod_ports)
+        machine = Scheduler(ports, environ={}, devices=root / "no-devices", cores=64, memory=256 << 30)
         self.daemon = Daemon(settings, machine, self.driver, SimulatedSystem(self.machine))
         await self.daemon.start()
 
@@ -345,7 +345,7 @@ class SimulatedFleet:
         """End the daemon as SIGTERM does: what runs goes on."""
         if self.daemon is not None:
             daemon, self.daemon = self.daemon, None
-            daemon.controller.questions.close()
+            daemon.controller.watches.close()
             await self.machine.loop.start_task(self._owner, _stop(daemon))
             self.machine.loop.drop_timers(self._owner)
 
@@ -359,8 +359,8 @@ class SimulatedFleet:
         assert not loop.tasks_of(self._owner)
         loop.drop_timers(self._owner)
         # The kernel closes its files.
-        assert daemon._lock is not None and daemon.server._listener is not None
-        daemon._lock.close()
+        assert daemon.server._listener is not None
+        daemon._lock.release()
         daemon.server._listener._socket.close()
 
     # Its user
@@ -399,7 +399,7 @@ class SimulatedFleet:
         return await eventually_async(check, within=within, longest_pause=0.5)
 
     async def condition(self, name: str, kind: str = "Ready") -> Document:
-        told = items(await self.get(name), "status", "conditions")
+        told = get_list(await self.get(name), "status", "conditions")
         return next((each for each in told if each["type"] == kind), {})
 
     async def says(self, name: str, words: str, kind: str = "Ready") -> Document:
@@ -407,7 +407,7 @@ class SimulatedFleet:
 
         async def found() -> Document:
             condition = await self.condition(name, kind)
-            return condition if words in text(condition, "message") else {}
+            return condition if words in get_str(condition, "message") else {}
 
         made: Document = await self.until(found)
         return made
@@ -420,11 +420,11 @@ class SimulatedFleet:
             engine = found.get("status", {}).get("components", {}).get("engine", {})
             whole = (engine.get("readyReplicas"), engine.get("replicas")) == (engines or replicas,) * 2
             generation = found.get("status", {}).get("observedGeneration") == found["metadata"]["generation"]
-            conditions = {each["type"]: each["status"] for each in items(found, "status", "conditions")}
+            conditions = {each["type"]: each["status"] for each in get_list(found, "status", "conditions")}
             there = conditions.get("Ready") == conditions.get("LatestDeploymentReady") == "True"
             pods = [each for each in await self.pods(name) if "deletionTimestamp" not in each["metadata"]]
             up = len(pods) == replicas and all(is_ready(each) for each in pods)
-            return text(found, "status", "url") if whole and generation and there and up else ""
+            return get_str(found, "status", "url") if whole and generation and there and up else ""
 
         url: str = await self.until(look)
         return url
@@ -433,7 +433,7 @@ class SimulatedFleet:
         """Where it is, once its router is there."""
 
         async def look() -> str:
-            return text(await self.get(name), "status", "url")
+            return get_str(await self.get(name), "status", "url")
 
         url: str = await self.until(look)
         return url
@@ -482,7 +482,7 @@ class SimulatedFleet:
 
     @property
     def living(self) -> set[SimulatedProcess]:
-        return {each for each in self.machine.processes.values() if each.lives}
+        return {each for each in self.machine.processes.values() if each.is_alive}
 
     def left_on_disk(self) -> list[str]:
         """What is kept of services: pods, routers, claimed ports, objects, documents."""
@@ -507,7 +507,7 @@ async def _stop(daemon: Daemon) -> None:
 
 
 def is_ready(pod: Document) -> bool:
-    told = {each["type"]: each["status"] for each in items(pod, "status", "conditions")}
+    told = {each["type"]: each["status"] for each in get_list(pod, "status", "conditions")}
     return told.get("Ready") == "True"
 
 

@@ -22,13 +22,12 @@ from memory_network import MemoryNetwork
 
 import headrace.programs.router
 from headrace.cli.router_settings import router_settings
-from headrace.fleet.local.driving import Ended
-from headrace.fleet.local.limits import Limits
-from headrace.fleet.local.sight import OOM_KILLED
-from headrace.fleet.router.discovery.watching import changes, mark_of
+from headrace.fleet.local.container_runtime import ExitStatus, ResourceLimits
+from headrace.fleet.local.pod_status import OOM_KILLED
+from headrace.fleet.router.discovery import file_changes, file_signature
 from headrace.fleet.router.proxy import RouterProxy
 from headrace.net.negotiation import NegotiatingProtocol
-from headrace.programs.router import RouterAppSettings, _scaler, _tell_of_wakes, build_router_site
+from headrace.programs.router import RouterAppSettings, build_router_site, make_scaler, report_cold_starts
 
 Program = Callable[["SimulatedProcess"], Awaitable[int]]
 _PIDS = itertools.count(5_000_001)
@@ -47,16 +46,16 @@ class SimulatedProcess:
         words: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
-        limits: Limits | None = None,
+        limits: ResourceLimits | None = None,
     ) -> None:
         self.loop = loop
         self.pid = next(_PIDS)
         self.words = tuple(words)
         self.environment = dict(environment)
-        self.limits = limits or Limits()
+        self.limits = limits or ResourceLimits()
         self.started = loop.time()
         self.ended_at = math.inf
-        self.how: Ended | None = None
+        self.how: ExitStatus | None = None
         """None while it runs."""
         self.on_terminate: Callable[[], None] | None = None
         """What it does on SIGTERM; None: it dies of it."""
@@ -67,7 +66,7 @@ class SimulatedProcess:
         self._over = asyncio.Event()
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self.how is None
 
     @property
@@ -88,9 +87,9 @@ class SimulatedProcess:
             self.exit(KILL, OOM_KILLED, "it used more memory than its limit")
 
     def signal(self, number: int) -> None:
-        if self.lives and number == -TERM and self.on_terminate is not None:
+        if self.is_alive and number == -TERM and self.on_terminate is not None:
             self.on_terminate()
-        elif self.lives:
+        elif self.is_alive:
             self.exit(-number)
 
     def kill(self) -> None:
@@ -99,18 +98,18 @@ class SimulatedProcess:
 
     def exit(self, code: int, reason: str = "", message: str = "") -> None:
         """It ends now, with all that it has."""
-        if self.lives:
-            self.how = Ended(code, reason, message)
+        if self.is_alive:
+            self.how = ExitStatus(code, reason, message)
             self.ended_at = self.loop.time()
             self._over.set()
             self.loop.kill(self.pid)
 
-    async def ended(self) -> Ended:
+    async def wait(self) -> ExitStatus:
         await self._over.wait()
         assert self.how is not None
         return self.how
 
-    async def end(self, grace_seconds: float) -> None:
+    async def stop(self, grace_seconds: float) -> None:
         """SIGTERM, and SIGKILL when the grace is over."""
         self.signal(-TERM)
         try:
@@ -301,20 +300,20 @@ async def idle(process: SimulatedProcess) -> int:
 async def router(process: SimulatedProcess) -> int:
     """`headrace router WORD...`: the real one, on the network in memory."""
     settings = _router_settings(process.words)
-    proxy = RouterProxy(settings.router, _scaler(settings.router), make_scaler=_scaler)
-    _tell_of_wakes(proxy)
-    proxy.on_renew.append(lambda _: _tell_of_wakes(proxy))
+    proxy = RouterProxy(settings.router, make_scaler(settings.router), make_scaler=make_scaler)
+    report_cold_starts(proxy)
+    proxy.on_update.append(lambda _: report_cold_starts(proxy))
     site = build_router_site(proxy, None, settings)
     site.tick(process.loop.time())
-    known = mark_of(settings.config) if settings.config else None
+    known = file_signature(settings.config) if settings.config else None
     await proxy.start()
     server = process.loop.listen(settings.address.port, partial(NegotiatingProtocol, site))
     stopped = asyncio.Event()
     process.on_terminate = stopped.set
 
     async def follow_settings() -> None:
-        async for _ in changes(settings.config, known=known):
-            await proxy.renew(router_settings({}, settings.config).router)
+        async for _ in file_changes(settings.config, known=known):
+            await proxy.update_settings(router_settings({}, settings.config).router)
 
     async def keep_time() -> None:
         while True:
@@ -327,7 +326,7 @@ async def router(process: SimulatedProcess) -> int:
     if settings.config:
         following.append(asyncio.ensure_future(follow_settings()))
     await stopped.wait()
-    proxy.stop_being_ready(settings.grace_seconds)
+    proxy.drain(settings.grace_seconds)
     site.draining = True
     server.close()
     for connection in tuple(site.connections):

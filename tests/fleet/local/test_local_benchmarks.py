@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from local_site import LocalSite, document, runtime
 
-from headrace.fleet.client.describing import describe
-from headrace.fleet.client.kinds import kind_named
-from headrace.fleet.local.store import read_json
-from headrace.fleet.words import Document
-from headrace.platforms.identity import stat_of
+from headrace.core.files import read_json
+from headrace.fleet.client.contract import kind_named
+from headrace.fleet.client.describe import describe
+from headrace.platforms.kubernetes_client.objects import Document
+from headrace.platforms.processes import read_stat
 from support.chat_served import chat_served
 from support.serving import Serving
 from support.waiting import eventually
@@ -89,8 +89,8 @@ def pid_of(site: LocalSite, name: str) -> int:
 
 
 def lives(pid: int) -> bool:
-    stat = stat_of(pid)
-    return stat is not None and stat.lives
+    stat = read_stat(pid)
+    return stat is not None and stat.is_alive
 
 
 def remove(site: LocalSite, name: str) -> None:

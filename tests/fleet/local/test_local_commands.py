@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
-from headrace.fleet.local.commands import CannotRun, Line, Surroundings, expanded, line_of, ports_of, tells
-from headrace.fleet.local.machine import asked_by
-from headrace.fleet.words import Document
+from headrace.fleet.local.container_command import (
+    CommandContext,
+    ContainerCommand,
+    ContainerStartError,
+    build_command,
+    container_ports,
+    expand_variables,
+    is_port_configurable,
+)
+from headrace.fleet.local.scheduler import pod_requests
+from headrace.platforms.kubernetes_client.objects import Document
 
 OURS = "registry.example/ai/headrace:1.0-full"
 CONFIG = {"kind": "ConfigMap", "metadata": {"name": "knobs"}, "data": {"size": "7", "colour": "blue"}}
@@ -21,16 +29,16 @@ def pod(**container: Any) -> dict[str, Any]:
     return {"metadata": metadata, "spec": {"containers": [{"name": "side", "image": "x"}, main]}}
 
 
-def line(container: dict[str, Any], **around: Any) -> Line:
+def line(container: dict[str, Any], **around: Any) -> ContainerCommand:
     def find(kind: str, name: str) -> Document | None:
         return CONFIG if (kind, name) == ("ConfigMap", "knobs") else None
 
-    return line_of(Surroundings(pod(**container), "node-1", find=find, **around))
+    return build_command(CommandContext(pod(**container), "node-1", find=find, **around))
 
 
 def test_variables_are_filled_in_as_a_kubelet_does() -> None:
     known = {"A": "1", "B.c-d": "2"}
-    assert expanded("$(A)/$(B.c-d)/$(NONE)/$$(A)/$A/$$", known) == "1/2/$(NONE)/$(A)/$A/$"
+    assert expand_variables("$(A)/$(B.c-d)/$(NONE)/$$(A)/$A/$$", known) == "1/2/$(NONE)/$(A)/$A/$"
 
 
 def test_words_and_variables_of_the_pod() -> None:
@@ -52,10 +60,10 @@ def test_words_and_variables_of_the_pod() -> None:
             "envFrom": [{"prefix": "P_", "configMapRef": {"name": "knobs"}}],
             "resources": {"limits": {"cpu": "1500m"}},
         },
-        variables={"LWS_GROUP_SIZE": "3"},
+        environment={"LWS_GROUP_SIZE": "3"},
     )
-    assert found.ours and found.words == ("router", "--name=chat-7", "3")
-    assert found.variables == {
+    assert found.is_headrace and found.args == ("router", "--name=chat-7", "3")
+    assert found.environment == {
         "P_size": "7",
         "P_colour": "blue",
         "NAMESPACE": "team",
@@ -94,14 +102,14 @@ def test_what_a_machine_has_once_is_changed_in_the_words(words: list[str], after
         paths=[("/tmp", "/pods/1/tmp"), ("/mnt/m/one", "/tmp/z")],
         hosts={"a.team.svc.cluster.local": "127.0.0.1:8080"},
     )
-    assert found.words == ("server", *after) and not found.ours
+    assert found.args == ("server", *after) and not found.is_headrace
 
 
 def test_a_server_of_ours_opens_no_port_that_a_second_one_would_need() -> None:
     found = line({"args": ["serve", "--model-path=/m"]}, ports={8080: 23})
-    assert found.words == ("serve", "--model-path=/m", "--http-port=23", "--grpc-port=0", "--metrics-port=0")
+    assert found.args == ("serve", "--model-path=/m", "--http-port=23", "--grpc-port=0", "--metrics-port=0")
     told = line({"args": ["serve", "--http-port", "8080", "--grpc-port=9"]}, ports={8080: 23})
-    assert told.words == ("serve", "--http-port", "23", "--grpc-port=9", "--metrics-port=0")
+    assert told.args == ("serve", "--http-port", "23", "--grpc-port=9", "--metrics-port=0")
 
 
 def test_a_router_that_looks_for_pods_gets_their_services() -> None:
@@ -116,7 +124,7 @@ def test_a_router_that_looks_for_pods_gets_their_services() -> None:
     ]
     domain = "team.svc.cluster.local"
     hosts = {f"chat-engine.{domain}": "127.0.0.1:9001", f"chat-decoder.{domain}": "127.0.0.1:9002"}
-    assert line({"args": words}, ports={8080: 31000}, hosts=hosts).words == (
+    assert line({"args": words}, ports={8080: 31000}, hosts=hosts).args == (
         "router",
         "--port=31000",
         "--health-path=",
@@ -129,9 +137,9 @@ def test_a_router_that_looks_for_pods_gets_their_services() -> None:
 def test_a_worker_reaches_its_leader_where_that_is() -> None:
     words = ["join", "$(LWS_LEADER_ADDRESS):8080", "--port=9"]
     found = line(
-        {"command": words, "image": "x"}, variables={"LWS_LEADER_ADDRESS": "127.0.0.1"}, leader_ports={8080: 23}
+        {"command": words, "image": "x"}, environment={"LWS_LEADER_ADDRESS": "127.0.0.1"}, leader_ports={8080: 23}
     )
-    assert found.words == ("join", "127.0.0.1:23", "--port=9")
+    assert found.args == ("join", "127.0.0.1:23", "--port=9")
 
 
 @pytest.mark.parametrize(
@@ -146,31 +154,37 @@ def test_a_worker_reaches_its_leader_where_that_is() -> None:
         (
             {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "k"}}}]},
             "CreateContainerConfigError",
-            "Secret keys is not here: apply it",
+            "Secret keys does not exist: apply it",
         ),
         (
             {"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "status.phase"}}}]},
             "CreateContainerConfigError",
-            "there is no field status.phase",
+            "cannot refer to the field status.phase",
         ),
     ],
 )
 def test_what_cannot_be_run_says_why(container: dict[str, Any], reason: str, words: str) -> None:
-    with pytest.raises(CannotRun, match=words) as caught:
+    with pytest.raises(ContainerStartError, match=words) as caught:
         line(container)
     assert caught.value.reason == reason
 
 
 def test_ports_and_whether_they_can_be_changed() -> None:
     named = pod(command=["x"], args=["--port=9000"], ports=[{"containerPort": 9000}, {"containerPort": 9001}])
-    assert ports_of(named) == (9000, 9001) and tells(named, 9000) and not tells(named, 9001)
-    assert ports_of(pod()) == (8080,) and ports_of(pod(), serves=False) == ()
-    assert tells(pod(command=["x"], env=[{"name": "PORT", "value": "8080"}]), 8080)
-    assert tells(pod(args=["serve"]), 8080) and not tells(pod(command=["x", "8080"]), 8080)
+    assert (
+        container_ports(named) == (9000, 9001)
+        and is_port_configurable(named, 9000)
+        and not is_port_configurable(named, 9001)
+    )
+    assert container_ports(pod()) == (8080,) and container_ports(pod(), serves=False) == ()
+    assert is_port_configurable(pod(command=["x"], env=[{"name": "PORT", "value": "8080"}]), 8080)
+    assert is_port_configurable(pod(args=["serve"]), 8080) and not is_port_configurable(
+        pod(command=["x", "8080"]), 8080
+    )
 
 
 def test_what_a_pod_asks_for() -> None:
-    asked = asked_by(
+    asked = pod_requests(
         pod(resources={"requests": {"cpu": "500m"}, "limits": {"cpu": "4", "memory": "2Gi", "nvidia.com/gpu": "2"}})
     )
     assert (asked.cores, asked.memory, asked.gpus) == (0.5, 2 * 1024**3, 2)

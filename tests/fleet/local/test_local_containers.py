@@ -15,8 +15,8 @@ import pytest
 from local_site import LocalSite, runtime, said, service
 
 from headrace.core.errors import NotFound
-from headrace.fleet.words import Document, items
-from headrace.platforms.identity import stat_of
+from headrace.platforms.kubernetes_client.objects import Document, get_list
+from headrace.platforms.processes import read_stat
 from support.waiting import eventually
 
 pytestmark = [
@@ -49,11 +49,11 @@ def many(name: str, **pod: Any) -> dict[str, Any]:
 
 def told(site: LocalSite, name: str, place: str = "containerStatuses") -> dict[str, Document]:
     """By container: what the first pod of a service says of it."""
-    return {each["name"]: each for pod in site.pods(name)[:1] for each in items(pod, "status", place)}
+    return {each["name"]: each for pod in site.pods(name)[:1] for each in get_list(pod, "status", place)}
 
 
 def pid_of(site: LocalSite, container: str) -> int:
-    from headrace.fleet.local.store import read_json
+    from headrace.core.files import read_json
 
     (path,) = site.root.glob(f"pods/*/containers/{container}/process.json")
     return int((read_json(path) or {})["pid"])
@@ -116,4 +116,4 @@ def test_one_beside_is_restarted_alone_and_the_pod_is_ready_when_all_are(site: L
     site.up()
     assert site.ready("paired") == url and site.pids("paired") == before
     site.delete("paired")
-    assert not any((stat := stat_of(each)) is not None and stat.lives for each in before)
+    assert not any((stat := read_stat(each)) is not None and stat.is_alive for each in before)

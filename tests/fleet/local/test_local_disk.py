@@ -17,13 +17,13 @@ from local_site import LocalSite, runtime, said, service
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition
-from headrace.fleet.local.commands import Line, Surroundings
 from headrace.fleet.local.container import Container
-from headrace.fleet.local.driving import LOG, PREVIOUS, Box
-from headrace.fleet.local.process_driver import ProcessDriver
+from headrace.fleet.local.container_command import CommandContext, ContainerCommand
+from headrace.fleet.local.container_runtime import LOG, PREVIOUS, ContainerSpec
+from headrace.fleet.local.process_runtime import ProcessRuntime
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.system import System
-from headrace.fleet.words import Document, items
+from headrace.platforms.kubernetes_client.objects import Document, get_list
 from support.waiting import eventually, eventually_async
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
@@ -34,33 +34,33 @@ class OnePod:
 
     system = System(SystemClock())
     ports: Mapping[int, int] = {}
-    grace = 1.0
+    grace_seconds = 1.0
 
     def __init__(self, line: str, policy: str = "Always") -> None:
         self.line = line
-        self.policy = policy
+        self.restart_policy = policy
         self.events: list[tuple[str, str]] = []
         self.moved = asyncio.Event()
 
-    def box(self, container: Document, folder: Path) -> Box:
+    def container_spec(self, container: Document, folder: Path) -> ContainerSpec:
         folder.mkdir(parents=True, exist_ok=True)
-        return Box("uid", "main", folder, Line(("sh", "-c", self.line), {}, False), folder)
+        return ContainerSpec("uid", "main", folder, ContainerCommand(("sh", "-c", self.line), {}, False), folder)
 
-    def surroundings(self, container: Document) -> Surroundings:
-        return Surroundings({}, "node")
+    def command_context(self, container: Document) -> CommandContext:
+        return CommandContext({}, "node")
 
     def changed(self) -> None:
         self.moved.set()
 
-    def ended(self, container: Container) -> None:
+    def container_ended(self, container: Container) -> None:
         pass
 
-    def tell(self, kind: str, reason: str, message: str) -> None:
+    def record_event(self, kind: str, reason: str, message: str) -> None:
         self.events.append((reason, message))
 
     def container(self, folder: Path, **settings: Any) -> Container:
         made = LocalSettings(folder, retry_seconds=0.01, back_off_seconds=0.01, **settings)
-        return Container(folder / "main", {"name": "main"}, "main", self, made, ProcessDriver())
+        return Container(folder / "main", {"name": "main"}, "main", self, made, ProcessRuntime())
 
 
 def test_a_log_stays_bounded_and_so_does_the_one_before(tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ def test_a_log_stays_bounded_and_so_does_the_one_before(tmp_path: Path) -> None:
         container = pod.container(tmp_path, log_bytes=2000)
         await container.run()
         assert container.state.ended["exitCode"] == 3 and (container.folder / LOG).stat().st_size > 4000
-        container.rotate()
+        container.rotate_log()
         assert (container.folder / LOG).stat().st_size <= 2000
         assert (await container.logs(1)) == "line 2999"
         (container.folder / LOG).write_text("x\n" * 10_000)
-        container._turn_log()
+        container._keep_previous_log()
         assert (container.folder / PREVIOUS).stat().st_size <= 2000 and (await container.logs(1, True)) == "x"
 
     asyncio.run(run())
@@ -93,21 +93,23 @@ def test_a_disk_that_is_full_at_the_start_is_told_and_waited_for(
         container = pod.container(tmp_path)
         monkeypatch.setattr(os, "fdopen", full)
         task = asyncio.ensure_future(container.run())
-        await eventually_async(lambda: container.state.reason == "CreateContainerError" or container.runs is not None)
-        assert "No space left on device; make room on its disk" in container.state.message and container.runs is None
+        await eventually_async(
+            lambda: container.state.reason == "CreateContainerError" or container.running is not None
+        )
+        assert "No space left on device; make room on its disk" in container.state.message and container.running is None
         assert any(reason == "Failed" and "make room" in said for reason, said in pod.events)
         assert any(reason == "DiskPressure" for reason, _ in pod.events)
         monkeypatch.setattr(os, "fdopen", opened)
-        await eventually_async(lambda: container.runs is not None)
+        await eventually_async(lambda: container.running is not None)
         # It fills while something runs: that is told, and it runs on.
         monkeypatch.setattr(os, "fdopen", full)
         pod.events.clear()
-        container._say(ready=False, message="another")
-        assert pod.events[0][0] == "DiskPressure" and container.runs is not None
+        container._update(ready=False, message="another")
+        assert pod.events[0][0] == "DiskPressure" and container.running is not None
         monkeypatch.setattr(os, "fdopen", opened)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await container.end()
+        await container.stop()
 
     asyncio.run(run())
 
@@ -144,7 +146,7 @@ def test_a_disk_fills_and_what_serves_goes_on_until_there_is_room(small: LocalSi
     os.kill(victim, signal.SIGKILL)
 
     def waits() -> list[str]:
-        found = [each for pod in small.pods("well") for each in items(pod, "status", "containerStatuses")]
+        found = [each for pod in small.pods("well") for each in get_list(pod, "status", "containerStatuses")]
         return [each["state"]["waiting"]["message"] for each in found if "waiting" in each["state"]]
 
     eventually(lambda: any("No space left on device" in each for each in waits()))

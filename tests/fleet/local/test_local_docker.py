@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from local_site import STUB, LocalSite, runtime, said, service
 
-from headrace.fleet.words import Document, items
+from headrace.platforms.kubernetes_client.objects import Document, get_list
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def told(site: LocalSite, name: str) -> dict[str, Document]:
         each["name"]: each
         for pod in site.pods(name)[:1]
         for place in ("initContainerStatuses", "containerStatuses")
-        for each in items(pod, "status", place)
+        for each in get_list(pod, "status", place)
     }
 
 
@@ -119,7 +119,7 @@ def test_the_daemon_is_killed_and_the_next_one_finds_its_containers(site: LocalS
     ends = [
         each["lastState"]["terminated"]
         for pod in site.pods("kept")
-        for each in items(pod, "status", "containerStatuses")
+        for each in get_list(pod, "status", "containerStatuses")
         if each["lastState"]
     ]
     assert [each["exitCode"] for each in ends] == [137]

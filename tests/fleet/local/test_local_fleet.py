@@ -14,8 +14,8 @@ import pytest
 from local_site import LocalSite, runtime, said, service
 from rollout_traffic import Traffic
 
-from headrace.fleet.words import Document, items
-from headrace.platforms.identity import stat_of
+from headrace.platforms.kubernetes_client.objects import Document, get_list
+from headrace.platforms.processes import read_stat
 from support.waiting import eventually
 
 pytestmark = [
@@ -35,8 +35,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
 
 
 def alive(pid: int) -> bool:
-    stat = stat_of(pid)
-    return stat is not None and stat.lives
+    stat = read_stat(pid)
+    return stat is not None and stat.is_alive
 
 
 def test_a_service_becomes_ready_answers_scales_and_leaves_nothing_behind(site: LocalSite) -> None:
@@ -109,7 +109,7 @@ def test_an_update_loses_no_request(site: LocalSite) -> None:
 
 
 def _ready(service: Document) -> Document:
-    return next((each for each in items(service, "status", "conditions") if each["type"] == "Ready"), {})
+    return next((each for each in get_list(service, "status", "conditions") if each["type"] == "Ready"), {})
 
 
 def test_one_that_crashes_says_why_and_the_others_go_on(site: LocalSite) -> None:

@@ -12,9 +12,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from headrace.fleet.local.grpc_probes import grpc_look
-from headrace.fleet.local.probes import look_of
-from headrace.fleet.words import Document
+from headrace.fleet.local.probes import check_grpc, probe_check
+from headrace.platforms.kubernetes_client.objects import Document
 from support.ports import free_port
 
 _SECONDS = 30.0
@@ -36,15 +35,15 @@ def test_it_says_what_the_server_says(server: tuple[int, health.HealthServicer])
     status = health_pb2.HealthCheckResponse
 
     async def run() -> None:
-        assert await grpc_look(port, "", _SECONDS), "the server as a whole serves by itself"
-        assert not await grpc_look(port, "a.Service", _SECONDS), "NOT_FOUND"
+        assert await check_grpc(port, "", _SECONDS), "the server as a whole serves by itself"
+        assert not await check_grpc(port, "a.Service", _SECONDS), "NOT_FOUND"
         servicer.set("a.Service", status.SERVING)
-        assert await grpc_look(port, "a.Service", _SECONDS)
+        assert await check_grpc(port, "a.Service", _SECONDS)
         for other in (status.NOT_SERVING, status.SERVICE_UNKNOWN, status.UNKNOWN):
             servicer.set("a.Service", other)
-            assert not await grpc_look(port, "a.Service", _SECONDS)
+            assert not await check_grpc(port, "a.Service", _SECONDS)
         servicer.enter_graceful_shutdown()
-        assert not await grpc_look(port, "", _SECONDS)
+        assert not await check_grpc(port, "", _SECONDS)
 
     asyncio.run(run())
 
@@ -60,7 +59,7 @@ def test_a_probe_asks_for_the_service_that_it_names_at_the_port_that_the_contain
 
     def looks(**action: Any) -> bool:
         said: Document = {"grpc": {"port": 9000, **action}, "timeoutSeconds": 30}
-        look = look_of(said, {9000: port}, {}, none)
+        look = probe_check(said, {9000: port}, {}, none)
         assert look is not None
         return asyncio.run(_awaited(look))
 
@@ -90,10 +89,10 @@ def test_a_server_of_something_else_does_not_serve() -> None:
         listening = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
         while said:
-            assert not await grpc_look(port, "", _SECONDS), said[0]
+            assert not await check_grpc(port, "", _SECONDS), said[0]
             said.pop(0)
         listening.close()
-        assert not await grpc_look(free_port(), "", _SECONDS), "nobody listens"
+        assert not await check_grpc(free_port(), "", _SECONDS), "nobody listens"
 
     asyncio.run(run())
 
@@ -108,7 +107,7 @@ def test_who_does_not_answer_in_time_does_not_serve() -> None:
             gone.set()
 
         listening = await asyncio.start_server(wait, "127.0.0.1", 0)
-        assert not await grpc_look(listening.sockets[0].getsockname()[1], "", 0.05)
+        assert not await check_grpc(listening.sockets[0].getsockname()[1], "", 0.05)
         async with asyncio.timeout(_SECONDS):
             await gone.wait()
         listening.close()

@@ -15,18 +15,16 @@ import pytest
 from headrace.core.clock import ManualClock, SystemClock
 from headrace.fleet.local.cgroups import Cgroups
 from headrace.fleet.local.container import Container
-from headrace.fleet.local.contract import Record
-from headrace.fleet.local.machine import Placement
-from headrace.fleet.local.objects import Objects
-from headrace.fleet.local.process_driver import ProcessDriver
-from headrace.fleet.local.processes import Command, Process, spawn
-from headrace.fleet.local.replica import make_replica
-from headrace.fleet.local.routing import Routers
+from headrace.fleet.local.object_store import ServiceObjects
+from headrace.fleet.local.pod import PodRecord, create_pod
+from headrace.fleet.local.process_runtime import ProcessRuntime
+from headrace.fleet.local.scheduler import Placement
+from headrace.fleet.local.service_proxy import Routers
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.system import System
-from headrace.fleet.local.units import Units
-from headrace.fleet.words import Document
-from headrace.platforms.identity import session_members, stat_of
+from headrace.fleet.local.workload_controller import WorkloadController
+from headrace.platforms.kubernetes_client.objects import Document
+from headrace.platforms.processes import Command, Process, read_stat, session_members, spawn
 from support.ports import service_ports
 from support.waiting import eventually, eventually_async
 
@@ -43,12 +41,12 @@ def test_the_children_of_a_process_that_died_unseen_end_with_it(tmp_path: Path) 
     process = spawn(command, tmp_path / "log", kept.update)
     eventually(lambda: len(session_members(process.pid)) == 2)
     os.kill(process.pid, signal.SIGKILL)
-    asyncio.run(process.ended())
+    asyncio.run(process.wait())
     assert len(session_members(process.pid)) == 1, "the child outlives its parent"
     # To a stranger's record, whose number is the same by chance, they mean nothing.
-    assert Process.found({**kept, "run": "another"}) is None
+    assert Process.from_record({**kept, "run": "another"}) is None
     assert len(session_members(process.pid)) == 1
-    assert Process.found(kept) is None
+    assert Process.from_record(kept) is None
     eventually(lambda: not session_members(process.pid))
 
 
@@ -62,8 +60,8 @@ def test_a_process_has_not_ended_before_its_last_thread_has(tmp_path: Path) -> N
     async def play() -> None:
         process = spawn(Command((sys.executable, "-c", line), dict(os.environ), tmp_path), tmp_path / "log", print)
         try:
-            await eventually_async(lambda: (stat := stat_of(process.pid)) is None or not stat.lives)
-            ended = asyncio.ensure_future(process.ended())
+            await eventually_async(lambda: (stat := read_stat(process.pid)) is None or not stat.is_alive)
+            ended = asyncio.ensure_future(process.wait())
             await asyncio.sleep(0)
             assert not ended.done()
             (tmp_path / "go").touch()
@@ -80,14 +78,14 @@ def test_who_connects_while_a_router_is_killed_waits_for_the_next(tmp_path: Path
     async def play() -> None:
         routers = Routers(LocalSettings(tmp_path, service_ports()[0]), System(SystemClock()))
         try:
-            routers.want(SERVICE, ["a"])
+            routers.ensure(SERVICE, ["a"])
             router = routers.get("default", "a")
             assert router is not None
-            await eventually_async(lambda: router.up)
+            await eventually_async(lambda: router.is_up)
             was = router.pid
             assert was is not None
             os.kill(was, signal.SIGKILL)
-            await eventually_async(lambda: (stat := stat_of(was)) is None or not stat.lives)
+            await eventually_async(lambda: (stat := read_stat(was)) is None or not stat.is_alive)
             async with asyncio.timeout(60):
                 # Nobody accepts; a refusal would be an error here. The next router finds the request.
                 reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
@@ -96,7 +94,7 @@ def test_who_connects_while_a_router_is_killed_waits_for_the_next(tmp_path: Path
                 writer.close()
             assert router.pid not in (None, was)
         finally:
-            await routers.end_all()
+            await routers.stop_all()
             await routers.close()
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", router.port)
@@ -107,7 +105,7 @@ def test_who_connects_while_a_router_is_killed_waits_for_the_next(tmp_path: Path
 class FakeKubelet:
     """No pods."""
 
-    def of(self, service: tuple[str, str]) -> list[Any]:
+    def pods_of(self, service: tuple[str, str]) -> list[Any]:
         return []
 
 
@@ -120,22 +118,22 @@ def test_a_workload_that_comes_back_has_its_time_anew(tmp_path: Path) -> None:
         "spec": {"replicas": 1, "template": template},
     }
     clock = ManualClock()
-    objects = Objects(tmp_path)
-    units = Units(FakeKubelet(), objects, clock)  # type: ignore[arg-type]
+    objects = ServiceObjects(tmp_path)
+    units = WorkloadController(FakeKubelet(), objects, clock)  # type: ignore[arg-type]
 
     def progressing() -> str:
-        units.tell(SERVICE)
+        units.update_status(SERVICE)
         (live,) = objects.workloads(SERVICE)
         (found,) = (each for each in live["status"]["conditions"] if each["type"] == "Progressing")
         return str(found["status"])
 
-    objects.bring(SERVICE, [workload])
+    objects.apply(SERVICE, [workload])
     assert progressing() == "True"
     clock.advance(601)
     assert progressing() == "False"
     objects.remove(SERVICE)
     units.forget(SERVICE)
-    objects.bring(SERVICE, [workload])
+    objects.apply(SERVICE, [workload])
     assert progressing() == "True"
 
 
@@ -144,13 +142,13 @@ class FakeAround:
 
     system = System(SystemClock())
 
-    def models(self, replica: Any) -> dict[str, str]:
+    def models(self, pod: Any) -> dict[str, str]:
         return {}
 
-    def place(self, replica: Any) -> Placement:
+    def place(self, pod: Any) -> Placement:
         return Placement()
 
-    def changed(self, replica: Any) -> None:
+    def pod_changed(self, pod: Any) -> None:
         """Nothing follows."""
 
 
@@ -171,11 +169,11 @@ def test_a_mistake_in_one_container_leaves_no_other_without_somebody_who_looks(
     monkeypatch.setattr(Container, "run", run)
     containers = [{"name": "second"}, {"name": "first"}]
     pod = {"metadata": {"name": "p", "namespace": "default"}, "spec": {"containers": containers}}
-    record = Record("uid", pod, SERVICE, ("Deployment", "w"), "p", "hash")
+    record = PodRecord("uid", pod, SERVICE, ("Deployment", "w"), "p", "hash")
 
     async def play() -> None:
-        driver = ProcessDriver(Cgroups({}))
-        replica = make_replica(tmp_path / "pod", record, LocalSettings(tmp_path), FakeAround(), driver)  # type: ignore[arg-type]
+        driver = ProcessRuntime(Cgroups({}))
+        replica = create_pod(tmp_path / "pod", record, LocalSettings(tmp_path), FakeAround(), driver)  # type: ignore[arg-type]
         with pytest.raises(ExceptionGroup):
             await replica.run()
         assert left == ["second"]

@@ -15,13 +15,17 @@ from typing import Any
 import pytest
 from local_site import LocalSite, runtime, said, service
 
-from headrace.fleet.local.cgroups import PARENT, Cgroups, Group, find_cgroups, read_group
-from headrace.fleet.local.driving import Ended
-from headrace.fleet.local.limits import THREADS, Limits, limits_of, thread_variables
-from headrace.fleet.local.process_driver import ProcessDriver
-from headrace.fleet.local.store import read_json
-from headrace.fleet.local.watching import Watch
-from headrace.fleet.words import items
+from headrace.core.files import read_json
+from headrace.fleet.local.cgroups import PARENT, Cgroup, Cgroups, find_cgroups, parse_cgroup
+from headrace.fleet.local.container_runtime import (
+    THREAD_VARIABLES,
+    ExitStatus,
+    ResourceLimits,
+    resource_limits,
+    thread_environment,
+)
+from headrace.fleet.local.process_runtime import LimitWatcher, ProcessRuntime
+from headrace.platforms.kubernetes_client.objects import get_list
 from support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)  # it starts many programs, one after the other
@@ -33,17 +37,21 @@ MEBIBYTE = 1 << 20
 
 def test_limits_are_those_of_the_container() -> None:
     said = {"resources": {"limits": {"cpu": "1500m", "memory": "64Mi"}, "requests": {"cpu": "250m"}}}
-    assert limits_of(said, 20) == Limits(64 * MEBIBYTE, 1.5, 0.25, 20)
-    assert limits_of({"resources": {"limits": {"cpu": "2"}}}) == Limits(None, 2.0, 2.0, None)
-    assert not limits_of({}) and not limits_of({"resources": {"limits": {"memory": "much", "cpu": "-1"}}})
+    assert resource_limits(said, 20) == ResourceLimits(64 * MEBIBYTE, 1.5, 0.25, 20)
+    assert resource_limits({"resources": {"limits": {"cpu": "2"}}}) == ResourceLimits(None, 2.0, 2.0, None)
+    assert not resource_limits({}) and not resource_limits({"resources": {"limits": {"memory": "much", "cpu": "-1"}}})
 
 
 def test_libraries_are_told_their_threads_unless_somebody_says_how_many() -> None:
-    assert set(thread_variables(Limits(cores=1.5), 8, {}).items()) == {(name, "2") for name in THREADS}
-    assert thread_variables(Limits(cores=0.1), 8, {})["OMP_NUM_THREADS"] == "1"
-    assert not thread_variables(Limits(share=1), 8, {})  # it may use more
-    assert thread_variables(Limits(cores=64), 8, {})["OMP_NUM_THREADS"] == "8"
-    assert not thread_variables(Limits(memory=1), 8, {}) and not thread_variables(Limits(cores=2), 8, {THREADS[0]: "1"})
+    assert set(thread_environment(ResourceLimits(cores=1.5), 8, {}).items()) == {
+        (name, "2") for name in THREAD_VARIABLES
+    }
+    assert thread_environment(ResourceLimits(cores=0.1), 8, {})["OMP_NUM_THREADS"] == "1"
+    assert not thread_environment(ResourceLimits(share=1), 8, {})  # it may use more
+    assert thread_environment(ResourceLimits(cores=64), 8, {})["OMP_NUM_THREADS"] == "8"
+    assert not thread_environment(ResourceLimits(memory=1), 8, {}) and not thread_environment(
+        ResourceLimits(cores=2), 8, {THREAD_VARIABLES[0]: "1"}
+    )
 
 
 # Groups of the kernel: folders of files, as it shows them
@@ -63,7 +71,7 @@ def files(folder: Path, **contents: str) -> Path:
     return folder
 
 
-ALL = Limits(64 * MEBIBYTE, 1.5, 0.5, 30)
+ALL = ResourceLimits(64 * MEBIBYTE, 1.5, 0.5, 30)
 
 
 def test_version_2_below_the_nearest_folder_that_is_delegated(tmp_path: Path) -> None:
@@ -75,7 +83,7 @@ def test_version_2_below_the_nearest_folder_that_is_delegated(tmp_path: Path) ->
     (root / "user" / "app" / "own.scope" / "cgroup.subtree_control").mkdir()  # it has processes, and refuses
     found = fake_kernel(tmp_path, f"cgroup2 {root} cgroup2 rw 0 0\n", "0::/user/app/own.scope\n")
     assert found.places == {"memory": app / PARENT, "pids": app / PARENT}
-    group = found.make("pod-main", ALL)
+    group = found.create("pod-main", ALL)
     assert group.paths == (app / PARENT / "pod-main",)
     written = {each.name: each.read_text() for each in group.paths[0].iterdir()}
     assert written == {
@@ -95,14 +103,14 @@ def test_version_2_as_root_has_cores_too(tmp_path: Path) -> None:
     files(root / PARENT, cgroup__controllers="cpu memory pids", cgroup__subtree_control="")
     found = fake_kernel(tmp_path, f"cgroup2 {root} cgroup2 rw 0 0\n", "0::/\n")
     assert set(found.places) == {"memory", "cpu", "pids"}
-    (path,) = found.make("pod-main", ALL).paths
+    (path,) = found.create("pod-main", ALL).paths
     assert (path / "cpu.max").read_text() == "150000 100000" and (path / "cpu.weight").read_text() == "20"
 
 
 def test_who_is_late_is_limited_at_once_and_weighs_later(tmp_path: Path) -> None:
     one = files(tmp_path / PARENT / "limits", cgroup__procs="")
     other = files(tmp_path / PARENT / "weighs", cgroup__procs="")
-    group = Group((one, other), (other,))
+    group = Cgroup((one, other), (other,))
     group.join(11, late=True)
     assert [(each / "cgroup.procs").read_text() for each in (one, other)] == ["11", ""]
     (other / "cgroup.procs").write_text("11")
@@ -110,29 +118,29 @@ def test_who_is_late_is_limited_at_once_and_weighs_later(tmp_path: Path) -> None
     # A file keeps the last one alone: 11 is missing again, until it has ended.
     group.join_all(lambda: next(looks, [12]))
     assert (other / "cgroup.procs").read_text() == "12" and (one / "cgroup.procs").read_text() == "11"
-    assert read_group([str(one), str(other)], [str(other)]) == group
-    assert read_group([], [str(other)]) is None and read_group(["/etc"], ["/etc"]) is None
+    assert parse_cgroup([str(one), str(other)], [str(other)]) == group
+    assert parse_cgroup([], [str(other)]) is None and parse_cgroup(["/etc"], ["/etc"]) is None
 
 
 @pytest.mark.parametrize(
     ("limits", "weighing"),
     [
-        (Limits(None, None, 0.5, None), {"cpu"}),
-        (Limits(None, 1.5, 0.5, None), set()),
-        (Limits(64 * MEBIBYTE, None, 0.5, 30), {"cpu"}),
-        (Limits(64 * MEBIBYTE, None, None, 30), set()),
+        (ResourceLimits(None, None, 0.5, None), {"cpu"}),
+        (ResourceLimits(None, 1.5, 0.5, None), set()),
+        (ResourceLimits(64 * MEBIBYTE, None, 0.5, 30), {"cpu"}),
+        (ResourceLimits(64 * MEBIBYTE, None, None, 30), set()),
     ],
 )
-def test_what_only_weighs_in_version_1(tmp_path: Path, limits: Limits, weighing: set[str]) -> None:
-    group = Cgroups({each: tmp_path / each / PARENT for each in ("memory", "cpu", "pids")}).make("pod-main", limits)
+def test_what_only_weighs_in_version_1(tmp_path: Path, limits: ResourceLimits, weighing: set[str]) -> None:
+    group = Cgroups({each: tmp_path / each / PARENT for each in ("memory", "cpu", "pids")}).create("pod-main", limits)
     assert {each.parent.parent.name for each in group.weighing} == weighing
 
 
 def test_in_version_2_a_folder_that_limits_anything_does_not_only_weigh(tmp_path: Path) -> None:
     every = ("memory", "cpu", "pids")
     found = Cgroups(dict.fromkeys(every, tmp_path / PARENT), frozenset(every))
-    assert found.make("both", Limits(64 * MEBIBYTE, None, 0.5, None)).weighing == ()
-    assert found.make("weighs", Limits(None, None, 0.5, None)).weighing == (tmp_path / PARENT / "weighs",)
+    assert found.create("both", ResourceLimits(64 * MEBIBYTE, None, 0.5, None)).weighing == ()
+    assert found.create("weighs", ResourceLimits(None, None, 0.5, None)).weighing == (tmp_path / PARENT / "weighs",)
 
 
 def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:
@@ -148,7 +156,7 @@ def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:
         "cpu": root / "cpu,cpuacct" / PARENT,
         "pids": root / "pids" / PARENT,
     }
-    group = found.make("pod-main", ALL)
+    group = found.create("pod-main", ALL)
     assert len(group.paths) == 3
     written = {each.name: each.read_text() for path in group.paths for each in path.iterdir()}
     assert written == {
@@ -160,27 +168,27 @@ def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:
         "pids.max": "30",
     }
     # Nothing is made for what is not limited.
-    assert len(found.make("pod-other", Limits(memory=MEBIBYTE * 8)).paths) == 1
+    assert len(found.create("pod-other", ResourceLimits(memory=MEBIBYTE * 8)).paths) == 1
 
 
 def test_a_group_that_steps_back_gets_its_weight_again(tmp_path: Path) -> None:
-    newer = Group((files(tmp_path / "memory"), files(tmp_path / "cpu", cpu__weight="20\n", cpu__idle="0\n")))
-    assert newer.step_back() == "20"
+    newer = Cgroup((files(tmp_path / "memory"), files(tmp_path / "cpu", cpu__weight="20\n", cpu__idle="0\n")))
+    assert newer.lower_priority() == "20"
     assert (tmp_path / "cpu" / "cpu.idle").read_text() == "1"
     files(tmp_path / "cpu", cpu__weight="0")  # as the kernel does
-    newer.step_up("20")
+    newer.restore_priority("20")
     assert [(tmp_path / "cpu" / f"cpu.{name}").read_text() for name in ("idle", "weight")] == ["0", "20"]
     # A kernel before 5.15, and a group that is not for the CPU.
     older = files(tmp_path / "older", cpu__shares="512\n")
     (older / "cpu.idle").mkdir()
-    assert [Group((each,)).step_back() for each in (older, tmp_path / "memory")] == ["", ""]
-    Group((older,)).step_up("")
+    assert [Cgroup((each,)).lower_priority() for each in (older, tmp_path / "memory")] == ["", ""]
+    Cgroup((older,)).restore_priority("")
     assert (older / "cpu.shares").read_text() == "512\n"
 
 
 def test_a_group_that_is_left_from_before_is_like_a_new_one(tmp_path: Path) -> None:
     left = files(tmp_path / "pod-main", cpu__idle="1\n", cpu__shares="3\n")
-    assert Cgroups({"cpu": tmp_path}).make("pod-main", Limits(share=0.5)).paths == (left,)
+    assert Cgroups({"cpu": tmp_path}).create("pod-main", ResourceLimits(share=0.5)).paths == (left,)
     assert [(left / f"cpu.{name}").read_text() for name in ("idle", "shares")] == ["0", "512"]
 
 
@@ -207,39 +215,39 @@ def session(line: str) -> Iterator[subprocess.Popen[bytes]]:
                 os.killpg(process.pid, 9)
 
 
-def judged(pid: int, limits: Limits) -> Ended | None:
+def judged(pid: int, limits: ResourceLimits) -> ExitStatus | None:
     """What a watch says of a session after one look."""
-    return Watch()._look({pid: limits}).get(pid)
+    return LimitWatcher()._poll({pid: limits}).get(pid)
 
 
 def test_who_uses_more_memory_than_its_limit_is_found() -> None:
     with session("import os, time; kept = os.urandom(1 << 20) * 96") as process:
-        found = judged(process.pid, Limits(memory=64 * MEBIBYTE))
+        found = judged(process.pid, ResourceLimits(memory=64 * MEBIBYTE))
         assert found is not None and found.reason == "OOMKilled" and found.code == -9
         assert "its limit is 64 MiB" in found.message
-        assert judged(process.pid, Limits(memory=512 * MEBIBYTE)) is None
+        assert judged(process.pid, ResourceLimits(memory=512 * MEBIBYTE)) is None
 
 
 def test_pages_that_processes_share_count_once() -> None:
     forks = "[os.fork() or time.sleep(3600) for _ in range(5)]"
     with session(f"import os, time; kept = os.urandom(1 << 20) * 96; {forks}") as process:
-        assert judged(process.pid, Limits(memory=256 * MEBIBYTE)) is None
-        assert judged(process.pid, Limits(memory=64 * MEBIBYTE)) is not None
+        assert judged(process.pid, ResourceLimits(memory=256 * MEBIBYTE)) is None
+        assert judged(process.pid, ResourceLimits(memory=64 * MEBIBYTE)) is not None
 
 
 def test_who_has_more_processes_and_threads_than_it_may_is_found() -> None:
     starts = "[threading.Thread(target=time.sleep, args=(3600,), daemon=True).start() for _ in range(20)]"
     with session(f"import threading, time; {starts}") as process:
-        found = judged(process.pid, Limits(tasks=10))
+        found = judged(process.pid, ResourceLimits(tasks=10))
         assert found is not None and "may have 10: raise --max-processes" in found.message
-        assert judged(process.pid, Limits(tasks=50)) is None
+        assert judged(process.pid, ResourceLimits(tasks=50)) is None
 
 
 def test_a_watch_looks_while_there_is_somebody_and_then_no_more() -> None:
     async def run(pid: int) -> None:
-        watch = Watch(0.01)
-        waiting = asyncio.ensure_future(watch.over(pid, Limits(memory=1 << 50)))
-        over = await asyncio.wait_for(watch.over(os.getsid(0), Limits(memory=MEBIBYTE)), 30)
+        watch = LimitWatcher(0.01)
+        waiting = asyncio.ensure_future(watch.wait_exceeded(pid, ResourceLimits(memory=1 << 50)))
+        over = await asyncio.wait_for(watch.wait_exceeded(os.getsid(0), ResourceLimits(memory=MEBIBYTE)), 30)
         assert over.reason == "OOMKilled" and not waiting.done()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -252,22 +260,26 @@ def test_a_watch_looks_while_there_is_somebody_and_then_no_more() -> None:
 
 
 def test_cores_are_those_that_fewest_are_tied_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from headrace.fleet.local.commands import Line
-    from headrace.fleet.local.driving import Box
+    from headrace.fleet.local.container_command import ContainerCommand
+    from headrace.fleet.local.container_runtime import ContainerSpec
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    driver = ProcessDriver(Cgroups({}))
+    driver = ProcessRuntime(Cgroups({}))
 
     def cores(name: str, limit: float) -> tuple[int, ...]:
-        box = Box("uid", name, tmp_path / name, Line((), {}, False), tmp_path, limits=Limits(cores=limit))
-        return driver._cores(box)
+        spec = ContainerSpec(
+            "uid", name, tmp_path / name, ContainerCommand((), {}, False), tmp_path, limits=ResourceLimits(cores=limit)
+        )
+        return driver._choose_cores(spec)
 
     assert [cores("a", 1.5), cores("b", 1), cores("c", 2)] == [(0, 1), (2,), (3, 0)]
-    driver.freed(tmp_path / "a")
+    driver.release_cores(tmp_path / "a")
     assert cores("d", 2) == (1, 0) and cores("e", 4) == () and cores("f", 0.1) == (1,)
     assert (
-        ProcessDriver(Cgroups({"cpu": tmp_path}))._cores(
-            Box("uid", "x", tmp_path, Line((), {}, False), tmp_path, limits=Limits(cores=1))
+        ProcessRuntime(Cgroups({"cpu": tmp_path}))._choose_cores(
+            ContainerSpec(
+                "uid", "x", tmp_path, ContainerCommand((), {}, False), tmp_path, limits=ResourceLimits(cores=1)
+            )
         )
         == ()
     )
@@ -297,7 +309,7 @@ def test_a_replica_that_leaks_is_ended_as_kubernetes_would_and_others_serve(site
     with contextlib.suppress(OSError):
         said(url, "/leak?200")
     found = eventually(
-        lambda: items(site.pods("leaky")[0], "status", "containerStatuses")[0]["lastState"].get("terminated")
+        lambda: get_list(site.pods("leaky")[0], "status", "containerStatuses")[0]["lastState"].get("terminated")
     )
     assert (found["reason"], found["exitCode"]) == ("OOMKilled", 137) and "limit" in found["message"]
     assert said(other).startswith("well ")
@@ -323,7 +335,7 @@ def test_a_replica_with_too_many_threads_does_not_get_them(site: LocalSite) -> N
         assert _tasks(before) <= 40 and site.pids("threads") == {before}
     else:
         eventually(lambda: before not in site.pids("threads"))
-        found = eventually(lambda: items(site.pods("threads")[0], "status", "containerStatuses")[0]["lastState"])
+        found = eventually(lambda: get_list(site.pods("threads")[0], "status", "containerStatuses")[0]["lastState"])
         found = found["terminated"]
         assert "processes and threads, and may have 40" in found["message"]
     site.ready("threads")

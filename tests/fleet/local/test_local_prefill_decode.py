@@ -18,9 +18,9 @@ import pytest
 from local_site import LocalSite, document
 
 import headrace.fleet
-from headrace.fleet import documents
-from headrace.fleet.local.store import read_json
-from headrace.fleet.words import items, labels_of, text
+from headrace.core.files import read_json
+from headrace.fleet import yaml_documents
+from headrace.platforms.kubernetes_client.objects import get_list, get_str, labels_of
 from support import llm_models
 from support.waiting import eventually
 
@@ -88,13 +88,13 @@ def ready(site: LocalSite, name: str, components: int) -> str:
 
     def look() -> str:
         found = site.get(name)
-        conditions = {each["type"]: each["status"] for each in items(found, "status", "conditions")}
+        conditions = {each["type"]: each["status"] for each in get_list(found, "status", "conditions")}
         pods = [each for each in site.pods(name) if "deletionTimestamp" not in each["metadata"]]
         told = [
-            each["status"] for pod in pods for each in items(pod, "status", "conditions") if each["type"] == "Ready"
+            each["status"] for pod in pods for each in get_list(pod, "status", "conditions") if each["type"] == "Ready"
         ]
         whole = told == ["True"] * components and conditions.get("Ready") == "True"
-        return text(found, "status", "url") if whole else ""
+        return get_str(found, "status", "url") if whole else ""
 
     return eventually(look, within=LONG_SECONDS)
 
@@ -117,7 +117,7 @@ def kill(site: LocalSite, component: str) -> None:
 
 def test_answers_are_those_of_one_server_whoever_is_killed(site: LocalSite, tmp_path: Path) -> None:
     model = llm_models.tiny_llama(tmp_path / "tiny")
-    [runtime] = documents.read([RUNTIMES / "headrace-prefill-decode.yaml"]).documents
+    [runtime] = yaml_documents.read([RUNTIMES / "headrace-prefill-decode.yaml"]).documents
     spec = {
         "modelFormat": {"name": "safetensors", "version": "1.0.0"},
         "modelFramework": {"name": "transformers", "version": "4.51.0"},
@@ -133,7 +133,7 @@ def test_answers_are_those_of_one_server_whoever_is_killed(site: LocalSite, tmp_
         document("InferenceService", "apart", {**service, "engine": one, "decoder": one, "router": one}),
     )
     chat = Chat(ready(site, "apart", 3))
-    alone = Chat(text(site.get("apart"), "status", "components", "engine", "url"))
+    alone = Chat(get_str(site.get("apart"), "status", "components", "engine", "url"))
 
     # A prompt is computed by one and answered by the other, and nobody can tell.
     eventually(lambda: chat.ask(PROMPT) and counts(site, "handed") > 0, within=LONG_SECONDS)

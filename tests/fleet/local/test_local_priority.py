@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from local_site import LocalSite, runtime, service
 
-from headrace.fleet.local import priority, process_driver
-from headrace.fleet.local.cgroups import PARENT, Group
+from headrace.fleet.local import process_runtime
+from headrace.fleet.local.cgroups import PARENT, Cgroup
 from support.waiting import eventually
 
 pytestmark = [
@@ -41,7 +41,7 @@ def policies(pid: int) -> set[int]:
 
 def later() -> int:
     """Where one that steps back is; as all are, where this user could not bring it back."""
-    return os.SCHED_IDLE if priority.may_return() else USUAL
+    return os.SCHED_IDLE if process_runtime.can_restore_priority() else USUAL
 
 
 @pytest.fixture
@@ -69,29 +69,29 @@ def begin(process: subprocess.Popen[str]) -> list[int]:
 
 
 def test_all_of_a_session_steps_back_and_up(program: subprocess.Popen[str]) -> None:
-    assert priority.step_back(program.pid) is (later() != USUAL)
+    assert process_runtime.lower_priority(program.pid) is (later() != USUAL)
     processes = begin(program)
     assert len(processes) == 2
     assert [policies(each) for each in processes] == [{later()}] * 2
-    priority.step_up(program.pid)
+    process_runtime.restore_priority(program.pid)
     assert [policies(each) for each in processes] == [{USUAL}] * 2
     assert policies(os.getpid()) == {USUAL}
-    priority.step_up(program.pid)  # again is nothing
+    process_runtime.restore_priority(program.pid)  # again is nothing
 
 
 def test_who_could_not_come_back_does_not_step_back(
     program: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(priority, "may_return", lambda: False)
-    assert priority.step_back(program.pid) is False
+    monkeypatch.setattr(process_runtime, "can_restore_priority", lambda: False)
+    assert process_runtime.lower_priority(program.pid) is False
     assert policies(program.pid) == {USUAL}
 
 
 def test_processes_that_are_gone() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     ended.wait(60)
-    assert priority.step_back(ended.pid) is False
-    priority.step_up(ended.pid)
+    assert process_runtime.lower_priority(ended.pid) is False
+    process_runtime.restore_priority(ended.pid)
 
 
 @pytest.fixture
@@ -189,12 +189,12 @@ def test_who_could_not_come_back_comes_last_by_its_group_also_if_that_only_weigh
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpu.shares").write_text("512")
-    group = Group((tmp_path,), (tmp_path,))
-    monkeypatch.setattr(process_driver, "may_return", lambda: True)
-    assert process_driver._set_back(group) == "" and not (tmp_path / "cpu.idle").exists()
-    monkeypatch.setattr(process_driver, "may_return", lambda: False)
-    assert process_driver._set_back(group) == "512" and (tmp_path / "cpu.idle").read_text() == "1"
-    assert process_driver._set_back(None) == ""
+    group = Cgroup((tmp_path,), (tmp_path,))
+    monkeypatch.setattr(process_runtime, "can_restore_priority", lambda: True)
+    assert process_runtime._lower_group_priority(group) == "" and not (tmp_path / "cpu.idle").exists()
+    monkeypatch.setattr(process_runtime, "can_restore_priority", lambda: False)
+    assert process_runtime._lower_group_priority(group) == "512" and (tmp_path / "cpu.idle").read_text() == "1"
+    assert process_runtime._lower_group_priority(None) == ""
 
 
 def weights(pid: int) -> tuple[str, str] | None:

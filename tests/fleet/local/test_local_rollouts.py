@@ -15,8 +15,8 @@ import pytest
 from local_site import LocalSite, runtime, said, service
 from rollout_traffic import Traffic
 
-from headrace.fleet.client.kinds import kind_named
-from headrace.fleet.words import Document, part, text
+from headrace.fleet.client.contract import kind_named
+from headrace.platforms.kubernetes_client.objects import Document, get_mapping, get_str
 from support.waiting import eventually
 
 pytestmark = [
@@ -43,27 +43,27 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
     made.close()
 
 
-def stepped(name: str, text: str, *args: str, steps: dict[str, str] | None = None, **engine: Any) -> dict[str, Any]:
+def stepped(name: str, answer: str, *args: str, steps: dict[str, str] | None = None, **engine: Any) -> dict[str, Any]:
     """A service whose pods answer with this text."""
-    runner = {"name": "ome-container", "args": ["--host=0.0.0.0", "--port=8080", f"--text={text}", *args]}
+    runner = {"name": "ome-container", "args": ["--host=0.0.0.0", "--port=8080", f"--text={answer}", *args]}
     made = service(name, runner=runner, **engine)
     made["metadata"]["annotations"] = STEPS | (steps or {})
     return made
 
 
 def rollout_of(site: LocalSite, name: str) -> Document:
-    return part(site.get(name), "status", "components", "engine", "rollout")
+    return get_mapping(site.get(name), "status", "components", "engine", "rollout")
 
 
 def told(site: LocalSite, name: str) -> list[str]:
     """The events of its rollouts, in words."""
     about = site.get(name)
     found = site.ask(lambda fleet: fleet.events([about]))
-    return [text(each, "message") for each in found if text(each, "reason").startswith("Rollout")]
+    return [get_str(each, "message") for each in found if get_str(each, "reason").startswith("Rollout")]
 
 
 def in_phase(site: LocalSite, name: str, phase: str) -> None:
-    eventually(lambda: text(rollout_of(site, name), "phase") == phase, within=150)
+    eventually(lambda: get_str(rollout_of(site, name), "phase") == phase, within=150)
 
 
 def test_a_good_revision_comes_by_steps_and_no_request_fails(site: LocalSite) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from headrace.core.clock import SystemClock
-from headrace.fleet.local import routing
-from headrace.fleet.local.processes import Command, Process, spawn
-from headrace.fleet.local.routing import Router
+from headrace.core.files import write_json
+from headrace.fleet.local import service_proxy
+from headrace.fleet.local.service_proxy import Router
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.store import write_json
 from headrace.fleet.local.system import System
-from headrace.platforms.ports import Ports
+from headrace.platforms.node_resources import PortAllocator
+from headrace.platforms.processes import Command, Process, spawn
 from support.ports import free_port
 from support.waiting import eventually_async
 
@@ -32,9 +32,9 @@ def adopted(folder: Path, port: int) -> Router:
     place.mkdir(parents=True)
     write_json(place / "router.json", {"service": ["default", "one"], "name": "one", "port": port})
     command = Command(("/bin/sleep", "3600"), {}, folder)
-    spawn(command, place / "log", lambda record: write_json(place / "process.json", dict(record))).let_go()
+    spawn(command, place / "log", lambda record: write_json(place / "process.json", dict(record))).detach()
     settings = LocalSettings(folder, quick_seconds=0.01, port=port)
-    ports = Ports(folder / "ports", settings.host, port, 65535)
+    ports = PortAllocator(folder / "ports", settings.host, port, 65535)
     return Router(place, ("default", "one"), "one", settings, ports, System(SystemClock()))
 
 
@@ -59,16 +59,16 @@ def test_its_port_is_listened_on_before_what_it_left_is_looked_for(
 
     async def run() -> None:
         router = adopted(tmp_path, port)
-        monkeypatch.setattr(routing, "router_status", status)
+        monkeypatch.setattr(service_proxy, "router_status", status)
         monkeypatch.setattr(Process, "kill", looked)
-        monkeypatch.setattr(routing, "headrace_words", lambda: ("/bin/sleep", "3600"))
+        monkeypatch.setattr(service_proxy, "headrace_command", lambda: ("/bin/sleep", "3600"))
         assert not connects(port)
-        router.begin(lambda _: True, lambda: None)
+        router.start(lambda _: True, lambda: None)
         assert router.pid is not None
-        await eventually_async(lambda: router.up)
+        await eventually_async(lambda: router.is_up)
         os.kill(router.pid, signal.SIGKILL)
         await eventually_async(lambda: found)
-        await router.end()
+        await router.stop()
 
     asyncio.run(run())
     assert found[0]
@@ -83,15 +83,15 @@ def test_a_port_that_somebody_took_meanwhile_is_left_to_them(tmp_path: Path, mon
 
     async def run() -> None:
         router = adopted(tmp_path, port)
-        monkeypatch.setattr(routing, "router_status", status)
-        monkeypatch.setattr(routing, "headrace_words", lambda: ("/bin/sleep", "3600"))
+        monkeypatch.setattr(service_proxy, "router_status", status)
+        monkeypatch.setattr(service_proxy, "headrace_command", lambda: ("/bin/sleep", "3600"))
         with socket.create_server(("127.0.0.1", port)):
             before = router.pid
-            router.begin(lambda _: True, lambda: None)
+            router.start(lambda _: True, lambda: None)
             assert before is not None
             os.kill(before, signal.SIGKILL)
             await eventually_async(lambda: router.pid not in (None, before))
             assert router.port != port
-            await router.end()
+            await router.stop()
 
     asyncio.run(run())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from local_site import LocalSite, runtime, said, service
 
-from headrace.fleet.local.scaling.aims import PANIC_WINDOW, WINDOW
+from headrace.fleet.local.scaling_targets import PANIC_WINDOW, WINDOW
 
 pytestmark = [
     pytest.mark.slow,
@@ -114,7 +114,7 @@ def test_cores_of_the_replicas_processes(site: LocalSite) -> None:
     made["spec"]["engine"]["maxReplicas"] = 2
     site.apply(made)
     site.ready("burning", 2)
-    assert any(each.startswith("cpu ") and "target 0.05 for each" in each for each in rescales(site, "burning"))
+    assert any(each.startswith("cpu ") and "target 0.05 per replica" in each for each in rescales(site, "burning"))
     # All of a replica's processes are gone with it.
     pids = site.pids("burning")
     site.delete("burning")

@@ -20,29 +20,44 @@ from local_site import document
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import InvalidArgument
-from headrace.fleet.autoscaling.deciding import KNATIVE, Aim, Panic, Sample, Windows, decide
-from headrace.fleet.autoscaling.meter import CONCURRENCY, RPS, Meter
+from headrace.fleet.autoscaling.autoscaler import (
+    CONCURRENCY,
+    KNATIVE,
+    RPS,
+    AutoscalerSpec,
+    LoadMeter,
+    PanicState,
+    Sample,
+    Windows,
+    decide_replicas,
+)
+from headrace.fleet.documents import ClusterFacts, FleetSettings, cluster_facts
+from headrace.fleet.local.autoscaler import Autoscaler, ScalingCondition, WorkloadScaler, with_scaling_conditions
 from headrace.fleet.local.controller import CAPABILITIES
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
-from headrace.fleet.local.machine import Machine
-from headrace.fleet.local.objects import Objects
-from headrace.fleet.local.process_driver import ProcessDriver
-from headrace.fleet.local.routing import Routers
-from headrace.fleet.local.scaling.aims import CPU, MEMORY, QUERY, WINDOW, Aimed, Unaimed, aim_of, windows_of
-from headrace.fleet.local.scaling.autoscaling import Autoscaling, Note
-from headrace.fleet.local.scaling.keeping import Keeper
-from headrace.fleet.local.scaling.requests import Arrivals, Load
-from headrace.fleet.local.scaling.telling import with_scaling
-from headrace.fleet.local.scaling.usage import Usage, Used
+from headrace.fleet.local.object_store import DocumentStore, ServiceObjects
+from headrace.fleet.local.process_runtime import ProcessRuntime
+from headrace.fleet.local.scaling_metrics import RequestCounter, RequestLoad
+from headrace.fleet.local.scaling_targets import (
+    CPU,
+    MEMORY,
+    QUERY,
+    WINDOW,
+    InvalidTarget,
+    ScalingTarget,
+    parse_windows,
+    scaling_target,
+)
+from headrace.fleet.local.scheduler import Scheduler
+from headrace.fleet.local.service_proxy import Routers
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.store import Store
-from headrace.fleet.local.system import System
-from headrace.fleet.local.workloads import bounds_of, wanted_of
+from headrace.fleet.local.system import ResourceUsage, System, UsageReader
+from headrace.fleet.local.workloads import desired_replicas, replica_bounds
 from headrace.fleet.planning import plan
-from headrace.fleet.words import ClusterFacts, Document, FleetSettings, cluster_facts, kind_of
-from headrace.platforms.identity import session_members
-from headrace.platforms.ports import Ports
+from headrace.platforms.kubernetes_client.objects import Document, kind_of
+from headrace.platforms.node_resources import PortAllocator
+from headrace.platforms.processes import session_members
 from support.waiting import eventually
 
 _windows = st.builds(Windows, st.floats(1, 100), st.floats(0.1, 1), st.floats(1.1, 10))
@@ -60,10 +75,10 @@ _windows = st.builds(Windows, st.floats(1, 100), st.floats(0.1, 1), st.floats(1.
 def test_a_decision_is_never_outside_of_its_bounds(
     values: list[float], target: float, least: int, more: int, ready: int, tolerance: float, windows: Windows
 ) -> None:
-    aim = Aim(target, least + more, least, 1.0, tolerance, windows)
+    aim = AutoscalerSpec(target, least + more, least, 1.0, tolerance, windows)
     samples = [Sample(float(time), value) for time, value in enumerate(values)]
     now = float(len(values) - 1)
-    found = decide(samples, now, aim, ready, Panic(), least)
+    found = decide_replicas(samples, now, aim, ready, PanicState(), least)
     assert found is not None and least <= found.replicas <= least + more
     assert found.seconds in (windows.stable_seconds, windows.panic_seconds)
     assert min(values) - 1e-6 <= found.average <= max(values) * (1 + 1e-9) + 1e-6
@@ -71,20 +86,20 @@ def test_a_decision_is_never_outside_of_its_bounds(
 
 @given(st.integers(1, 50), st.floats(-0.1, 0.1))
 def test_a_load_within_the_tolerance_changes_nothing(wanted: int, off: float) -> None:
-    aim = Aim(4.0, 100, 1, 1.0, 0.1)
+    aim = AutoscalerSpec(4.0, 100, 1, 1.0, 0.1)
     load = 4.0 * wanted * (1 + off * 0.999)
-    found = decide([Sample(0.0, load)], 0.0, aim, wanted, wanted=wanted)
+    found = decide_replicas([Sample(0.0, load)], 0.0, aim, wanted, wanted=wanted)
     assert found is not None and found.replicas == wanted
 
 
 def test_fewer_come_only_when_the_stable_window_says_so() -> None:
     """Twelve seconds of load, then none: the average of ten seconds takes replicas away step by step."""
-    aim = Aim(1.0, 8, 1, 1.0, 0.0, Windows(10.0, 1.0, 100.0))
+    aim = AutoscalerSpec(1.0, 8, 1, 1.0, 0.0, Windows(10.0, 1.0, 100.0))
     samples = [Sample(float(second), 8.0 if second < 12 else 0.0) for second in range(30)]
     there = 8
     seen = []
     for second in range(12, 30):
-        found = decide(samples[: second + 1], float(second), aim, there)
+        found = decide_replicas(samples[: second + 1], float(second), aim, there)
         assert found is not None
         there = found.replicas
         seen.append(there)
@@ -92,7 +107,7 @@ def test_fewer_come_only_when_the_stable_window_says_so() -> None:
 
 
 def test_seconds_count_alike_however_seldom_somebody_looked() -> None:
-    meter = Meter()
+    meter = LoadMeter()
     for second in (0, 2, 4, 6):
         meter.add(float(second), 0, 0)
     for quarter in range(25, 41):
@@ -103,11 +118,11 @@ def test_seconds_count_alike_however_seldom_somebody_looked() -> None:
 
 
 def test_what_somebody_says_by_hand_holds_until_the_window_knows_better() -> None:
-    keeper = Keeper(Aimed("w", "engine", CONCURRENCY, Aim(10.0, 5)))
+    keeper = WorkloadScaler(ScalingTarget("w", "engine", CONCURRENCY, AutoscalerSpec(10.0, 5)))
     changes = []
     wanted = 1
     for second in range(200):
-        keeper.count(float(second), Load(0, 0, True))
+        keeper.add_load(float(second), RequestLoad(0, 0, True))
         if second == 20:
             wanted = 4
         change = keeper.decide(float(second), wanted, wanted)
@@ -119,9 +134,9 @@ def test_what_somebody_says_by_hand_holds_until_the_window_knows_better() -> Non
 
 
 def test_a_burst_is_told_by_the_window_that_saw_it() -> None:
-    keeper = Keeper(Aimed("w", "engine", RPS, Aim(10.0, 9)))
+    keeper = WorkloadScaler(ScalingTarget("w", "engine", RPS, AutoscalerSpec(10.0, 9)))
     for second in range(66):
-        keeper.count(float(second), Load(0, 35 * max(0, second - 59), True))
+        keeper.add_load(float(second), RequestLoad(0, 35 * max(0, second - 59), True))
     change = keeper.decide(65.0, 1, 1)
     assert change is not None
     assert change.message == "requests/s 35.0 over 6 s, target 10 at 70%: 1 -> 5 replicas"
@@ -129,9 +144,9 @@ def test_a_burst_is_told_by_the_window_that_saw_it() -> None:
 
 def test_a_ratio_is_of_what_there_is() -> None:
     """KEDA's metricType Value: three replicas, twice too few, so six."""
-    keeper = Keeper(Aimed("w", "engine", QUERY, Aim(1.0, 9, 1, 1.0, 0.1), ratio=True))
-    assert keeper.computation is None and keeper.decide(0.0, 3, 3) is None
-    keeper.measure(1.0, 2.0 * 3)
+    keeper = WorkloadScaler(ScalingTarget("w", "engine", QUERY, AutoscalerSpec(1.0, 9, 1, 1.0, 0.1), ratio=True))
+    assert keeper.query is None and keeper.decide(0.0, 3, 3) is None
+    keeper.add_sample(1.0, 2.0 * 3)
     change = keeper.decide(1.0, 3, 3)
     assert change is not None and change.replicas == 6
 
@@ -150,28 +165,28 @@ def status(**counts: tuple[int, int]) -> dict[str, Any]:
 
 @given(st.lists(st.dictionaries(st.sampled_from(["p1", "p2", "p3"]), st.integers(0, 50)), min_size=2, max_size=20))
 def test_arrivals_never_fall_whoever_comes_and_goes(looks: list[dict[str, int]]) -> None:
-    arrivals, before = Arrivals(), 0
+    arrivals, before = RequestCounter(), 0
     for look in looks:
         told = status(**{port: (count, 1) for port, count in look.items()})
-        found = arrivals.look({"a": told, "b": None}, {1, 2})
-        assert found.arrived >= before
-        assert found.at_once == len(look.keys() & {"p1", "p2"}) and found.routed == bool(found.at_once)
-        before = found.arrived
+        found = arrivals.update({"a": told, "b": None}, {1, 2})
+        assert found.total >= before
+        assert found.concurrent == len(look.keys() & {"p1", "p2"}) and found.routed == bool(found.concurrent)
+        before = found.total
 
 
 def test_arrivals_count_new_pods_restarted_routers_and_those_that_wait() -> None:
-    arrivals = Arrivals()
-    assert arrivals.look({"r": status(p1=(100, 3))}, {1, 2}) == Load(3, 0, True)
-    assert arrivals.look({"r": status(p1=(110, 0), p2=(5, 0))}, {1, 2}).arrived == 15
-    assert arrivals.look({"r": None}, {1, 2}) == Load(0, 15, False)
-    assert arrivals.look({"r": status(p1=(112, 0), p2=(5, 0))}, {1, 2}).arrived == 17
-    assert arrivals.look({"r": status(p1=(2, 0), p2=(0, 0))}, {1, 2}).arrived == 19
+    arrivals = RequestCounter()
+    assert arrivals.update({"r": status(p1=(100, 3))}, {1, 2}) == RequestLoad(3, 0, True)
+    assert arrivals.update({"r": status(p1=(110, 0), p2=(5, 0))}, {1, 2}).total == 15
+    assert arrivals.update({"r": None}, {1, 2}) == RequestLoad(0, 15, False)
+    assert arrivals.update({"r": status(p1=(112, 0), p2=(5, 0))}, {1, 2}).total == 17
+    assert arrivals.update({"r": status(p1=(2, 0), p2=(0, 0))}, {1, 2}).total == 19
     waiting = {
         **status(p1=(2, 1), p9=(0, 1)),
         "queued": 10,
         "leaving": [{"url": "http://127.0.0.1:2", "outstanding": 4}],
     }
-    assert arrivals.look({"r": waiting}, {1, 2}).at_once == 1 + 5 + 4
+    assert arrivals.update({"r": waiting}, {1, 2}).concurrent == 1 + 5 + 4
 
 
 # What processes use
@@ -190,18 +205,18 @@ def busy() -> Iterator[int]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_a_session_is_measured_with_all_its_processes(busy: int) -> None:
-    usage = Usage()
-    eventually(lambda: len(Usage().read(0.0, [busy])[busy].ticks) == 2)
+    usage = UsageReader()
+    eventually(lambda: len(UsageReader().read(0.0, [busy])[busy].ticks) == 2)
     before = usage.read(0.0, [busy])[busy]
     eventually(lambda: usage.cores(before, usage.read(1.0, [busy])[busy], 1.0) > 0)
     assert before.memory > 1 << 20
-    assert usage.read(2.0, [2**22 + 1]) == {2**22 + 1: Used()}
+    assert usage.read(2.0, [2**22 + 1]) == {2**22 + 1: ResourceUsage()}
 
 
 def test_cores_are_of_processes_that_were_there_before() -> None:
-    usage = Usage()
-    tick = usage.cores(Used({(1, 1): 0}), Used({(1, 1): 100}), 1.0)
-    before, after = Used({(1, 1): 100, (2, 5): 50}), Used({(1, 1): 300, (2, 9): 1000, (3, 1): 77})
+    usage = UsageReader()
+    tick = usage.cores(ResourceUsage({(1, 1): 0}), ResourceUsage({(1, 1): 100}), 1.0)
+    before, after = ResourceUsage({(1, 1): 100, (2, 5): 50}), ResourceUsage({(1, 1): 300, (2, 9): 1000, (3, 1): 77})
     assert usage.cores(before, after, 2.0) == pytest.approx(tick)
 
 
@@ -234,10 +249,10 @@ def objects(annotations: dict[str, str] | None = None, **engine: Any) -> list[Do
     return list(found.objects)
 
 
-def aimed(annotations: dict[str, str] | None = None, **engine: Any) -> Aimed | Unaimed | None:
+def aimed(annotations: dict[str, str] | None = None, **engine: Any) -> ScalingTarget | InvalidTarget | None:
     made = objects(annotations, **engine)
     (workload,) = (each for each in made if kind_of(each) == "Deployment")
-    return aim_of(workload, made)
+    return scaling_target(workload, made)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +260,8 @@ def aimed(annotations: dict[str, str] | None = None, **engine: Any) -> Aimed | U
     [
         ({"scaleMetric": "concurrency", "scaleTarget": 4}, CONCURRENCY, 4.0, 0.7, "concurrency 9.0 {}, target 4 at 70%"),
         ({"scaleMetric": "rps"}, RPS, 200.0, 0.7, "requests/s 9.0 {}, target 200 at 70%"),
-        ({}, CPU, 1.6, 1.0, "cpu 9.00 cores {}, target 1.60 for each"),
-        ({"scaleMetric": "memory", "scaleTarget": 50}, MEMORY, 2.0**29, 1.0, "memory 0 MiB {}, target 512 MiB for each"),
+        ({}, CPU, 1.6, 1.0, "cpu 9.00 cores {}, target 1.60 per replica"),
+        ({"scaleMetric": "memory", "scaleTarget": 50}, MEMORY, 2.0**29, 1.0, "memory 0 MiB {}, target 512 MiB per replica"),
         ({"kedaConfig": {"enableKeda": True, "scalingThreshold": "0.5"}}, QUERY, 0.5, 1.0, "query 9 {}, target 0.5"),
     ],
 )  # fmt: skip
@@ -254,10 +269,16 @@ def test_an_autoscaler_becomes_an_aim(
     engine: dict[str, Any], metric: str, target: float, share: float, words: str
 ) -> None:
     found = aimed(**engine)
-    assert isinstance(found, Aimed)
-    aim = found.aim
-    assert (found.metric, aim.target, aim.utilisation, aim.least, aim.most) == (metric, target, share, 1, 4)
-    assert found.says(9.0, 60.0) == words.format("over 60 s") and found.component == "engine" and not found.ratio
+    assert isinstance(found, ScalingTarget)
+    aim = found.spec
+    assert (found.metric, aim.target, aim.utilisation, aim.min_replicas, aim.max_replicas) == (
+        metric,
+        target,
+        share,
+        1,
+        4,
+    )
+    assert found.describe(9.0, 60.0) == words.format("over 60 s") and found.component == "engine" and not found.ratio
 
 
 def test_less_than_is_a_ratio() -> None:
@@ -268,10 +289,10 @@ def test_less_than_is_a_ratio() -> None:
         "scalingThreshold": "10",
     }
     found = aimed(kedaConfig=query)
-    assert isinstance(found, Aimed) and found.ratio and found.aim.target == 1.0
-    keeper = Keeper(found)
+    assert isinstance(found, ScalingTarget) and found.ratio and found.spec.target == 1.0
+    keeper = WorkloadScaler(found)
     keeper.decide(0.0, 2, 2)
-    keeper.compute(1.0, {(("__name__", "free"),): 5.0})
+    keeper.add_series(1.0, {(("__name__", "free"),): 5.0})
     change = keeper.decide(1.0, 2, 2)
     assert change is not None and change.replicas == 4
 
@@ -280,82 +301,93 @@ def test_where_the_number_is_always_the_same_nobody_looks() -> None:
     assert aimed(maxReplicas=1) is None and aimed(minReplicas=3, maxReplicas=3) is None
     # From zero on requests are counted by the router that wakes it.
     assert (
-        aim_of(next(each for each in objects(minReplicas=0) if kind_of(each) == "Deployment"), objects(minReplicas=0))
+        scaling_target(
+            next(each for each in objects(minReplicas=0) if kind_of(each) == "Deployment"), objects(minReplicas=0)
+        )
         is None
     )
 
 
 def test_what_cannot_be_scaled_says_why() -> None:
     found = aimed(kedaConfig={"enableKeda": True, "customPromQuery": "topk(3, waiting)"})
-    assert isinstance(found, Unaimed) and found.reason == "UnsupportedQuery" and "topk()" in found.message
+    assert isinstance(found, InvalidTarget) and found.reason == "UnsupportedQuery" and "topk()" in found.message
     found = aimed({WINDOW: "soon"}, scaleMetric="rps")
-    assert isinstance(found, Unaimed) and found.reason == "InvalidAnnotation" and WINDOW in found.message
+    assert isinstance(found, InvalidTarget) and found.reason == "InvalidAnnotation" and WINDOW in found.message
     workload: Document = {"kind": "Deployment", "metadata": {"name": "d"}, "spec": {"template": {}}}
     scaler: Document = {
         "kind": "HorizontalPodAutoscaler",
         "spec": {"scaleTargetRef": {"kind": "Deployment", "name": "d"}, "minReplicas": 1, "maxReplicas": 2},
     }
-    bare = aim_of(workload, [scaler])
-    assert isinstance(bare, Unaimed) and "resources.requests.cpu" in bare.message
+    bare = scaling_target(workload, [scaler])
+    assert isinstance(bare, InvalidTarget) and "resources.requests.cpu" in bare.message
 
 
 def test_knatives_annotations_say_how_long_the_windows_are() -> None:
-    assert windows_of({}) == KNATIVE
+    assert parse_windows({}) == KNATIVE
     prefix = "autoscaling.knative.dev/"
     said = {f"{prefix}window": "1m30s", f"{prefix}panic-window-percentage": "20.0"}
-    assert windows_of({**said, f"{prefix}panic-threshold-percentage": "150"}) == Windows(90.0, 18.0, 1.5)
+    assert parse_windows({**said, f"{prefix}panic-threshold-percentage": "150"}) == Windows(90.0, 18.0, 1.5)
     for name, value in (("window", "0s"), ("window", "2h"), ("panic-window-percentage", "nan"), ("window", "60")):
         with pytest.raises(InvalidArgument, match=name):
-            windows_of({f"{prefix}{name}": value})
+            parse_windows({f"{prefix}{name}": value})
     found = aimed({f"{prefix}target-utilization-percentage": "100", WINDOW: "10s"}, scaleMetric="concurrency")
-    assert isinstance(found, Aimed) and found.aim.utilisation == 1.0 and found.aim.windows.stable_seconds == 10
+    assert (
+        isinstance(found, ScalingTarget) and found.spec.utilisation == 1.0 and found.spec.windows.stable_seconds == 10
+    )
 
 
 def test_kedas_bounds() -> None:
     scaler: Document = {"kind": "ScaledObject", "spec": {"minReplicaCount": 2, "maxReplicaCount": 5}}
-    asked = [wanted_of({"spec": {"replicas": each}}, scaler) for each in (0, 1, 4, 9)]
-    assert asked == [2, 2, 4, 5] and bounds_of(scaler) == (2, 5)
+    asked = [desired_replicas({"spec": {"replicas": each}}, scaler) for each in (0, 1, 4, 9)]
+    assert asked == [2, 2, 4, 5] and replica_bounds(scaler) == (2, 5)
     sleepy: Document = {"kind": "ScaledObject", "spec": {"minReplicaCount": 0, "maxReplicaCount": 5}}
-    assert wanted_of({"spec": {"replicas": 0}}, sleepy) == 0 and bounds_of(sleepy) == (1, 5)
+    assert desired_replicas({"spec": {"replicas": 0}}, sleepy) == 0 and replica_bounds(sleepy) == (1, 5)
 
 
 def test_the_loop_rests_until_somebody_may_have_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room between least and most nothing is looked at, however long it runs; a change is seen at once."""
     settings = LocalSettings(tmp_path)
     system = System(SystemClock())
-    live, routers, store = Objects(tmp_path / "objects"), Routers(settings, system), Store(tmp_path / "documents")
-    machine, events = Machine(Ports(tmp_path / "ports", "127.0.0.1", 10_900, 10_901)), Events(tmp_path / "events", 10)
-    told: list[Note] = []
-    scaling = Autoscaling(
+    live, routers, store = (
+        ServiceObjects(tmp_path / "objects"),
+        Routers(settings, system),
+        DocumentStore(tmp_path / "documents"),
+    )
+    machine, events = (
+        Scheduler(PortAllocator(tmp_path / "ports", "127.0.0.1", 10_900, 10_901)),
+        Events(tmp_path / "events", 10),
+    )
+    told: list[ScalingCondition] = []
+    scaling = Autoscaler(
         live,
-        Kubelet(settings, store, machine, routers, events, ProcessDriver(), system),
+        Kubelet(settings, store, machine, routers, events, ProcessRuntime(), system),
         routers,
         lambda *_: pytest.fail("nothing is to be scaled"),
         lambda _, note: told.append(note),
     )
     looks: list[float] = []
-    monkeypatch.setattr(Autoscaling, "_aim", _counted(Autoscaling._aim, looks))
+    monkeypatch.setattr(Autoscaler, "_update_targets", _counted(Autoscaler._update_targets, looks))
 
     async def run() -> None:
         task = asyncio.ensure_future(scaling.run())
-        live.bring(("default", "s"), objects(maxReplicas=1))
+        live.apply(("default", "s"), objects(maxReplicas=1))
         for _ in range(50):
             await asyncio.sleep(0)
         assert len(looks) == 1 and not scaling.components(("default", "s"))
-        live.bring(("default", "s"), objects(kedaConfig={"enableKeda": True, "customPromQuery": "topk(1, a)"}))
-        scaling.changed()
+        live.apply(("default", "s"), objects(kedaConfig={"enableKeda": True, "customPromQuery": "topk(1, a)"}))
+        scaling.objects_changed()
         for _ in range(50):
             await asyncio.sleep(0)
         assert len(looks) == 2 and scaling.components(("default", "s")) == {"engine"}
-        assert [each.reason for each in told] == ["UnsupportedQuery"] and scaling.notes(("default", "s")) == told
+        assert [each.reason for each in told] == ["UnsupportedQuery"] and scaling.conditions(("default", "s")) == told
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
 
 
-def _counted(work: Callable[[Autoscaling], None], looks: list[float]) -> Callable[[Autoscaling], None]:
-    def counted(scaling: Autoscaling) -> None:
+def _counted(work: Callable[[Autoscaler], None], looks: list[float]) -> Callable[[Autoscaler], None]:
+    def counted(scaling: Autoscaler) -> None:
         looks.append(1.0)
         work(scaling)
 
@@ -368,14 +400,21 @@ def _counted(work: Callable[[Autoscaling], None], looks: list[float]) -> Callabl
 def test_conditions_say_why_and_stay_over_another_daemon() -> None:
     then, now = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)
     ready: dict[str, Any] = {"conditions": [{"type": "Ready", "status": "True"}]}
-    assert with_scaling(ready, (), (), now) == ready
-    first = with_scaling(ready, {"engine"}, [Note("engine", True, "SuccessfulRescale", "1 -> 2")], then)
+    assert with_scaling_conditions(ready, (), (), now) == ready
+    first = with_scaling_conditions(
+        ready, {"engine"}, [ScalingCondition("engine", True, "SuccessfulRescale", "1 -> 2")], then
+    )
     (_, told) = first["conditions"]
     assert (told["type"], told["status"], told["severity"]) == ("EngineScalingActive", "True", "Info")
-    assert with_scaling(first, {"engine"}, (), now) == first
-    again = with_scaling(first, {"engine"}, [Note("engine", True, "SuccessfulRescale", "2 -> 3")], now)
+    assert with_scaling_conditions(first, {"engine"}, (), now) == first
+    again = with_scaling_conditions(
+        first, {"engine"}, [ScalingCondition("engine", True, "SuccessfulRescale", "2 -> 3")], now
+    )
     assert again["conditions"][1]["lastTransitionTime"] == told["lastTransitionTime"]
-    notes = [Note("engine", True, "SuccessfulRescale", "2 -> 3"), Note("engine", False, "NoMetric", "none")]
-    bad = with_scaling(again, {"engine"}, notes, now)["conditions"][1]
+    notes = [
+        ScalingCondition("engine", True, "SuccessfulRescale", "2 -> 3"),
+        ScalingCondition("engine", False, "NoMetric", "none"),
+    ]
+    bad = with_scaling_conditions(again, {"engine"}, notes, now)["conditions"][1]
     assert (bad["status"], bad["message"], bad["lastTransitionTime"]) == ("False", "none", "2026-01-02T00:00:00Z")
-    assert with_scaling(first, (), (), now) == ready
+    assert with_scaling_conditions(first, (), (), now) == ready

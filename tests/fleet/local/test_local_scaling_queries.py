@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from headrace.core.clock import ManualClock
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.telemetry.exposition import render
-from headrace.core.telemetry.registry import Registry
-from headrace.fleet.autoscaling.computing import Computation
-from headrace.fleet.autoscaling.exposition import Series, read_series
-from headrace.fleet.autoscaling.queries import read_query
+from headrace.core.telemetry.metrics import Registry
+from headrace.fleet.autoscaling.promql import QueryEvaluator, Series, parse_exposition, parse_query
 
 
 def series(**values: float) -> Series:
@@ -28,7 +26,7 @@ def series(**values: float) -> Series:
 
 
 def value(query: str, *looks: Series, every: float = 1.0) -> float:
-    computation = Computation(read_query(query))
+    computation = QueryEvaluator(parse_query(query))
     now = 0.0
     for number, each in enumerate(looks):
         now = number * every
@@ -97,7 +95,7 @@ def test_a_steady_rate_is_found_whatever_is_kept(steps: list[float], every: floa
     for step in steps:
         total += step
         looks.append(series(a_x=total))
-    computation = Computation(read_query("rate(a[1h])"))
+    computation = QueryEvaluator(parse_query("rate(a[1h])"))
     for number, each in enumerate(looks):
         computation.add(number * every, each)
     last = (len(looks) - 1) * every
@@ -122,7 +120,7 @@ def test_a_steady_rate_is_found_whatever_is_kept(steps: list[float], every: floa
         ("rate(a[2h])", "[2h]"),
         ("a @ 5", "'@'"),
         ("a ^ 2", "'^'"),
-        ("{queue!=\"x\"}", "says nothing"),
+        ("{queue!=\"x\"}", "matches every series"),
         ("", "its end"),
         ("sum(a", "its end"),
         ("a $ b", "'$ b'"),
@@ -130,20 +128,20 @@ def test_a_steady_rate_is_found_whatever_is_kept(steps: list[float], every: floa
         ("-" * 100 + "1", "deeper"),
         ("a" * 5000, "shorten"),
         ('a{queue=~"(a+)+b"}', "(a+)+b"),
-        ('a{queue=~"(a"}', "no regular expression"),
+        ('a{queue=~"(a"}', "not a regular expression"),
         ("5m", "'5m'"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_named(query: str, named: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        read_query(query)
+        parse_query(query)
     assert named in refused.value.message
 
 
 @given(st.text(alphabet="ab{}[]()=~!\"'\\,+-*/ 019.msrateumo\n_:", max_size=40))
 def test_any_text_is_read_or_refused(query: str) -> None:
     try:
-        found = read_query(query)
+        found = parse_query(query)
     except InvalidArgument:
         return
     try:
@@ -156,12 +154,12 @@ def test_any_text_is_read_or_refused(query: str) -> None:
     ("query", "words"),
     [
         ("a", "2 values"),
-        ("nobody", "no replica tells"),
+        ("nobody", "no replica exposes"),
         ("sum(a) / 0", "inf"),
         ("0 / 0", "nan"),
         ("sum(1)", "of a number"),
         ("clamp_min(sum(a), sum(b))", "needs a number"),
-        ('{__name__=~"a|b"} * 2', "names alone"),
+        ('{__name__=~"a|b"} * 2', "only in their names"),
         ("1 or 2", "vector(0)"),
     ],
 )
@@ -177,7 +175,7 @@ def test_what_a_server_of_ours_tells_is_read() -> None:
     registry.counter("done_total", "Those who are done.").labels().add(2)
     registry.histogram("seconds", "Time.", buckets=(1, 2)).labels().observe(1.5)
     told = render(registry).decode()
-    found = read_series(told, lambda name: name != "seconds_sum", {"pod": "p", "queue": "ours"})
+    found = parse_exposition(told, lambda name: name != "seconds_sum", {"pod": "p", "queue": "ours"})
     plain = {dict(labels)["__name__"]: (dict(labels), number) for labels, number in found.items()}
     labels, number = plain["waiting"]
     assert (
@@ -189,11 +187,11 @@ def test_what_a_server_of_ours_tells_is_read() -> None:
 
 @given(st.text(max_size=200))
 def test_any_page_is_read(page: str) -> None:
-    assert all(isinstance(each, float) for each in read_series(page, lambda _: True, {}).values())
+    assert all(isinstance(each, float) for each in parse_exposition(page, lambda _: True, {}).values())
 
 
 def test_only_what_counts_is_kept() -> None:
-    computation = Computation(read_query('sum({__name__=~"vllm:.*"}) + rate(b[1m])'))
+    computation = QueryEvaluator(parse_query('sum({__name__=~"vllm:.*"}) + rate(b[1m])'))
     assert [computation.wants(each) for each in ("vllm:x", "b", "a", "vllm")] == [True, True, False, False]
-    with pytest.raises(FailedPrecondition, match="name fewer"):
+    with pytest.raises(FailedPrecondition, match="select fewer"):
         computation.add(0.0, {(("__name__", "b"), ("n", str(each))): 1.0 for each in range(10_001)})

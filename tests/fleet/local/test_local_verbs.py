@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from local_site import document
 
-from headrace.fleet.words import items
+from headrace.platforms.kubernetes_client.objects import get_list
 from support.llm_models import tiny_llama
 from support.ports import free_port
 from support.waiting import eventually
@@ -100,7 +100,7 @@ def test_the_cpu_sample_runs_as_it_is(machine: Machine) -> None:
     assert "scaled to 2" in machine.run("scale", "digits", "--replicas", "2")
     eventually(lambda: "2/2" in machine.run("get", "isvc", "digits"))
     service = json.loads(machine.run("get", "isvc", "digits", "-o", "json"))
-    assert [each["type"] for each in items(service, "status", "conditions")] == [
+    assert [each["type"] for each in get_list(service, "status", "conditions")] == [
         "Ready",
         "IngressReady",
         "EngineReady",
@@ -151,7 +151,7 @@ def _measured_by_hand(machine: Machine, url: str) -> None:
     assert told["about"]["service"] == "default/tiny" and told["about"]["replicas"] == "1 of 1 ready"
     assert page.read_text().count("<svg") == 5 and "default/tiny" in page.read_text()
     assert "there is no InferenceService nobody" in machine.run("bench", "--service", "nobody", code=1)
-    assert "name it by --service" in machine.run("bench", "tiny", "-n", "team", code=2)
+    assert "add --service" in machine.run("bench", "tiny", "-n", "team", code=2)
 
 
 def _measured_by_a_document(machine: Machine) -> None:

@@ -15,7 +15,7 @@ import pytest
 from local_site import LocalSite, runtime, said, service
 
 from headrace.core.errors import NotFound
-from headrace.fleet.local.client import LocalFleet
+from headrace.fleet.local.api_client import LocalFleet
 from support.waiting import eventually
 
 pytestmark = [

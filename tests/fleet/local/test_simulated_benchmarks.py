@@ -12,9 +12,9 @@ from local_site import document, service
 from simulated_fleet import SimulatedFleet
 from simulated_programs import SimulatedProcess
 
-from headrace.fleet.client.describing import describe
-from headrace.fleet.client.kinds import kind_named
-from headrace.fleet.words import Document
+from headrace.fleet.client.contract import kind_named
+from headrace.fleet.client.describe import describe
+from headrace.platforms.kubernetes_client.objects import Document
 
 KIND = kind_named("BenchmarkJob")
 SOMEWHERE = {"endpoint": {"url": "http://127.0.0.1:9", "modelName": "m"}}
@@ -92,7 +92,7 @@ async def test_the_daemon_may_die_while_it_runs_and_hears_how_it_ended(fleet: Si
     await fleet.apply(benchmark("survivor"))
     await has(fleet, "survivor", "Running")
     await fleet.kill()
-    await fleet.until(lambda: not process(fleet).lives)
+    await fleet.until(lambda: not process(fleet).is_alive)
     await fleet.up()
     assert Path((await has(fleet, "survivor", "Completed"))["details"].removeprefix("results are in ")).is_dir()
     assert len(fleet.machine.bench.started) == 1, "it was not run twice"
@@ -104,9 +104,9 @@ async def test_what_runs_is_found_again_and_ended_by_its_deletion(fleet: Simulat
     await has(fleet, "endless", "Running")
     await fleet.kill()
     await fleet.up()
-    assert process(fleet).lives and (await status(fleet, "endless"))["state"] == "Running"
+    assert process(fleet).is_alive and (await status(fleet, "endless"))["state"] == "Running"
     await remove(fleet, "endless")
-    assert not process(fleet).lives and not fleet.living
+    assert not process(fleet).is_alive and not fleet.living
     assert not list(fleet.root.glob("benchmarks/default/*"))
 
 
@@ -118,7 +118,7 @@ async def test_an_edit_ends_what_runs_and_measures_anew(fleet: SimulatedFleet) -
     fleet.machine.bench.seconds = 1.0
     await fleet.apply(benchmark("edited", requests=2))
     told = await has(fleet, "edited", "Completed")
-    assert not first.lives and process(fleet) is not first and told["observedGeneration"] == 2
+    assert not first.is_alive and process(fleet) is not first and told["observedGeneration"] == 2
 
 
 async def test_it_waits_for_its_service_and_says_what_went_wrong(fleet: SimulatedFleet) -> None:
@@ -145,7 +145,7 @@ async def test_one_that_takes_too_long_is_ended(fleet: SimulatedFleet) -> None:
     await fleet.up()
     told = await fleet.until(lambda: _failed(fleet, "late"), within=100_000)
     limit = int(told["failureMessage"].partition("longer than ")[2].split()[0])
-    assert "took longer than" in told["failureMessage"] and not process(fleet).lives
+    assert "took longer than" in told["failureMessage"] and not process(fleet).is_alive
     assert limit <= process(fleet).ended_at - began <= limit + 15, "by all the time that it ran"
 
 
@@ -168,7 +168,7 @@ async def test_one_that_was_killed_is_told(fleet: SimulatedFleet) -> None:
     [
         ({"podOverride": {"image": "other/bench:1"}}, "Pending", "needs Docker"),
         ({"podOverride": {"resources": {"requests": {"cpu": "4096"}}}}, "Pending", "4096 cores"),
-        ({"huggingFaceSecretReference": {"name": "none"}}, "Pending", "Secret none is not here"),
+        ({"huggingFaceSecretReference": {"name": "none"}}, "Pending", "Secret none does not exist"),
         ({"dataset": {"storageUri": "pvc://nothing/here"}}, "Pending", "is not on this machine"),
         ({"trafficScenarios": ["E(10)"]}, "Failed", "is not for text-to-text"),
         ({}, "Failed", "`headrace bench` ended with 1"),

@@ -10,7 +10,7 @@ from local_site import runtime, service
 from simulated_fleet import SimulatedFleet
 
 from headrace.core.errors import NotFound
-from headrace.fleet.words import Document, items
+from headrace.platforms.kubernetes_client.objects import Document, get_list
 
 PROBE = {"exec": {"command": ["test", "-e", "/flag/up"]}, "periodSeconds": 1, "failureThreshold": 1}
 FLAG = {"volumeMounts": [{"name": "flag", "mountPath": "/flag"}]}
@@ -30,7 +30,7 @@ def pod(name: str, **spec: Any) -> dict[str, Any]:
 
 async def told(fleet: SimulatedFleet, name: str, place: str = "containerStatuses") -> dict[str, Document]:
     """By container: what the first pod of a service says of it."""
-    return {each["name"]: each for pod in (await fleet.pods(name))[:1] for each in items(pod, "status", place)}
+    return {each["name"]: each for pod in (await fleet.pods(name))[:1] for each in get_list(pod, "status", place)}
 
 
 async def restarts(fleet: SimulatedFleet, name: str, of: str, place: str = "containerStatuses") -> int:
@@ -48,7 +48,7 @@ async def test_init_containers_come_in_order_and_share_a_volume(fleet: Simulated
     await fleet.apply(pod("ordered", initContainers=[first, second], volumes=VOLUMES), service("ordered", "ordered"))
     await fleet.ready("ordered")
     one, two, main = (fleet.machine.processes[pid] for pid in sorted(fleet.machine.processes)[-3:])
-    started = {box.name: box for box in fleet.driver.started}
+    started = {spec.name: spec for spec in fleet.driver.started}
     assert list(started) == ["one", "two", "ome-container"]
     assert one.ended_at <= two.started and two.ended_at <= main.started
     (volume,) = fleet.root.glob("pods/*/volumes/flag")
@@ -56,7 +56,7 @@ async def test_init_containers_come_in_order_and_share_a_volume(fleet: Simulated
     init = await told(fleet, "ordered", "initContainerStatuses")
     assert [each["state"]["terminated"]["reason"] for each in init.values()] == ["Completed", "Completed"]
     assert [each["ready"] for each in init.values()] == [True, True]
-    conditions = items((await fleet.pods("ordered"))[0], "status", "conditions")
+    conditions = get_list((await fleet.pods("ordered"))[0], "status", "conditions")
     assert {each["type"]: each["status"] for each in conditions}["Initialized"] == "True"
     ((_, log),) = await fleet.fleet.logs("default", "ordered", container="two")
     assert log == "two"
@@ -75,7 +75,7 @@ async def test_an_init_container_that_fails_is_told_and_tried_again_and_nothing_
     assert found["status"] == "False" and "container fetch ended with exit code 1" in found["message"]
     assert (await told(fleet, "unfetched"))["ome-container"]["state"]["waiting"]["reason"] == "PodInitializing"
     await fleet.until(lambda: _more_than_one(fleet))
-    assert {box.name for box in fleet.driver.started} == {"fetch"}
+    assert {spec.name for spec in fleet.driver.started} == {"fetch"}
     raise_flag(fleet)
     await fleet.ready("unfetched")
 
@@ -106,7 +106,7 @@ async def test_a_second_container_is_restarted_alone_and_the_pod_is_ready_when_a
     await fleet.up()
     assert await fleet.ready("paired") == url and fleet.processes("paired") == before
     await fleet.delete("paired")
-    assert not any(each.lives for each in before)
+    assert not any(each.is_alive for each in before)
 
 
 async def _main_is_ready(fleet: SimulatedFleet) -> bool:
@@ -133,7 +133,7 @@ async def test_a_sidecar_begins_before_the_others_and_ends_after_them(fleet: Sim
     asking = fleet.machine.loop.create_task(fleet.ask(await fleet.url("sided"), "/slow?1"))
     await fleet.delete("sided")
     assert (await asking).status == 200
-    assert main.ended_at <= proxy.ended_at and not proxy.lives
+    assert main.ended_at <= proxy.ended_at and not proxy.is_alive
 
 
 async def _proxy_runs(fleet: SimulatedFleet) -> bool:
@@ -177,7 +177,7 @@ async def test_a_group_begins_anew_when_any_container_of_it_ends(fleet: Simulate
     await fleet.until(lambda: _is_true(fleet, "grouped"))
     counts = [
         each["restartCount"] for each_pod in await fleet.pods("grouped")
-        for each in items(each_pod, "status", "containerStatuses")
+        for each in get_list(each_pod, "status", "containerStatuses")
     ]  # fmt: skip
     assert counts == [1, 1, 1]
 
@@ -189,5 +189,5 @@ async def _is_true(fleet: SimulatedFleet, name: str) -> bool:
 async def test_a_pod_that_asks_for_too_much_together_is_told(fleet: SimulatedFleet) -> None:
     asked = {"resources": {"requests": {"cpu": "2000"}}}
     await fleet.apply(pod("heavy", containers=[container("beside", "idle", **asked)]), service("heavy", "heavy"))
-    found = await fleet.says("heavy", "it asks for 2000 cores", "EngineReady")
+    found = await fleet.says("heavy", "it requests 2000 cores", "EngineReady")
     assert found["reason"] == "Unschedulable"

@@ -12,12 +12,12 @@ from simulated_fleet import SimulatedFleet, Traffic
 
 from headrace.core.errors import FailedPrecondition
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.words import Document, items
+from headrace.platforms.kubernetes_client.objects import Document, get_list
 from headrace.programs.fleet_daemon import Daemon
 
 
 async def container_of(fleet: SimulatedFleet, name: str) -> Document:
-    found: Document = items((await fleet.pods(name))[0], "status", "containerStatuses")[0]
+    found: Document = get_list((await fleet.pods(name))[0], "status", "containerStatuses")[0]
     return found
 
 
@@ -139,8 +139,8 @@ async def test_pods_that_run_by_another_driver_are_refused(fleet: SimulatedFleet
     await fleet.ready("process")
     await fleet.stop()
     settings: dict[str, Any] = {"root": fleet.root, "port": fleet.settings.port, "driver": "docker"}
-    other = Daemon(LocalSettings(**settings), driver=fleet.driver)
-    with pytest.raises(FailedPrecondition, match="run by --driver process: start it with that"):
+    other = Daemon(LocalSettings(**settings), runtime=fleet.driver)
+    with pytest.raises(FailedPrecondition, match="started with --driver process: use that"):
         await other.start()
     await other.close()
 
@@ -167,12 +167,12 @@ async def test_a_new_revision_still_comes_last_for_the_next_daemon(fleet: Simula
     await fleet.ready("s")
     slow = {"name": "ome-container", "args": ["--port=8080", "--text=new", "--start=20"]}
     await fleet.apply(service("s", runner=slow))
-    await fleet.until(lambda: fleet.driver.modest)
+    await fleet.until(lambda: fleet.driver.low_priority)
     await fleet.kill()
     await fleet.up()
-    assert fleet.driver.modest
+    assert fleet.driver.low_priority
     await fleet.ready("s")
-    assert not fleet.driver.modest
+    assert not fleet.driver.low_priority
 
 
 async def test_an_edit_while_there_was_no_daemon_is_brought_about(fleet: SimulatedFleet) -> None:

@@ -11,7 +11,7 @@ from local_site import document, runtime, service
 from simulated_fleet import SERVICE, SimulatedFleet, Traffic
 
 from headrace.core.errors import FailedPrecondition, NotFound
-from headrace.fleet.words import text
+from headrace.platforms.kubernetes_client.objects import get_str
 
 DOCUMENT = document("InferenceService", "going", {})
 
@@ -55,9 +55,9 @@ async def assert_nothing_is_left(fleet: SimulatedFleet, url: str) -> None:
     assert await fleet.pods("going") == []
     assert fleet.daemon is not None
     key = ("default", "going")
-    assert not fleet.daemon.objects.of(key) and not fleet.daemon.routers.of(key)
-    assert key not in fleet.daemon.controller._ready and not fleet.daemon.controller._units._moved
-    assert not fleet.daemon.kubelet.moments
+    assert not fleet.daemon.objects.of(key) and not fleet.daemon.routers.routers_of(key)
+    assert key not in fleet.daemon.controller._ready and not fleet.daemon.controller._workloads._progress
+    assert not fleet.daemon.kubelet.start_times
 
 
 async def test_its_document_stays_until_everything_of_it_has_ended(fleet: SimulatedFleet) -> None:
@@ -65,8 +65,8 @@ async def test_its_document_stays_until_everything_of_it_has_ended(fleet: Simula
     processes = fleet.processes("going")
     await asyncio.sleep(5)
     live = await fleet.get("going")
-    assert text(live, "metadata", "deletionTimestamp")
-    assert all(each.lives for each in processes) and len(processes) == 2, "they have their grace"
+    assert get_str(live, "metadata", "deletionTimestamp")
+    assert all(each.is_alive for each in processes) and len(processes) == 2, "they have their grace"
     assert all("deletionTimestamp" in pod["metadata"] for pod in await fleet.pods("going"))
     with pytest.raises(FailedPrecondition, match="is being deleted: apply it when it is gone"):
         await fleet.apply(going(maxReplicas=4))
@@ -98,10 +98,10 @@ async def test_its_document_stays_until_its_router_has_ended_too(fleet: Simulate
     await fleet.fleet.delete(DOCUMENT)
     await fleet.until(lambda: not fleet.processes("going"))
     await asyncio.sleep(1)
-    assert router.lives and not await is_gone(fleet)
+    assert router.is_alive and not await is_gone(fleet)
     assert (await asking).status == 503
     await fleet.until(lambda: is_gone(fleet))
-    assert not router.lives
+    assert not router.is_alive
     await assert_nothing_is_left(fleet, url)
 
 
@@ -129,12 +129,12 @@ async def test_it_goes_on_after_the_daemon_was_killed_in_it(fleet: SimulatedFlee
 
 async def test_one_that_was_deleted_comes_back_by_the_same_name_as_a_new_one(fleet: SimulatedFleet) -> None:
     await began(fleet)
-    first = text(await fleet.get("going"), "metadata", "uid")
+    first = get_str(await fleet.get("going"), "metadata", "uid")
     await fleet.until(lambda: is_gone(fleet))
     await fleet.apply(going())
     url = await fleet.ready("going", 2)
     live = await fleet.get("going")
-    assert text(live, "metadata", "uid") != first and live["metadata"]["generation"] == 1
+    assert get_str(live, "metadata", "uid") != first and live["metadata"]["generation"] == 1
     async with Traffic(fleet, url) as traffic:
         await traffic.more()
     assert not traffic.failures
@@ -146,7 +146,7 @@ async def test_a_deletion_of_what_was_made_anew_meanwhile_does_nothing(fleet: Si
     await fleet.fleet.delete(document("InferenceService", "kept", {}, uid="another"))
     await fleet.fleet.delete(document("InferenceService", "nobody", {}))
     await asyncio.sleep(10)
-    assert not text(await fleet.get("kept"), "metadata", "deletionTimestamp")
+    assert not get_str(await fleet.get("kept"), "metadata", "deletionTimestamp")
 
 
 async def test_a_router_that_is_wanted_again_while_it_ends_is_a_new_one_at_its_place(fleet: SimulatedFleet) -> None:
@@ -157,13 +157,15 @@ async def test_a_router_that_is_wanted_again_while_it_ends_is_a_new_one_at_its_p
     before = fleet.router("again")
     daemon = fleet.daemon
     assert daemon is not None
-    daemon.routers.want(("default", "again"), [])
-    assert daemon.routers.get("default", "again") is None and daemon.routers.ending(("default", "again"))
-    daemon.controller.ask(("default", "again"))
+    daemon.routers.ensure(("default", "again"), [])
+    assert daemon.routers.get("default", "again") is None and daemon.routers.is_stopping(("default", "again"))
+    daemon.controller.enqueue(("default", "again"))
     await asyncio.sleep(1)
-    assert before.lives and daemon.routers.get("default", "again") is None, "what ends is not taken for what is wanted"
+    assert before.is_alive and daemon.routers.get("default", "again") is None, (
+        "what ends is not taken for what is wanted"
+    )
     await fleet.until(lambda: fleet.has_router("again") and fleet.router("again") is not before)
-    assert (await asking).status == 200 and not before.lives
+    assert (await asking).status == 200 and not before.is_alive
     await fleet.until(lambda: daemon.routers.get("default", "again"))
     assert (fleet.root / "routers" / "default" / "again" / "router.json").exists(), "the next daemon finds it"
     await fleet.ready("again")

@@ -16,10 +16,9 @@ from simulated_fleet import SimulatedFleet
 
 from headrace.core.errors import Unavailable
 from headrace.core.telemetry.progress import ProgressEvent
-from headrace.fleet.client.contract import NodeProgress
-from headrace.fleet.client.kinds import kind_named
+from headrace.fleet.client.contract import NodeProgress, kind_named
 from headrace.fleet.local import models
-from headrace.fleet.words import Document
+from headrace.platforms.kubernetes_client.objects import Document
 
 MODEL = kind_named("ClusterBaseModel")
 
@@ -45,7 +44,7 @@ class FakeStore:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     made = FakeStore(tmp_path / "brought")
-    monkeypatch.setattr(models, "bring", made.bring)
+    monkeypatch.setattr(models, "fetch_location", made.bring)
     return made
 
 
@@ -88,7 +87,7 @@ async def test_a_model_is_brought_once_for_all_services(fleet: SimulatedFleet, s
     [
         (Unavailable("the hub does not answer"), "the hub does not answer"),
         (OSError(28, "No space left on device"), "cannot be written to"),
-        (RuntimeError("a mistake"), "cannot be brought; the log of `headrace up` says why"),
+        (RuntimeError("a mistake"), "cannot be downloaded; see the log of `headrace up`"),
     ],
 )
 async def test_a_model_that_cannot_be_brought_is_told_and_tried_again(
@@ -116,7 +115,7 @@ async def test_how_far_a_model_has_come(fleet: SimulatedFleet, monkeypatch: pyte
         go_on.wait(60)
         return tmp_path
 
-    monkeypatch.setattr(models, "bring", bring)
+    monkeypatch.setattr(models, "fetch_location", bring)
     await fleet.apply(remote(), using("one"))
     await halfway.wait()  # no time passes until the thread goes on
     (progress,) = await fleet.fleet.progress(document("ClusterBaseModel", "far", {}))
@@ -132,12 +131,12 @@ async def test_variables_of_secrets_and_config_maps_are_waited_for(fleet: Simula
         {"name": "SIZE", "valueFrom": {"configMapKeyRef": {"name": "knobs", "key": "size"}}},
     ]
     await fleet.apply(runtime("keyed", env=env), service("keyed", "keyed"))
-    found = await fleet.says("keyed", "Secret keys is not here: apply it")
+    found = await fleet.says("keyed", "Secret keys does not exist: apply it")
     assert found["reason"] == "CreateContainerConfigError"
     secret = {"token": base64.b64encode(b"hidden").decode(), "broken": "no base64"}
     metadata = {"namespace": "default"}
     await fleet.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys", **metadata}, "data": secret})
-    await fleet.says("keyed", "ConfigMap knobs is not here: apply it")
+    await fleet.says("keyed", "ConfigMap knobs does not exist: apply it")
     knobs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "knobs", **metadata}, "data": {"size": "7"}}
     await fleet.apply(knobs)
     await fleet.ready("keyed")
@@ -161,5 +160,5 @@ async def test_a_mistake_of_ours_in_one_pod_is_logged_and_the_pod_is_followed_an
     await fleet.apply(service("followed"), service("other"))
     await fleet.ready("followed")
     await fleet.ready("other")
-    assert "cannot be followed" in caplog.text
+    assert "The task of pod" in caplog.text
     caplog.clear()

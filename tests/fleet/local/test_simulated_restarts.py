@@ -9,13 +9,13 @@ import pytest
 from local_site import runtime, service
 from simulated_fleet import SimulatedFleet, Traffic
 
-from headrace.fleet.words import Document, items
+from headrace.platforms.kubernetes_client.objects import Document, get_list
 
 CRASHES = {"name": "ome-container", "args": ["--text=crash"]}
 
 
 async def container_of(fleet: SimulatedFleet, name: str) -> Document:
-    found: Document = items((await fleet.pods(name))[0], "status", "containerStatuses")[0]
+    found: Document = get_list((await fleet.pods(name))[0], "status", "containerStatuses")[0]
     return found
 
 
@@ -95,7 +95,9 @@ async def test_a_killed_replica_comes_back_and_the_other_answers_meanwhile(fleet
         await traffic.more()
     assert traffic.failures == [], "GETs that were under way at the victim are tried again at the other"
     counts = [
-        each["restartCount"] for pod in await fleet.pods("pair") for each in items(pod, "status", "containerStatuses")
+        each["restartCount"]
+        for pod in await fleet.pods("pair")
+        for each in get_list(pod, "status", "containerStatuses")
     ]
     assert sorted(counts) == [0, 1]
 
@@ -125,11 +127,11 @@ async def test_one_that_hangs_is_restarted_by_its_liveness_probe(fleet: Simulate
     before = fleet.process("hung")
     await fleet.ask(url, "/hang")
     hung = fleet.machine.loop.time()
-    await fleet.until(lambda: not before.lives)
+    await fleet.until(lambda: not before.is_alive)
     assert 30 <= before.ended_at - hung <= 60, "three looks in a row, ten seconds apart, and its grace"
     await fleet.ready("hung")
     told = await container_of(fleet, "hung")
-    assert "liveness probe failed 3 times; it was ended" in told["lastState"]["terminated"]["message"]
+    assert "liveness probe failed 3 times; it was stopped" in told["lastState"]["terminated"]["message"]
     pods = await fleet.pods("hung")
     assert "Unhealthy" in {each["reason"] for each in await fleet.events(*pods)}
 
@@ -141,7 +143,7 @@ async def test_one_that_does_not_start_in_time_is_ended_and_tried_again(fleet: S
     found = await fleet.says("slow", "startup probe failed 4 times")
     assert found["status"] == "False"
     first, *_ = fleet.machine.processes.values()
-    ended = [each for each in fleet.machine.processes.values() if not each.lives]
+    ended = [each for each in fleet.machine.processes.values() if not each.is_alive]
     assert 20 <= ended[0].ended_at - ended[0].started <= 23
     assert first is not None
 

@@ -14,7 +14,7 @@ from simulated_fleet import SERVICE, SimulatedFleet, Traffic
 
 from headrace.core.errors import FailedPrecondition
 from headrace.fleet.client.rollouts import promotion, resume, rollback
-from headrace.fleet.words import Document, items, part, text
+from headrace.platforms.kubernetes_client.objects import Document, get_list, get_mapping, get_str
 
 STEPS = {
     "ome.io/rollout-steps": "20,50",
@@ -24,20 +24,20 @@ STEPS = {
 }
 
 
-def stepped(name: str, text: str, *args: str, steps: dict[str, str] | None = None, **engine: Any) -> dict[str, Any]:
+def stepped(name: str, answer: str, *args: str, steps: dict[str, str] | None = None, **engine: Any) -> dict[str, Any]:
     """A service whose pods answer with this text."""
-    runner = {"name": "ome-container", "args": ["--host=0.0.0.0", "--port=8080", f"--text={text}", *args]}
+    runner = {"name": "ome-container", "args": ["--host=0.0.0.0", "--port=8080", f"--text={answer}", *args]}
     made = service(name, runner=runner, **engine)
     made["metadata"]["annotations"] = STEPS | (steps or {})
     return made
 
 
 async def engine_of(fleet: SimulatedFleet, name: str) -> Document:
-    return part(await fleet.get(name), "status", "components", "engine")
+    return get_mapping(await fleet.get(name), "status", "components", "engine")
 
 
 async def rollout_of(fleet: SimulatedFleet, name: str) -> Document:
-    return part(await engine_of(fleet, name), "rollout")
+    return get_mapping(await engine_of(fleet, name), "rollout")
 
 
 async def patched(fleet: SimulatedFleet, name: str, change: Callable[[Document], Document]) -> None:
@@ -48,13 +48,13 @@ async def patched(fleet: SimulatedFleet, name: str, change: Callable[[Document],
 async def told(fleet: SimulatedFleet, name: str) -> list[str]:
     """The events of its rollouts, in words."""
     found = await fleet.events(await fleet.get(name))
-    return [text(each, "message") for each in found if text(each, "reason").startswith("Rollout")]
+    return [get_str(each, "message") for each in found if get_str(each, "reason").startswith("Rollout")]
 
 
 async def in_phase(fleet: SimulatedFleet, name: str, phase: str) -> Document:
     async def look() -> Document:
         found = await rollout_of(fleet, name)
-        return found if text(found, "phase") == phase else {}
+        return found if get_str(found, "phase") == phase else {}
 
     made: Document = await fleet.until(look)
     return made
@@ -117,7 +117,7 @@ async def test_errors_take_a_revision_back_and_the_next_edit_begins_anew(fleet: 
     assert (found["status"], found["reason"]) == ("False", "RolledBack")
     assert re.fullmatch(r"rolled back: \d+\.\d % errors of \d+ requests at 20 %, 1 % allowed", found["message"])
     assert (await fleet.condition("bad"))["status"] == "True"
-    assert text(await fleet.condition("bad", "LatestDeploymentReady"), "reason") == "RolledBack"
+    assert get_str(await fleet.condition("bad", "LatestDeploymentReady"), "reason") == "RolledBack"
     await fleet.apply(stepped("bad", "better", steps={"ome.io/rollout-min-requests": "0"}))
     await in_phase(fleet, "bad", "Promoted")
     await fleet.ready("bad")
@@ -125,7 +125,7 @@ async def test_errors_take_a_revision_back_and_the_next_edit_begins_anew(fleet: 
 
 
 async def _percents(fleet: SimulatedFleet, name: str, wanted: list[int]) -> bool:
-    return [each["percent"] for each in items(await engine_of(fleet, name), "traffic")] == wanted
+    return [each["percent"] for each in get_list(await engine_of(fleet, name), "traffic")] == wanted
 
 
 async def _answered_by(fleet: SimulatedFleet, url: str, name: str) -> bool:
@@ -216,10 +216,10 @@ async def test_an_old_pod_stays_until_it_has_answered(fleet: SimulatedFleet) -> 
     await asyncio.sleep(0.1)
     await fleet.apply(service("long", runner={"name": "ome-container", "args": ["--port=8080", "--text=new"]}))
     await fleet.until(lambda: _answered_by(fleet, url, "new"))
-    assert old.lives
+    assert old.is_alive
     assert len((await asking).text.splitlines()) == 160
     await fleet.ready("long")
-    await fleet.until(lambda: not old.lives)
+    await fleet.until(lambda: not old.is_alive)
 
 
 @pytest.mark.parametrize("fleet", [{"drain_seconds": 20.0}], indirect=True)
@@ -231,6 +231,6 @@ async def test_an_answer_that_takes_for_ever_is_not_waited_for_for_ever(fleet: S
     await asyncio.sleep(0.1)
     before = fleet.machine.loop.time()
     await fleet.apply(service("endless", runner={"name": "ome-container", "args": ["--port=8080", "--text=new"]}))
-    await fleet.until(lambda: not old.lives)
+    await fleet.until(lambda: not old.is_alive)
     assert 20 <= old.ended_at - before <= 25
     assert (await asking).status == 504, "it was tried again at the new one, which takes as long"

@@ -11,7 +11,7 @@ import pytest
 from local_site import runtime, service
 from simulated_fleet import SimulatedFleet, Traffic
 
-from headrace.fleet.local.scaling.aims import PANIC_WINDOW, WINDOW
+from headrace.fleet.local.scaling_targets import PANIC_WINDOW, WINDOW
 
 SERVER = Path(__file__).with_name("metered_server.py")
 
@@ -84,7 +84,7 @@ async def test_a_query_over_the_replicas_own_metrics(fleet: SimulatedFleet, numb
     assert any(each.startswith("query ") and "target 5: 1 -> " in each for each in await rescales(fleet, "asked"))
     # Somebody who is gone, or says nothing, is no reason to take replicas away.
     number.write_text("nothing")
-    await fleet.says("asked", "no replica tells a metric", "EngineScalingActive")
+    await fleet.says("asked", "no replica exposes a metric", "EngineScalingActive")
     await asyncio.sleep(120)
     assert len(fleet.processes("asked")) == 3
     number.write_text("0")
@@ -98,7 +98,7 @@ async def test_a_query_over_the_replicas_own_metrics(fleet: SimulatedFleet, numb
 
 @pytest.mark.parametrize(
     ("metric", "target", "words"),
-    [("cpu", 50, "target 0.05 for each"), ("memory", 5, "target 3 MiB for each")],
+    [("cpu", 50, "target 0.05 per replica"), ("memory", 5, "target 3 MiB per replica")],
 )
 async def test_what_the_replicas_use(fleet: SimulatedFleet, number: Path, metric: str, target: int, words: str) -> None:
     asked = {"resources": {"requests": {"cpu": "100m", "memory": "64Mi"}}}

@@ -14,8 +14,8 @@ from simulated_fleet import SERVICE, SimulatedFleet, Traffic, is_ready
 
 import headrace.fleet
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound
-from headrace.fleet import documents
-from headrace.fleet.words import Document, items, part, text
+from headrace.fleet import yaml_documents
+from headrace.platforms.kubernetes_client.objects import Document, get_list, get_mapping, get_str
 from support.ports import free_port
 
 RUNTIMES = Path(headrace.fleet.__file__).parent / "runtimes"
@@ -82,7 +82,7 @@ async def test_one_that_stops_being_ready_gets_no_requests_until_it_is_again(
     assert (await fleet.ask(url)).by == "moody"
     assert "ContainersNotReady" in events, "that it is not ready any more is news"
     pod = (await fleet.pods("moody"))[0]
-    assert items(pod, "status", "containerStatuses")[0]["restartCount"] == 0
+    assert get_list(pod, "status", "containerStatuses")[0]["restartCount"] == 0
 
 
 async def _refused(fleet: SimulatedFleet, url: str) -> bool:
@@ -111,7 +111,7 @@ async def test_an_update_that_gets_no_further_is_told_after_ten_minutes(fleet: S
         await asyncio.sleep(1)
         found = await fleet.condition("stalled", "LatestDeploymentReady")
         assert found["status"] == status
-    assert found["reason"] == "ProgressDeadlineExceeded" and "has not got further for 600 s" in found["message"]
+    assert found["reason"] == "ProgressDeadlineExceeded" and "has made no progress for 600 s" in found["message"]
     assert (await fleet.condition("stalled"))["status"] == "True", "the old one serves on"
     assert (await fleet.ask(url)).by == "stalled"
 
@@ -119,8 +119,8 @@ async def test_an_update_that_gets_no_further_is_told_after_ten_minutes(fleet: S
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"nvidia.com/gpu": "64"}, "it asks for 64 GPU(s)"),
-        ({"cpu": "4096"}, "it asks for 4096 cores, and this machine has 64"),
+        ({"nvidia.com/gpu": "64"}, "it requests 64 GPU(s)"),
+        ({"cpu": "4096"}, "it requests 4096 cores, and this machine has 64"),
         ({"memory": "900Ti"}, "of memory; of 256.0 GiB here"),
     ],
 )
@@ -144,7 +144,7 @@ async def test_who_waits_for_memory_gets_it_when_another_is_gone(fleet: Simulate
     await fleet.apply(both[0])
     await fleet.ready("one")
     await fleet.apply(both[1])
-    await fleet.says("two", "other pods have asked for 200.0", "EngineReady")
+    await fleet.says("two", "other pods have requested 200.0", "EngineReady")
     await fleet.delete("one")
     await fleet.ready("two")
 
@@ -216,9 +216,11 @@ async def test_a_group_is_a_leader_and_its_workers(fleet: SimulatedFleet) -> Non
     next(each for each in before if each.pid != answer.pid).kill()
     await fleet.until(lambda: len(fleet.processes("many") - before) == 3)
     await fleet.until(lambda: _is_true(fleet, "many"))
-    assert not any(each.lives for each in before)
+    assert not any(each.is_alive for each in before)
     counts = [
-        each["restartCount"] for pod in await fleet.pods("many") for each in items(pod, "status", "containerStatuses")
+        each["restartCount"]
+        for pod in await fleet.pods("many")
+        for each in get_list(pod, "status", "containerStatuses")
     ]
     assert counts == [1, 1, 1]
 
@@ -246,7 +248,7 @@ async def test_a_router_component_reaches_its_engines_by_their_service(fleet: Si
 
 async def test_prefill_and_decode_apart_are_three_components_behind_one_router(fleet: SimulatedFleet) -> None:
     """With our own runtime: its router finds the pods of both roles, and all three come back when they are killed."""
-    [apart] = documents.read([RUNTIMES / "headrace-prefill-decode.yaml"]).documents
+    [apart] = yaml_documents.read([RUNTIMES / "headrace-prefill-decode.yaml"]).documents
     spec = {
         "modelFormat": {"name": "safetensors", "version": "1.0.0"},
         "modelFramework": {"name": "transformers", "version": "4.51.0"},
@@ -300,7 +302,7 @@ async def test_an_update_goes_one_by_one_and_loses_no_request(fleet: SimulatedFl
     assert traffic.failures == []
     assert traffic.answers[0].by == "rolled" and {each.by for each in traffic.answers[-15:]} == {"newer"}
     assert max(pods for pods, _ in counts) == 4 and min(ready for _, ready in counts) == 3
-    await fleet.until(lambda: not any(each.lives for each in before))
+    await fleet.until(lambda: not any(each.is_alive for each in before))
 
 
 async def test_recreate_ends_the_old_pods_before_the_new_ones_begin(fleet: SimulatedFleet) -> None:
@@ -311,7 +313,7 @@ async def test_recreate_ends_the_old_pods_before_the_new_ones_begin(fleet: Simul
     await fleet.ready("anew")
     old = fleet.process("anew")
     await fleet.apply(stub("anew", "--delay=0.01", uses="patient", **strategy))
-    await fleet.until(lambda: not old.lives)
+    await fleet.until(lambda: not old.is_alive)
     await fleet.ready("anew")
     new = fleet.process("anew")
     assert old.how is not None and old.how.code == 0, "it had its grace"
@@ -377,23 +379,25 @@ async def test_a_new_revision_comes_last_until_it_is_ready_and_more_replicas_do_
     """Who takes another's place gets the CPU that the others leave; who is needed does not wait."""
     await fleet.apply(stub("s"))
     await fleet.ready("s")
-    assert not any(box.modest for box in fleet.driver.started), "nobody else serves: whoever waits, waits for it"
+    assert not any(spec.low_priority for spec in fleet.driver.started), (
+        "nobody else serves: whoever waits, waits for it"
+    )
     await fleet.apply(stub("s", "--start=20"))
     await fleet.until(lambda: len(fleet.processes("s")) == 2)
-    (newer,) = (each for each in fleet.processes("s") if each.pid in fleet.driver.modest)
+    (newer,) = (each for each in fleet.processes("s") if each.pid in fleet.driver.low_priority)
     await fleet.ready("s")
     await fleet.until(lambda: fleet.processes("s") == {newer})
-    assert not fleet.driver.modest
+    assert not fleet.driver.low_priority
     started = len(fleet.driver.started)
     await fleet.scale("s", 2)
     await fleet.ready("s", 2)
     newer.kill()
     await fleet.until(lambda: newer not in fleet.processes("s") and len(fleet.processes("s")) == 2)
-    assert not any(box.modest for box in fleet.driver.started[started:])
+    assert not any(spec.low_priority for spec in fleet.driver.started[started:])
 
 
 async def test_what_is_wrong_in_a_document_is_told_and_nothing_is_kept(fleet: SimulatedFleet) -> None:
-    with pytest.raises(InvalidArgument, match="is nothing that this machine's fleet takes"):
+    with pytest.raises(InvalidArgument, match="is not supported by the local fleet"):
         await fleet.apply({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "d"}})
     with pytest.raises(InvalidArgument, match="spec"):
         await fleet.apply(document("InferenceService", "wrong", {"engine": {"minReplicas": "many"}}))
@@ -407,7 +411,7 @@ async def test_what_is_wrong_in_a_document_is_told_and_nothing_is_kept(fleet: Si
 
 async def _condition(fleet: SimulatedFleet, name: str) -> Document:
     found = await fleet.condition(name)
-    return found if text(found, "message") else {}
+    return found if get_str(found, "message") else {}
 
 
 async def test_documents_are_listed_patched_watched_and_dry_run(fleet: SimulatedFleet) -> None:
@@ -421,7 +425,7 @@ async def test_documents_are_listed_patched_watched_and_dry_run(fleet: Simulated
 
     async def watch() -> None:
         async for event, found in fleet.fleet.watch(SERVICE):
-            seen.append(f"{event} {part(found, 'metadata').get('name')}")
+            seen.append(f"{event} {get_mapping(found, 'metadata').get('name')}")
 
     watching = asyncio.ensure_future(watch())
     await fleet.ready("one")

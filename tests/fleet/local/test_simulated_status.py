@@ -15,11 +15,12 @@ from typing import Any
 from local_site import runtime, service
 from simulated_fleet import SimulatedFleet
 
+from headrace.fleet.documents import ClusterFacts, FleetSettings, cluster_facts
 from headrace.fleet.planning import plan
-from headrace.fleet.planning.site import live_key
-from headrace.fleet.status.document import status
-from headrace.fleet.status.observed import Observed
-from headrace.fleet.words import ClusterFacts, Document, FleetSettings, cluster_facts, items, kind_of, name_of
+from headrace.fleet.planning.context import live_key
+from headrace.fleet.status.conditions import Observed
+from headrace.fleet.status.service_status import build_status
+from headrace.platforms.kubernetes_client.objects import Document, get_list, kind_of, name_of
 
 NOW = datetime(2026, 11, 16, tzinfo=UTC)
 READY = {"state": {"running": {}}, "ready": True}
@@ -63,7 +64,7 @@ class FakeKubernetes:
         ready = bool(container and container.get("ready"))
         for _ in range(2):
             planned = plan(self.service, self._facts, self._live)
-            for rise in planned.rises:
+            for rise in planned.scale_ups:
                 asleep = self._live[live_key(rise.kind, rise.name)]
                 self._live[live_key(rise.kind, rise.name)] = {
                     **asleep,
@@ -77,7 +78,7 @@ class FakeKubernetes:
             for workload in self._live.values()
             for number, labels in enumerate(_labels_of_pods(workload))
         ]
-        told = status(self.service, planned, Observed(tuple(self._live.values()), tuple(pods)), NOW)
+        told = build_status(self.service, planned, Observed(tuple(self._live.values()), tuple(pods)), NOW)
         self.service = {**self.service, "status": told}
         return told
 
@@ -162,7 +163,7 @@ def compared(told: Any) -> Any:
 
 def messages(told: Document) -> dict[str, str]:
     """By condition, without names of pods."""
-    found = {each["type"]: each.get("message", "") for each in items(told, "conditions")}
+    found = {each["type"]: each.get("message", "") for each in get_list(told, "conditions")}
     return {kind: re.sub(r"pod \S+:", "pod x:", said) for kind, said in found.items()}
 
 
@@ -200,7 +201,7 @@ async def test_one_that_does_not_fit(fleet: SimulatedFleet) -> None:
     await fleet.apply(wanted)
     there = FakeKubernetes(fleet.model).apply(wanted)
     told = there.look(None, unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
-    assert "it asks for 64 GPU(s)" in messages(await assert_same(fleet, "large", told))["EngineReady"]
+    assert "it requests 64 GPU(s)" in messages(await assert_same(fleet, "large", told))["EngineReady"]
 
 
 async def test_a_canary_its_undoing_and_its_promotion(fleet: SimulatedFleet) -> None:

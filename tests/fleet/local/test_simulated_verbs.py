@@ -14,7 +14,7 @@ import yaml
 from local_site import document, runtime, service
 from simulated_fleet import SimulatedFleet
 
-from headrace.fleet.words import items
+from headrace.platforms.kubernetes_client.objects import get_list
 from support.programs import run
 from support.waiting import eventually
 
@@ -60,7 +60,7 @@ def test_the_cpu_sample_runs_as_it_is(user: User) -> None:
     assert "scaled to 2" in user.run("scale", "digits", "--replicas", "2")
     eventually(lambda: "2/2" in user.run("get", "isvc", "digits"))
     found = json.loads(user.run("get", "isvc", "digits", "-o", "json"))
-    assert [each["type"] for each in items(found, "status", "conditions")] == [
+    assert [each["type"] for each in get_list(found, "status", "conditions")] == [
         "Ready",
         "IngressReady",
         "EngineReady",
@@ -128,11 +128,11 @@ def test_a_benchmark(user: User) -> None:
 def test_what_is_wrong_is_told_in_a_sentence(user: User, tmp_path: Path) -> None:
     elsewhere = run("get", "isvc", env={"HEADRACE_STATE_DIR": str(tmp_path)})
     assert elsewhere.returncode == 1
-    assert "no fleet runs on this machine: start one by `headrace up`" in elsewhere.stderr
+    assert "no fleet runs on this machine: start one with `headrace up`" in elsewhere.stderr
     assert "has no pods" in user.run("logs", "nobody", code=1)
     assert "has no engine that runs" in user.run("scale", "nobody", "--replicas", "1", code=1)
     assert "there is no InferenceService nobody" in user.run("bench", "--service", "nobody", code=1)
-    assert "name it by --service" in user.run("bench", "tiny", "-n", "team", code=2)
+    assert "add --service" in user.run("bench", "tiny", "-n", "team", code=2)
     assert "spec" in user.apply(document("BenchmarkJob", "b", {}), code=2)
 
 

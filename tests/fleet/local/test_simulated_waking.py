@@ -10,8 +10,8 @@ from typing import Any
 from local_site import service
 from simulated_fleet import SimulatedFleet
 
-from headrace.fleet.router.waking.parts import PARTS
-from headrace.fleet.words import Document
+from headrace.fleet.router.activation import PARTS
+from headrace.platforms.kubernetes_client.objects import Document
 
 
 def sleeper(name: str, idle_seconds: int = 60, start_seconds: float = 3.0) -> dict[str, Any]:

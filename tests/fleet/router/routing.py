@@ -47,8 +47,8 @@ class Routing:
             now = self.server.loop.time() + seconds_later
             for pool in self.proxy.pools.values():
                 pool.sweep(now)
-            if self.proxy.line is not None:
-                self.proxy.line.sweep(now)
+            if self.proxy.queue is not None:
+                self.proxy.queue.sweep(now)
 
         self.server.call(sweep)
 

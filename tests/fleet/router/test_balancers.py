@@ -24,7 +24,7 @@ from headrace.net.http.exchange import Exchange
 from headrace.net.http.sse import EventStream
 from headrace.net.site import Site
 from headrace.net.sockets import Address
-from headrace.net.websocket.accept import accept
+from headrace.net.websocket.handshake import accept
 from headrace.programs.serve.protocols import build_site
 from headrace.programs.serve.settings import ServerSettings
 from support.engines import builtin_plane

@@ -10,11 +10,10 @@ from typing import Any
 import grpc
 from routing import NO_CHECKS
 
-from headrace.fleet.router.choosing.limits import LimitedBackends
-from headrace.fleet.router.choosing.settings import StickySettings
-from headrace.fleet.router.h2.proxy import GrpcProxy
+from headrace.fleet.router.backends import LimitedBackends
+from headrace.fleet.router.grpc.proxy import GrpcProxy
 from headrace.fleet.router.proxy import RouterProxy
-from headrace.fleet.router.settings import BackendAddress, RouterSettings
+from headrace.fleet.router.settings import BackendAddress, RouterSettings, SessionAffinitySettings
 from headrace.net.site import Site
 from headrace.net.sockets import Address
 from headrace.programs.router import RouterAppSettings, build_router_site
@@ -31,7 +30,7 @@ def _routing(*ports: int, **changes: Any) -> Iterator[tuple[int, RouterProxy, Se
     async def build() -> Site:
         proxy = RouterProxy(settings.router)
         calls = GrpcProxy(proxy.backends, settings.router, budget=proxy.budget)
-        calls.line = proxy.line
+        calls.queue = proxy.queue
         await proxy.start()
         calls.start()
         made.extend((proxy, calls))
@@ -47,7 +46,7 @@ def _routing(*ports: int, **changes: Any) -> Iterator[tuple[int, RouterProxy, Se
 
 def test_a_session_is_known_by_its_metadata() -> None:
     with serving(echo_site()) as one, serving(echo_site()) as two:
-        sticky = StickySettings(header="x-session")
+        sticky = SessionAffinitySettings(header="x-session")
         with _routing(one.port, two.port, policy="round-robin", sticky=sticky) as (port, proxy, _):
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 echo = channel.unary_unary("/test.Echo/Unary")
@@ -64,12 +63,12 @@ def test_calls_wait_when_every_backend_is_full() -> None:
     with serving(echo_site(calls=calls)) as one:
         with _routing(one.port, max_outstanding=1) as (port, proxy, _):
             assert isinstance(proxy.backends, LimitedBackends)
-            line = proxy.backends.line
+            queue = proxy.backends.queue
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 held = channel.unary_unary("/test.Echo/Hold").future(b"first", timeout=30)
                 eventually(lambda: proxy.backends.all[0].outstanding == 1)
                 second = channel.unary_unary("/test.Echo/Unary").future(b"second", timeout=30)
-                eventually(lambda: line.length == 1)
+                eventually(lambda: queue.length == 1)
                 held.cancel()
                 assert second.result() == b"second"
                 eventually(lambda: proxy.backends.all[0].outstanding == 0)

@@ -14,20 +14,18 @@ from hypothesis import strategies as st
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.router.backend import Backend
 from headrace.fleet.router.backends import Backends
-from headrace.fleet.router.choosing.checking import check_choices
-from headrace.fleet.router.choosing.chooser import Chooser
-from headrace.fleet.router.choosing.policies import Why
-from headrace.fleet.router.choosing.request import Request
-from headrace.fleet.router.choosing.ring import Ring
-from headrace.fleet.router.choosing.settings import (
+from headrace.fleet.router.chooser import Chooser, SessionAffinity
+from headrace.fleet.router.policies import ChoiceReason, HashRing, RequestView, make_policy
+from headrace.fleet.router.settings import (
+    ALIASES,
+    BackendAddress,
     CacheAwareSettings,
     HedgingSettings,
     PrefixHashSettings,
-    StickySettings,
+    RouterSettings,
+    SessionAffinitySettings,
+    check_settings,
 )
-from headrace.fleet.router.choosing.sticky import Sessions
-from headrace.fleet.router.policies import make_policy
-from headrace.fleet.router.settings import ALIASES, BackendAddress, RouterSettings
 from headrace.net.http.heads import RequestHead
 
 
@@ -42,13 +40,13 @@ def _chooser(policy: str, count: int = 4, **changes: Any) -> tuple[Chooser, Back
     return Chooser(settings, backends), backends
 
 
-def _request(body: Any, path: bytes = b"/v1/chat/completions") -> Request:
-    return Request(
+def _request(body: Any, path: bytes = b"/v1/chat/completions") -> RequestView:
+    return RequestView(
         RequestHead(b"POST", path, (), version="1.1"), body if isinstance(body, bytes) else orjson.dumps(body)
     )
 
 
-def _chat(system: str, user: str) -> Request:
+def _chat(system: str, user: str) -> RequestView:
     return _request({"messages": [{"role": "system", "content": system}, {"role": "user", "content": user}]})
 
 
@@ -93,7 +91,7 @@ def test_whatever_comes_has_a_prompt_and_may_have_a_session(body: Any) -> None:
     content = body if isinstance(body, bytes) else orjson.dumps(body)
     assert isinstance(_request(content).prompt, str)
     assert bool(_request(content).prompt) == bool(content)
-    assert isinstance(Sessions(StickySettings(body="a.a")).key(_request(content)), bytes)
+    assert isinstance(SessionAffinity(SessionAffinitySettings(body="a.a")).key(_request(content)), bytes)
 
 
 def test_prompts_that_begin_alike_go_to_one_backend_and_others_are_spread() -> None:
@@ -105,7 +103,7 @@ def test_prompts_that_begin_alike_go_to_one_backend_and_others_are_spread() -> N
             homes.setdefault(system, set()).add(chooser.pick(_chat(system, f"question {turn}")))
     assert all(len(each) == 1 for each in homes.values())
     assert Counter(next(iter(each)) for each in homes.values()) == dict.fromkeys(backends.all, 2)
-    assert _why(chooser) == {Why.MISS: 8, Why.HIT: 152}
+    assert _why(chooser) == {ChoiceReason.MISS: 8, ChoiceReason.HIT: 152}
 
 
 def test_new_prompts_are_spread_by_what_backends_have_seen_unless_one_is_clearly_busier() -> None:
@@ -137,7 +135,7 @@ def test_load_decides_when_one_has_far_too_much_to_do() -> None:
     assert chooser.pick(request) is home
     backends.begin(home)
     assert chooser.pick(request) is other
-    assert _why(chooser)[Why.IMBALANCE] == 1
+    assert _why(chooser)[ChoiceReason.IMBALANCE] == 1
     # Now both know it: the one with less to do gets it.
     backends.end(home, 0, 0.0)
     assert chooser.pick(request) is other
@@ -145,7 +143,7 @@ def test_load_decides_when_one_has_far_too_much_to_do() -> None:
     for _ in range(100):
         backends.begin(home)
         backends.begin(other)
-    assert _why(chooser)[Why.IMBALANCE] == 1
+    assert _why(chooser)[ChoiceReason.IMBALANCE] == 1
 
 
 def test_without_a_prompt_the_least_busy_gets_it() -> None:
@@ -153,7 +151,7 @@ def test_without_a_prompt_the_least_busy_gets_it() -> None:
         chooser, backends = _chooser(policy, 2)
         backends.begin(backends.all[0])
         assert chooser.pick(_request(b"")) is backends.all[1]
-        assert _why(chooser) == {Why.NO_PROMPT: 1}
+        assert _why(chooser) == {ChoiceReason.NO_PROMPT: 1}
 
 
 def test_one_that_is_down_is_left_out_and_finds_its_prompts_again() -> None:
@@ -175,10 +173,10 @@ def test_backends_that_have_gone_are_forgotten() -> None:
         chooser.pick(_chat(f"{number} " * 100, "x"))
     gone = backends.all[0]
     tree = chooser.policy.tree  # type: ignore[union-attr]
-    chooser.keep(0.0)
+    chooser.tick(0.0)
     assert tree.size(gone) > 0
-    backends.change([backends.all[1].address], 1.0)
-    chooser.keep(1.0)
+    backends.set_addresses([backends.all[1].address], 1.0)
+    chooser.tick(1.0)
     assert tree.size(gone) == 0
     assert {name for name, _ in chooser.counts} == {"http://b1:80"}
 
@@ -205,12 +203,12 @@ def test_a_hash_is_overruled_by_too_much_to_do() -> None:
         given[backend] += 1
         most = 1.25 * sum(given.values()) / 4
         assert backend.outstanding <= most + 1
-    assert _why(chooser)[Why.OVERFLOW] > 200
+    assert _why(chooser)[ChoiceReason.OVERFLOW] > 200
 
 
 def test_few_keys_move_when_a_backend_goes_and_none_between_the_others() -> None:
     _, backends = _chooser("p2c", 5)
-    before, after = Ring(backends.all), Ring(backends.all[1:])
+    before, after = HashRing(backends.all), HashRing(backends.all[1:])
     for number in range(500):
         key = f"key {number}".encode()
         home = next(iter(before.walk(key)))
@@ -222,22 +220,27 @@ def test_few_keys_move_when_a_backend_goes_and_none_between_the_others() -> None
 def test_a_ring_follows_weights() -> None:
     addresses = tuple(BackendAddress.parse(f"http://b{n}:80,weight={n + 1}") for n in range(3))
     backends = Backends(RouterSettings(addresses))
-    ring = Ring(backends.all)
+    ring = HashRing(backends.all)
     homes = Counter(next(iter(ring.walk(f"{number}".encode()))).name for number in range(6000))
     shares = [homes[each.name] / 6000 for each in backends.all]
     assert all(abs(share - wanted) < 0.1 for share, wanted in zip(shares, (1 / 6, 2 / 6, 3 / 6), strict=True))
 
 
 @pytest.mark.parametrize(
-    "sticky", [StickySettings(header="X-Session"), StickySettings(cookie="sid"), StickySettings(body="parameters.id")]
+    "sticky",
+    [
+        SessionAffinitySettings(header="X-Session"),
+        SessionAffinitySettings(cookie="sid"),
+        SessionAffinitySettings(body="parameters.id"),
+    ],
 )
-def test_a_session_stays_where_it_is_while_that_is_there(sticky: StickySettings) -> None:
+def test_a_session_stays_where_it_is_while_that_is_there(sticky: SessionAffinitySettings) -> None:
     chooser, backends = _chooser("round-robin", 4, sticky=sticky)
 
-    def request(key: str) -> Request:
+    def request(key: str) -> RequestView:
         fields = [(b"x-session", key.encode()), (b"cookie", b"a=b; sid=" + key.encode())]
         body = orjson.dumps({"parameters": {"id": key}})
-        return Request(RequestHead(b"POST", b"/", fields, version="1.1"), body)
+        return RequestView(RequestHead(b"POST", b"/", fields, version="1.1"), body)
 
     homes = {key: chooser.pick(request(key)) for key in map(str, range(50))}
     assert len(set(homes.values())) == 4
@@ -250,10 +253,10 @@ def test_a_session_stays_where_it_is_while_that_is_there(sticky: StickySettings)
     for _ in range(2):
         backends.checked(gone, True, 2.0)
     assert all(chooser.pick(request(key)) is home for key, home in homes.items())
-    assert _why(chooser).keys() == {Why.STICKY, Why.MOVED}
+    assert _why(chooser).keys() == {ChoiceReason.STICKY, ChoiceReason.MOVED}
     # Without a key the policy decides.
-    assert chooser.pick(Request(RequestHead(b"GET", b"/", (), version="1.1"))) is not None
-    assert _why(chooser)[Why.POLICY] == 1
+    assert chooser.pick(RequestView(RequestHead(b"GET", b"/", (), version="1.1"))) is not None
+    assert _why(chooser)[ChoiceReason.POLICY] == 1
 
 
 def test_those_that_are_full_are_left_out() -> None:
@@ -285,11 +288,11 @@ def test_by_chance_is_by_weight() -> None:
         ({"prefix_hash": PrefixHashSettings(characters=0)}, "characters"),
         ({"prefix_hash": PrefixHashSettings(load_factor=0.5)}, "load_factor"),
         ({"hedging": HedgingSettings(percentile=95)}, "percentile"),
-        ({"sticky": StickySettings(cookie="a", header="b")}, "one of them"),
-        ({"sticky": StickySettings(cookie="a;b")}, "sticky.cookie"),
-        ({"sticky": StickySettings(header="a b")}, "sticky.header"),
+        ({"sticky": SessionAffinitySettings(cookie="a", header="b")}, "one of cookie"),
+        ({"sticky": SessionAffinitySettings(cookie="a;b")}, "sticky.cookie"),
+        ({"sticky": SessionAffinitySettings(header="a b")}, "sticky.header"),
     ],
 )
 def test_settings_that_cannot_be_meant(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
-        check_choices(_settings("p2c", **changes))
+        check_settings(_settings("p2c", **changes))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At most so many requests for each backend, and a line for the others."""
+"""`max_outstanding` requests per backend, and a queue for the others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import threading
 
 from routing import Answer, Routing, ask, routing
 
-from headrace.fleet.router.choosing.limits import LimitedBackends
-from headrace.fleet.router.choosing.settings import QueueSettings
+from headrace.fleet.router.backends import LimitedBackends
+from headrace.fleet.router.settings import QueueSettings
 from support.serving import EchoHandlers, Serving, echo_site, serving
 from support.waiting import eventually
 
@@ -18,7 +18,7 @@ from support.waiting import eventually
 def _line(router: Routing) -> int:
     backends = router.proxy.backends
     assert isinstance(backends, LimitedBackends)
-    return backends.line.length
+    return backends.queue.length
 
 
 class _Clients:
@@ -54,7 +54,7 @@ def test_more_than_a_backend_may_have_wait_in_order() -> None:
             assert len(handlers.held) == 2 and _line(router) == 3
             assert b"headrace_router_queued_requests 3" in ask(router.port, "GET", "/router/metrics").body
             told = json.loads(ask(router.port, "POST", "/router/explain", b'{"path": "/hello"}').body)
-            assert told["backend"] is None and "it would wait" in told["because"]
+            assert told["backend"] is None and "the request would be queued" in told["because"]
             order = []
             for left in (2, 1, 0, 0, 0):
                 eventually(lambda: handlers.held)  # one that left the line may still be on its way
@@ -121,7 +121,7 @@ def test_a_new_backend_takes_what_waits() -> None:
             from headrace.fleet.router.settings import BackendAddress
 
             urls = [f"http://127.0.0.1:{each.port}" for each in (one, two)]
-            router.server.call(router.proxy._change, [BackendAddress.parse(url) for url in urls])
+            router.server.call(router.proxy._set_addresses, [BackendAddress.parse(url) for url in urls])
             waiting.join(60)
             assert answers[0].body == b"hello"
             _let_go(one, handlers)

@@ -9,7 +9,7 @@ from os.path import commonprefix
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.fleet.router.choosing.tree import NODE_COST, Node, PrefixTree
+from headrace.fleet.router.prefix_tree import NODE_COST, Node, PrefixTree
 
 _TEXTS = st.text("ab", max_size=12) | st.text("abc", min_size=5, max_size=40)
 _USERS = st.sampled_from("xyz")
@@ -23,15 +23,15 @@ def _checked(tree: PrefixTree[str]) -> None:
     def look(node: Node[str], above: set[str] | None) -> None:
         for first, child in node.children.items():
             assert child.edge[0] == first and child.parent is node
-            assert child.users, "a node that nobody has is gone"
-            assert above is None or child.users <= above
-            for user in child.users:
+            assert child.owners, "a node that nobody has is gone"
+            assert above is None or child.owners <= above
+            for user in child.owners:
                 sizes[user] += len(child.edge) + NODE_COST
-            look(child, child.users)
+            look(child, child.owners)
 
     look(tree._root, None)
     for user in "xyz":
-        assert tree.size(user) == sizes[user] <= tree.most
+        assert tree.size(user) == sizes[user] <= tree.limit
 
 
 def _most_in_common(text: str, seen: list[str]) -> int:
@@ -73,7 +73,7 @@ def test_who_is_forgotten_has_nothing_and_the_others_keep_theirs(uses: list[tupl
         tree.add(text, user)
         if user != gone:
             others.add(text, user)
-    tree.forget(gone)
+    tree.remove(gone)
     _checked(tree)
     assert tree.size(gone) == 0
     for text, _ in uses:

@@ -19,13 +19,9 @@ from routing import NO_CHECKS, Answer, ask, routing
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.router.backend import Outcome
 from headrace.fleet.router.backends import Backends
-from headrace.fleet.router.discovery.discoverer import Discoverer
-from headrace.fleet.router.discovery.files import FileSource, read_backends
-from headrace.fleet.router.discovery.names import NameSource
-from headrace.fleet.router.discovery.pods import connect_pods
-from headrace.fleet.router.discovery.settings import DiscoverySettings
+from headrace.fleet.router.discovery import Discoverer, DnsSource, FileSource, connect_pods, read_backends
 from headrace.fleet.router.policies import SmoothWeighted
-from headrace.fleet.router.settings import BackendAddress, HealthSettings, RouterSettings
+from headrace.fleet.router.settings import BackendAddress, DiscoverySettings, HealthSettings, RouterSettings
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
 from headrace.net.http.routes import Routes
@@ -92,7 +88,7 @@ def test_one_that_goes_answers_what_it_has_and_gets_no_more(tmp_path: Path) -> N
             _put(path, yaml.safe_dump([_url(two.port)]))
             backends = router.proxy.backends
             eventually(lambda: [each.name for each in backends.all] == [_url(two.port)])
-            old = backends.leaving[0]
+            old = backends.draining[0]
             status = json.loads(ask(router.port, "GET", "/router/status").body)
             assert status["leaving"] == [{"url": _url(one.port), "outstanding": 1}]
             for _ in range(5):
@@ -101,9 +97,9 @@ def test_one_that_goes_answers_what_it_has_and_gets_no_more(tmp_path: Path) -> N
             one.call(lambda: handlers.echo(handlers.held[0]))
             waiting.join(60)
             assert answers[0].body == b"x"
-            eventually(lambda: not backends.leaving)
+            eventually(lambda: not backends.draining)
             assert old not in router.proxy.pools
-            assert backends.departed_requests == 1
+            assert backends.removed_requests == 1
             assert _url(one.port).encode() not in ask(router.port, "GET", "/router/metrics").body
 
 
@@ -145,7 +141,7 @@ def test_nothing_is_lost_while_they_come_and_go(tmp_path: Path) -> None:
 def test_a_new_one_waits_for_its_first_check_and_starts_slowly() -> None:
     settings = RouterSettings(tuple(_addresses("http://a:1")), slow_start_seconds=10.0)
     backends = Backends(settings)
-    backends.change(_addresses("http://a:1", "http://b:1"), 5.0)
+    backends.set_addresses(_addresses("http://a:1", "http://b:1"), 5.0)
     first, new = backends.all
     assert backends.live == [first] and new.state == "down"
     backends.checked(new, True, 6.0)
@@ -154,29 +150,29 @@ def test_a_new_one_waits_for_its_first_check_and_starts_slowly() -> None:
     assert new.share == 1.0
     # Without checks it gets requests at once.
     backends = Backends(RouterSettings(tuple(_addresses("http://a:1")), health=NO_CHECKS))
-    backends.change(_addresses("http://b:1"), 5.0)
+    backends.set_addresses(_addresses("http://b:1"), 5.0)
     assert [each.name for each in backends.live] == ["http://b:1"]
 
 
 def test_one_that_comes_back_while_it_drains_is_another() -> None:
     backends = Backends(RouterSettings(tuple(_addresses("http://a:1")), health=NO_CHECKS))
     left: list[Any] = []
-    backends.left.append(left.append)
+    backends.on_removed.append(left.append)
     old = backends.all[0]
     backends.begin(old)
-    backends.change([], 1.0)
-    assert backends.pick() is None and backends.leaving == [old]
-    backends.change(_addresses("http://a:1,weight=2"), 2.0)
+    backends.set_addresses([], 1.0)
+    assert backends.pick() is None and backends.draining == [old]
+    backends.set_addresses(_addresses("http://a:1,weight=2"), 2.0)
     assert backends.pick() is not old and not left
     backends.end(old, Outcome.OK, 3.0)
     backends.tick(3.0)
-    assert left == [old] and not backends.leaving
+    assert left == [old] and not backends.draining
 
 
 def test_those_that_come_and_go_for_ever_leave_nothing_behind() -> None:
     backends = Backends(RouterSettings((), policy="weighted", health=NO_CHECKS))
     for number in range(200):
-        backends.change(_addresses(f"http://a{number}:1", f"http://a{number + 1}:1,weight=3"), float(number))
+        backends.set_addresses(_addresses(f"http://a{number}:1", f"http://a{number + 1}:1,weight=3"), float(number))
         for _ in range(4):
             backend = backends.pick()
             assert backend is not None
@@ -184,7 +180,7 @@ def test_those_that_come_and_go_for_ever_leave_nothing_behind() -> None:
             backends.end(backend, Outcome.OK, float(number))
     policy = backends.policy
     assert isinstance(policy, SmoothWeighted) and len(policy._credit) == 2
-    assert backends.departed_requests + sum(each.stats.requests for each in backends.all) == 800
+    assert backends.removed_requests + sum(each.stats.requests for each in backends.all) == 800
 
 
 def test_with_checks_a_new_one_that_is_not_there_gets_nothing(tmp_path: Path) -> None:
@@ -205,7 +201,7 @@ def _follow(source: Any, count: int) -> list[Any]:
     async def run() -> list[Any]:
         told: list[Any] = []
         async with asyncio.timeout(30):
-            async for each in source.follow():
+            async for each in source.watch():
                 told.append(each)
                 if len(told) == count:
                     return told
@@ -224,7 +220,7 @@ def test_a_name_has_a_backend_for_each_address() -> None:
             raise answer
         return list(answer)
 
-    told = _follow(NameSource("engine:8080,weight=2", 0.001, resolve), 3)
+    told = _follow(DnsSource("engine:8080,weight=2", 0.001, resolve), 3)
     assert [each.url for each in told[0]] == ["http://10.0.0.1:8080", "http://10.0.0.2:8080"]
     assert {(each.host, each.grpc_host, each.weight) for each in told[0]} == {
         ("10.0.0.1", "10.0.0.1", 2.0),
@@ -233,7 +229,7 @@ def test_a_name_has_a_backend_for_each_address() -> None:
     assert isinstance(told[1], InvalidArgument)
     assert [each.url for each in told[2]] == ["http://10.0.0.2:8080", "http://[fd00::1]:8080"]
     with pytest.raises(InvalidArgument, match="only http"):
-        NameSource("https://engine", 1.0)
+        DnsSource("https://engine", 1.0)
 
 
 def test_the_systems_resolver_is_asked() -> None:
@@ -284,7 +280,7 @@ def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
 
         async def look(namespace: str, port: int, role: str = "") -> Any:
             source = connect_pods("app=chat", namespace, port, 0.01, str(config), role=role)
-            follow = source.follow()
+            follow = source.watch()
             try:
                 return await anext(follow)
             finally:
@@ -303,7 +299,7 @@ def test_what_a_source_said_last_counts_while_it_cannot_be_read() -> None:
         def __str__(self) -> str:
             return "a test"
 
-        async def follow(self) -> AsyncIterator[Sequence[BackendAddress] | InvalidArgument]:
+        async def watch(self) -> AsyncIterator[Sequence[BackendAddress] | InvalidArgument]:
             yield _addresses("http://b:1")
             yield InvalidArgument("gone")
             yield _addresses("http://b:1", "http://a:1,weight=9")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from routing import ask, routing
 
-from headrace.fleet.router.discovery.settings import DiscoverySettings
+from headrace.fleet.router.settings import DiscoverySettings
 from support.serving import echo_site, serving
 from support.waiting import eventually
 

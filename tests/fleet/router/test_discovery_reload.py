@@ -91,14 +91,14 @@ def test_settings_change_while_it_runs(tmp_path: Path) -> None:
         assert _status(port)["policy"] == "cache_aware"
         # What cannot change is named; the rest counts.
         _put(config, {"backends": urls[1:], "port": 9, "keep_host": False, "health": health})
-        line = eventually(lambda: next((line for line in router.said if "need a new start" in line), None))
+        line = eventually(lambda: next((line for line in router.said if "need a restart" in line), None))
         assert "keep_host" in line and "address" not in line, "the port is given by an option, which counts for more"
         eventually(lambda: [each["url"] for each in _status(port)["backends"]] == urls[1:])
         eventually(lambda: _status(port)["policy"] == "p2c")
         # A signal has them read as well.
-        before = sum("read anew" in line for line in router.said)
+        before = sum("Settings reloaded" in line for line in router.said)
         router.send(signal.SIGHUP)
-        eventually(lambda: sum("read anew" in line for line in router.said) > before)
+        eventually(lambda: sum("Settings reloaded" in line for line in router.said) > before)
         assert ask(port, "GET", "/hello").body == b"hello"
 
     with serving(echo_site()) as one, serving(echo_site()) as two:

@@ -10,8 +10,8 @@ import pytest
 from routing import Routing, ask, routing
 
 from headrace.core.errors import InvalidArgument
-from headrace.fleet.router.choosing.settings import StickySettings
-from headrace.fleet.router.explaining import read_question
+from headrace.fleet.router.settings import SessionAffinitySettings
+from headrace.fleet.router.status import parse_explain_request
 from support.serving import echo_site, serving
 
 _PROMPT = {"prompt": "how does a turbine work? " * 8}
@@ -55,7 +55,7 @@ def test_a_prompt_is_explained_by_who_knows_it() -> None:
 
 def test_a_session_is_explained_by_its_order() -> None:
     with serving(echo_site()) as one, serving(echo_site()) as two:
-        with routing(one.port, two.port, sticky=StickySettings(header="x-session")) as router:
+        with routing(one.port, two.port, sticky=SessionAffinitySettings(header="x-session")) as router:
             told = _explain(router, path="/hello", headers={"X-Session": "abc"})
             assert told["why"] == "sticky" and told["details"]["session_order"][0] == told["backend"]
             assert len(told["details"]["session_order"]) == 2
@@ -88,8 +88,8 @@ def test_without_anybody_it_says_why() -> None:
 )
 def test_questions_that_are_none(bad: bytes) -> None:
     with pytest.raises(InvalidArgument):
-        read_question(bad)
+        parse_explain_request(bad)
 
 
 def test_bytes_come_as_they_are() -> None:
-    assert bytes(read_question(b'{"body_base64": "AP8="}').body) == b"\x00\xff"
+    assert bytes(parse_explain_request(b'{"body_base64": "AP8="}').body) == b"\x00\xff"

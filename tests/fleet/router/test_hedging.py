@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second backend is asked when the first is slow; the quicker one answers, the other is dropped."""
+"""Hedging: a slow request goes to a second backend; the first response is used, the other attempt is cancelled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from collections.abc import Callable
 import pytest
 from routing import Rough, Routing, ask, rough, routing
 
-from headrace.fleet.router.choosing.hedging import Hedger
-from headrace.fleet.router.choosing.settings import HedgingSettings
-from headrace.fleet.router.settings import RetrySettings
+from headrace.fleet.router.hedging import Hedger
+from headrace.fleet.router.settings import HedgingSettings, RetrySettings
 from headrace.net.http.heads import RequestHead
 from support.serving import echo_site, serving
 from support.waiting import eventually
@@ -182,12 +181,12 @@ def test_there_is_a_budget() -> None:
 def test_without_budget_the_slow_one_is_waited_for() -> None:
     with rough(_answers_late) as slow, serving(echo_site()) as quick:
         with routing(slow.port, quick.port, policy="least", hedging=_SOON) as router:
-            hedger = router.proxy._forwarder.hedger
+            hedger = router.proxy.hedger
             assert hedger is not None
-            hedger.budget.renew(RetrySettings(budget=0.0, reserve=0))
+            hedger.budget.update(RetrySettings(budget=0.0, reserve=0))
             _slow_first(router, slow.port)
             assert router.get("/hello").body == b"late"
-            assert (hedger.asked, hedger.budget.refused) == (0, 1)
+            assert (hedger.hedged, hedger.budget.refused) == (0, 1)
 
 
 def test_the_delay_follows_a_percentile() -> None:
@@ -211,8 +210,8 @@ def test_the_delay_follows_a_percentile() -> None:
 )
 def test_what_is_safe(method: bytes, path: bytes, plain: bool, inference: bool) -> None:
     head = RequestHead(method, path, (), version="1.1")
-    assert Hedger(HedgingSettings(after_seconds=1)).may(head) is plain
-    assert Hedger(HedgingSettings(after_seconds=1, inference=True)).may(head) is inference
+    assert Hedger(HedgingSettings(after_seconds=1)).may_hedge(head) is plain
+    assert Hedger(HedgingSettings(after_seconds=1, inference=True)).may_hedge(head) is inference
 
 
 def _answer_after(seconds: float, text: bytes) -> Callable[[socket.socket, Rough], None]:

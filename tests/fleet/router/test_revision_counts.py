@@ -11,7 +11,7 @@ import pytest
 from routing import Rough, routing
 
 from headrace.core.errors import InvalidArgument
-from headrace.fleet.router.discovery.files import read_backends
+from headrace.fleet.router.discovery import read_backends
 from headrace.fleet.router.settings import BackendAddress
 from support.ports import free_port
 from support.serving import echo_site, serving
@@ -49,10 +49,10 @@ def test_requests_and_errors_are_counted_by_revision_and_stay_when_a_backend_goe
             assert len(found["bounds"]) + 1 == len(found["counts"]["old"]["times"])
             # 500 is an error, but nothing that speaks against its health.
             stats = router.proxy.backends.all[2].stats
-            assert (stats.erred, stats.failed, stats.refused, stats.well) == (10, 0, 0, 10)
+            assert (stats.erred, stats.failed, stats.refused, stats.healthy) == (10, 0, 0, 10)
             assert router.proxy.backends.all[2].state == "up"
             addresses = [BackendAddress.parse(each) for each in texts]
-            router.server.call(lambda: router.proxy.backends.change(addresses, 0.0))
+            router.server.call(lambda: router.proxy.backends.set_addresses(addresses, 0.0))
             assert told(router)["counts"]["new"]["errors"] == 10
             metrics = router.get("/router/metrics").body.decode()
     assert 'headrace_router_revision_requests_total{revision="new",outcome="error"} 10' in metrics

@@ -9,42 +9,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.fleet.router.answers import Answers, chunk_begins
 from headrace.fleet.router.backends import Backends
-from headrace.fleet.router.pools import CoarseClock, Pool
+from headrace.fleet.router.responses import UpstreamHeadParser, chunk_data_start
 from headrace.fleet.router.settings import BackendAddress, RouterSettings
-from headrace.fleet.router.upstream import Upstream
+from headrace.fleet.router.upstream import CoarseClock, ConnectionPool, UpstreamConnection
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 class Recorder:
-    """A customer that keeps what it is told."""
+    """A handler that records what it receives."""
 
-    plain, sending, silent, upgrade = True, False, False, False
+    fast_path, sending, is_head, upgrade = True, False, False, False
 
     def __init__(self) -> None:
         self.text, self.chunks = b"", 0
         self.ended, self.why = False, ""
 
-    def answered(self, head: Any, body: Any) -> None:
+    def response_received(self, head: Any, body: Any) -> None:
         self.text, self.ended = self.text + bytes(body), True
 
-    def answer_begun(self, head: Any, length: int) -> None:
+    def response_started(self, head: Any, length: int) -> None:
         assert length == -1
 
-    def answer_piece(self, data: Any) -> bool:
+    def response_data(self, data: Any) -> bool:
         self.text += bytes(data)
         return True
 
-    def answer_chunk(self, data: bytes, begin: int) -> bool:
+    def response_chunk(self, data: bytes, begin: int) -> bool:
         self.chunks += 1
-        return self.answer_piece(data[begin:-2])
+        return self.response_data(data[begin:-2])
 
-    def answer_ended(self) -> None:
+    def response_ended(self) -> None:
         self.ended = True
 
-    def failed(self, why: str, *, untouched: bool = False, late: bool = False) -> None:
+    def response_failed(self, why: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
         self.why = why
 
 
@@ -56,17 +55,17 @@ class Transport:
 
 
 def heard(*pieces: bytes) -> Recorder:
-    """What a customer is told if these come one after the other."""
+    """What a handler receives if these come one after the other."""
     settings = RouterSettings((BackendAddress.parse("http://127.0.0.1:1"),))
-    pool = Pool(Backends(settings).all[0], settings, Answers(), CoarseClock())
-    connection = Upstream(pool)
+    pool = ConnectionPool(Backends(settings).all[0], settings, UpstreamHeadParser(), CoarseClock())
+    connection = UpstreamConnection(pool)
     connection.transport = Transport()  # type: ignore[assignment]
-    customer = Recorder()
-    connection.customer = customer  # type: ignore[assignment]
+    handler = Recorder()
+    connection.handler = handler  # type: ignore[assignment]
     for piece in pieces:
-        if piece and connection.customer is not None:
+        if piece and connection.handler is not None:
             connection.data_received(piece)
-    return customer
+    return handler
 
 
 def chunk(text: bytes, form: bytes = b"%x") -> bytes:
@@ -97,14 +96,14 @@ def test_the_text_is_the_same_however_it_is_cut(texts: list[bytes], cuts: list[i
 @pytest.mark.parametrize("size", [b"0x3", b"+3", b" 3", b"0_3", b"-3", b"3\n", b"g", b""])
 def test_what_is_no_size_is_refused_at_every_chunk(size: bytes) -> None:
     bad = size + b"\r\nabc\r\n"
-    assert chunk_begins(bad) == 0
+    assert chunk_data_start(bad) == 0
     told = heard(HEAD, chunk(b"abc"), bad, b"0\r\n\r\n")
     assert told.text == b"abc"
     assert told.why
 
 
 def test_a_chunk_longer_or_shorter_than_it_says_does_not_pass_whole() -> None:
-    assert chunk_begins(b"3\r\nabc\r\n") == 3
+    assert chunk_data_start(b"3\r\nabc\r\n") == 3
     for data in (
         b"3\r\nabcd\r\n",
         b"3\r\nab\r\n",
@@ -113,4 +112,4 @@ def test_a_chunk_longer_or_shorter_than_it_says_does_not_pass_whole() -> None:
         b"0\r\n\r\n",
         b"3\nabcd\r\n",
     ):
-        assert chunk_begins(data) == 0
+        assert chunk_data_start(data) == 0

@@ -102,7 +102,7 @@ def test_http_and_grpc_on_one_port_before_real_servers() -> None:
         (("--backend", "gopher://x"), "only http and https"),
         (("--backend", "http://a:1", "--backend", "http://a:1"), "named twice"),
         (("--backend", "http://a:1", "--policy", "best"), "round-robin"),
-        (("--backend", "http://a:1", "--health-path", "no-slash"), "begins with /"),
+        (("--backend", "http://a:1", "--health-path", "no-slash"), "starts with /"),
         (("--backend", "http://a:1", "--config", "/nowhere/router.yaml"), "No such file"),
         (("--backend", "http://a:1", "--tls-key", "k.pem"), "both"),
         (("--backend", "http://a:1", "--connect-timeout", "inf"), "is a number"),
@@ -145,7 +145,7 @@ def test_a_file_and_options(tmp_path: Path) -> None:
         ("policy: a\npolicy: b\n", "router.yaml:2: policy is set twice"),
         ("- a\n", "router.yaml:1: names and values"),
         ("policy: [\n", "router.yaml:2: this is not YAML"),
-        ("policy: !!python/object:os.system {}\n", "policy is a text"),
+        ("policy: !!python/object:os.system {}\n", "policy is a string"),
     ],
 )
 def test_mistakes_in_the_file_are_told_with_their_line(text: str, says: str, tmp_path: Path) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from headrace.fleet.router.answers import AnswerHead, Answers
 from headrace.fleet.router.backends import Backends
-from headrace.fleet.router.pools import CoarseClock, Pool
+from headrace.fleet.router.responses import UpstreamHead, UpstreamHeadParser
 from headrace.fleet.router.settings import BackendAddress, RouterSettings
-from headrace.fleet.router.upstream import Upstream
-from headrace.net.http.exchange import Buffer
+from headrace.fleet.router.upstream import CoarseClock, ConnectionPool, UpstreamConnection
+from headrace.net.http.heads import Buffer
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 KNOWN = HEAD + b"ok"
@@ -34,17 +33,17 @@ class _Transport(asyncio.Transport):
         self.aborted = True
 
 
-class _Customer:
-    """One who only wants whole answers."""
+class _Handler:
+    """A handler that only takes whole responses."""
 
     upgrade = sending = False
 
     def __init__(self, *, silent: bool = False) -> None:
-        self.silent = silent
-        self.plain = not silent
+        self.is_head = silent
+        self.fast_path = not silent
         self.bodies: list[bytes] = []
 
-    def answered(self, head: AnswerHead, body: Buffer) -> None:
+    def response_received(self, head: UpstreamHead, body: Buffer) -> None:
         self.bodies.append(bytes(body))
 
     def __getattr__(self, name: str) -> Any:
@@ -56,19 +55,19 @@ class _Line:
 
     def __init__(self) -> None:
         settings = RouterSettings((BackendAddress.parse("http://127.0.0.1:9"),))
-        self.pool = Pool(Backends(settings).all[0], settings, Answers(), CoarseClock())
+        self.pool = ConnectionPool(Backends(settings).all[0], settings, UpstreamHeadParser(), CoarseClock())
         self.transport = _Transport()
-        self._connection = Upstream(self.pool)
+        self._connection = UpstreamConnection(self.pool)
         self._connection.connection_made(self.transport)
-        self.pool.give_back(self._connection)
+        self.pool.release(self._connection)
 
     def ask(self, *pieces: bytes, silent: bool = False) -> list[bytes]:
         """Send a request and have it answered so; the bodies of the answers that were read."""
-        customer = _Customer(silent=silent)
-        assert self.pool.send(customer, b"") is self._connection
+        handler = _Handler(silent=silent)
+        assert self.pool.send(handler, b"") is self._connection
         for piece in pieces:
             self._connection.data_received(piece)
-        return customer.bodies
+        return handler.bodies
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_the_502_names_the_backend_and_leaks_nothing_else() -> None:
     with rough(answering(BAD_ANSWERS["garbage"])) as backend, routing(backend.port) as router:
         answer = router.get("/hello")
         text = json.loads(answer.body)["error"]
-        assert text.startswith(f"the backend http://127.0.0.1:{backend.port} sent an answer")
+        assert text.startswith(f"the backend http://127.0.0.1:{backend.port} sent a response")
         assert "Traceback" not in text
 
 

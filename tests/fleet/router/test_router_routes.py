@@ -7,7 +7,7 @@ import gc
 
 from routing import routing
 
-from headrace.fleet.router.flows import Flow
+from headrace.fleet.router.proxied_request import ProxiedRequest
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.routes import Routes
 from support.serving import echo_site, serving
@@ -44,7 +44,7 @@ def test_the_fallback_takes_what_no_other_route_takes() -> None:
 
 
 def test_requests_leave_nothing_for_the_collector() -> None:
-    """A flow and its exchange know each other; they part by themselves, however the request ends."""
+    """A request and its exchange refer to each other; the cycle is broken however the request ends."""
     with serving(echo_site()) as server, routing(server.port) as router:
         gc.collect()
         gc.disable()
@@ -55,7 +55,7 @@ def test_requests_leave_nothing_for_the_collector() -> None:
                 assert router.get("/upload", "POST", bytes(100_000)).status == 200
                 assert router.get("/big/300000").status == 200
                 assert router.get("/stream/3", "HEAD").status == 200
-            left = router.server.call(lambda: sum(issubclass(type(each), Flow) for each in gc.get_objects()))
+            left = router.server.call(lambda: sum(issubclass(type(each), ProxiedRequest) for each in gc.get_objects()))
         finally:
             gc.enable()
         assert left == 0

@@ -12,7 +12,7 @@ import pytest
 from routing import Rough, Routing, raw, rough, routing
 
 from headrace.core.errors import InvalidArgument
-from headrace.fleet.router.requests import plan_of
+from headrace.fleet.router.requests import plan_request
 from headrace.fleet.router.settings import RouterSettings
 from headrace.net.http.heads import RequestHead
 
@@ -142,7 +142,7 @@ def _one(router: Routing, data: bytes) -> bytes:
 )
 def test_line_breaks_end_here_even_if_the_wire_let_them_through(head: RequestHead) -> None:
     with pytest.raises(InvalidArgument):
-        plan_of(head, RouterSettings(()))
+        plan_request(head, RouterSettings(()))
 
 
 def test_addresses_that_could_be_anything_are_not_passed_on() -> None:
@@ -152,11 +152,11 @@ def test_addresses_that_could_be_anything_are_not_passed_on() -> None:
         (b"x-forwarded-for", b"<script>"),
         (b"x-forwarded-for", b","),
     ]
-    plan = plan_of(RequestHead(b"GET", b"/", fields, version="1.1"), RouterSettings(()))
+    plan = plan_request(RequestHead(b"GET", b"/", fields, version="1.1"), RouterSettings(()))
     assert plan.whole.endswith(b"\r\nx-forwarded-for: 1.2.3.4, ")
 
 
 def test_a_circle_of_routers_ends() -> None:
     fields = [(b"host", b"h"), *[(b"via", b"1.1 headrace-router")] * 8]
-    with pytest.raises(Exception, match="circle"):
-        plan_of(RequestHead(b"GET", b"/", fields, version="1.1"), RouterSettings(()))
+    with pytest.raises(Exception, match="loop"):
+        plan_request(RequestHead(b"GET", b"/", fields, version="1.1"), RouterSettings(()))

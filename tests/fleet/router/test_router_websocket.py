@@ -18,7 +18,7 @@ from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_PLAIN
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
-from headrace.net.websocket.accept import accept
+from headrace.net.websocket.handshake import accept
 from support.serving import Serving, serving
 from support.waiting import eventually
 

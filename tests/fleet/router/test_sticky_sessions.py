@@ -8,7 +8,7 @@ from typing import Any
 
 from routing import Routing, ask, routing
 
-from headrace.fleet.router.choosing.settings import StickySettings
+from headrace.fleet.router.settings import SessionAffinitySettings
 from support.serving import echo_site, serving
 
 
@@ -18,7 +18,7 @@ def _given(router: Routing) -> list[int]:
 
 def test_a_client_without_a_cookie_is_given_one_and_stays() -> None:
     with serving(echo_site()) as one, serving(echo_site()) as two:
-        with routing(one.port, two.port, policy="round-robin", sticky=StickySettings(cookie="hr")) as router:
+        with routing(one.port, two.port, policy="round-robin", sticky=SessionAffinitySettings(cookie="hr")) as router:
             homes: Counter[int] = Counter()
             for _ in range(12):
                 first = router.get("/hello")
@@ -39,7 +39,7 @@ def test_a_client_without_a_cookie_is_given_one_and_stays() -> None:
 
 def test_a_session_moves_when_its_backend_dies_and_nothing_is_lost() -> None:
     with serving(echo_site()) as one, serving(echo_site()) as two:
-        with routing(one.port, two.port, sticky=StickySettings(header="x-session")) as router:
+        with routing(one.port, two.port, sticky=SessionAffinitySettings(header="x-session")) as router:
             keys = [str(number) for number in range(20)]
             for key in keys:
                 assert router.get("/hello", x_session=key).body == b"hello"
@@ -55,7 +55,7 @@ def test_a_session_moves_when_its_backend_dies_and_nothing_is_lost() -> None:
 
 def test_a_long_body_goes_by_its_head() -> None:
     with serving(echo_site()) as one, serving(echo_site()) as two:
-        changes: dict[str, Any] = {"whole_bytes": 1000, "sticky": StickySettings(header="x-session")}
+        changes: dict[str, Any] = {"whole_bytes": 1000, "sticky": SessionAffinitySettings(header="x-session")}
         with routing(one.port, two.port, **changes) as router:
             body = b"x" * 5000
             for _ in range(4):

@@ -17,17 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.api.access.logins import Access, open_access
+from headrace.api.access.authenticator import Access, open_access
 from headrace.api.access.users import KeyHasher
 from headrace.core.clock import SystemClock
 from headrace.core.errors import NotFound
 from headrace.core.limits import Limits
-from headrace.core.telemetry.registry import Registry
-from headrace.jobs.api.http import JobsHttp
-from headrace.jobs.api.settings import JobsApiSettings
+from headrace.core.telemetry.metrics import Registry
+from headrace.jobs.api.routes import JobsApi
 from headrace.jobs.records import Endpoint, Job, ServiceStatus
 from headrace.jobs.service import JobService
-from headrace.jobs.settings import JobSettings
+from headrace.jobs.settings import JobsApiSettings, JobSettings
 from headrace.jobs.store.store import Store
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
@@ -69,7 +68,7 @@ class StandInJobs:
         self._check(org, experiment_id, job_id)
         return Endpoint(job(), self.url if self.state == "running" else None, self.state, self.error)
 
-    def lost(self, job_id: str) -> None:
+    def drop_endpoint(self, job_id: str) -> None:
         self.lost_jobs.append(job_id)
 
     async def start(self, *words: Any) -> Job:
@@ -109,7 +108,7 @@ class Api:
     """A job API that runs."""
 
     def __init__(
-        self, server: Serving, http_: JobsHttp, access: Access, keys: Mapping[str, str], folder: Path, jobs: Any
+        self, server: Serving, http_: JobsApi, access: Access, keys: Mapping[str, str], folder: Path, jobs: Any
     ) -> None:
         self.jobs = jobs
         self.server = server
@@ -160,7 +159,7 @@ def job_api(jobs: Any, folder: Path, settings: JobsApiSettings | None = None) ->
         )
         for name, org, role in people:
             keys[name] = (await access.users.add(name, org, role))[1]
-        http_ = JobsHttp(real, access, Registry(SystemClock()), settings)
+        http_ = JobsApi(real, access, Registry(SystemClock()), settings)
         routes = Routes()
         http_.add_to(routes)
         http_.start()

@@ -81,7 +81,7 @@ def test_backup_and_restore_are_for_admins(api: Api, token: str) -> None:
         assert api.ask("POST", f"{V1}/workspaces/{here}:restore", {}, root).status == 400
         assert api.ask("POST", f"{V1}/workspaces/{here}:restore", {"backup_file_name": "none"}, root).status == 404
         got = api.ask("POST", "/api/v1/orgs/other/workspaces:restore", sent, root)
-        assert got.status == 409 and "no backup of this organisation" in got.json["error_desc"]
+        assert got.status == 409 and "not a backup of this organisation" in got.json["error_desc"]
         assert b"whispered" not in b"".join(bucket.objects.values())
     assert api.ask("POST", f"{V1}/workspaces:backup", {}, root).status == 400
     assert "whispered" not in (api.folder / "audit.jsonl").read_text()
@@ -94,6 +94,6 @@ def test_verbs_that_a_registered_model_has_not(api: Api, token: str, tmp_path: P
     for base in (f"{V1}/experiments/{experiment.id}/jobs", f"{V2}/jobs"):
         for verb in ("pause", "resume", "retry"):
             got = api.ask("POST", f"{base}/{job.id}:{verb}", token=token)
-            assert got.status == 409 and "of the action train cannot be" in got.json["error_desc"], got.body
+            assert got.status == 409 and "with action train cannot be" in got.json["error_desc"], got.body
             assert api.ask("POST", f"{base}/{NOBODY}:{verb}", token=token).status == 404
             assert api.ask("POST", f"{base}/{job.id}:{verb}", token=api.login("victor")).status == 403

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from job_api import EXPERIMENT, INFERENCE, JOB, ORG, V2_INFERENCE, Api, StandInJobs, job_api
 
-from headrace.jobs.api.settings import JobsApiSettings
+from headrace.jobs.settings import JobsApiSettings
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON, ResponseHead
 from headrace.net.http.routes import Routes
@@ -79,7 +79,7 @@ class Shared:
         jobs.__init__()  # type: ignore[misc]
         behind.__init__()  # type: ignore[misc]
         jobs.url = f"http://127.0.0.1:{server.port}"
-        api.server.call(api.http.reach.forget, JOB)
+        api.server.call(api.http.connections.close_job, JOB)
         yield self._all
 
 
@@ -223,7 +223,7 @@ def test_a_client_that_goes_takes_its_request_along(shared: Shared) -> None:
             sock.sendall(head.encode())
             eventually(lambda: behind.held)
         assert behind.gone.wait(30)
-        eventually(lambda: api.server.call(lambda: api.http.reach.in_flight) == 0)
+        eventually(lambda: api.server.call(lambda: api.http.connections.in_flight) == 0)
 
 
 def test_the_usual_request_asks_nobody_where_its_service_is(tmp_path: Path) -> None:
@@ -262,8 +262,8 @@ def test_after_a_stop_there_is_no_service(tmp_path: Path) -> None:
         (INFERENCE.replace(f"/{ORG}/", "/a%20b/"), 400, "organisation"),
         (INFERENCE.replace(JOB, EXPERIMENT), 404, "no job"),
         (INFERENCE.replace(f"/{ORG}/", "/other/"), 404, "organisation"),
-        (INFERENCE + "/more", 404, "not a path"),
-        ("/nothing", 404, "not a path"),
+        (INFERENCE + "/more", 404, "unknown path"),
+        ("/nothing", 404, "unknown path"),
     ],
 )
 def test_what_is_not_there(shared: Shared, path: str, status: int, text: str) -> None:

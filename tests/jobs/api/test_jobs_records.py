@@ -13,8 +13,8 @@ import pytest
 from job_api import Api, Got, job_api
 from sqlalchemy import select
 
-from headrace.jobs.records import JobWish
-from headrace.jobs.store.tables import jobs
+from headrace.jobs.records import JobSpec
+from headrace.jobs.store.database import jobs
 
 V1, V2 = "/api/v1/orgs/acme", "/api/v2/orgs/acme"
 NOBODY = "99999999-9999-4999-8999-999999999999"
@@ -129,10 +129,10 @@ def test_bodies_need_no_content_type_and_may_have_a_wrong_one(api: Api, token: s
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "text"),
     [
-        ("POST", "/experiments", b"{", 400, "no JSON"),
+        ("POST", "/experiments", b"{", 400, "not JSON"),
         ("POST", "/experiments", b"[1]", 400, "JSON object"),
         ("POST", "/experiments", {}, 400, "network_arch"),
-        ("POST", "/experiments", {"network_arch": 1}, 400, "network_arch must be a text"),
+        ("POST", "/experiments", {"network_arch": 1}, 400, "network_arch must be a string"),
         ("POST", "/experiments", {"network_arch": "a\0b"}, 400, "NUL"),
         (
             "POST",
@@ -142,7 +142,7 @@ def test_bodies_need_no_content_type_and_may_have_a_wrong_one(api: Api, token: s
             "Workspace ID passed is not a valid UUID",
         ),
         ("POST", "/workspaces", {"name": "n"}, 400, "cloud_type"),
-        ("POST", "/workspaces", {"cloud_type": "moon"}, 400, "cloud_type is not known"),
+        ("POST", "/workspaces", {"cloud_type": "moon"}, 400, "unknown cloud_type"),
         ("POST", "/workspaces", {"cloud_type": "aws", "cloud_specific_details": []}, 400, "JSON object"),
         ("GET", "/workspaces/x", None, 400, "Workspace ID passed is not a valid UUID"),
         ("GET", "/experiments/x", None, 400, "Experiment ID passed is not a valid UUID"),
@@ -173,7 +173,7 @@ def test_a_service_needs_a_parent_that_is_done(api: Api, token: str) -> None:
         got = api.ask("POST", start, {name: NOBODY}, token)
         assert got.status == 400, got.body
         assert f"parent job {NOBODY} not found" in got.json["error_desc"]
-    pending = api.server.call(api.jobs.create_job, "acme", "op", experiment_id, JobWish("inference")).id
+    pending = api.server.call(api.jobs.create_job, "acme", "op", experiment_id, JobSpec("inference")).id
     got = api.ask("POST", start, {"parent_id": pending}, token)
     assert got.status == 400
     assert "is not in 'Done' state (current status: Pending)" in got.json["error_desc"]

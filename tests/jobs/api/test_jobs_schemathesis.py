@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from job_api import ORG, Api, job_api
 
-from headrace.jobs.records import ExperimentWish, WorkspaceWish
+from headrace.jobs.records import ExperimentSpec, WorkspaceSpec
 from support.conformance import disagreement, operations
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
@@ -37,9 +37,9 @@ def real_names(api: Api, folder: Path) -> str:
     jobs, call = api.jobs, api.server.call
     model = folder / "model.onnx"
     model.write_bytes(b"not looked at here")
-    workspace = call(jobs.create_workspace, ORG, "u", WorkspaceWish("w", "self_hosted", {"a": "b"}))[0].id
+    workspace = call(jobs.create_workspace, ORG, "u", WorkspaceSpec("w", "self_hosted", {"a": "b"}))[0].id
     ids = [call(jobs.register, ORG, "u", str(model), "x", "", "m") for _ in range(3)]
-    spare = [call(jobs.create_experiment, ORG, "u", ExperimentWish("x")).id for _ in range(2)]
+    spare = [call(jobs.create_experiment, ORG, "u", ExperimentSpec("x")).id for _ in range(2)]
     experiments = [made[0].id for made in ids] + spare
     return (
         f'[parameters]\n"path.org" = "{ORG}"\n"path.workspace" = "{workspace}"\n'

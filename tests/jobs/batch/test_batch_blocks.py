@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from batch_tools import onnx_model
 
-from headrace.jobs.batch.asking import RowsAsker
 from headrace.jobs.batch.blocks import BlockResult, PlainInput, is_plain, lines_of, read_blocks
+from headrace.jobs.batch.inference import TensorClient, _packer
 from headrace.jobs.batch.ledger import _line, open_ledger
-from headrace.jobs.batch.rows import _packer
 from headrace.jobs.batch.settings import BatchSettings, Shard
 from headrace.programs.batch import run_job
 
@@ -70,13 +69,13 @@ def results(model: Path, items: Path, output: Path, **more: Any) -> list[bytes]:
 
 def test_both_ways_write_the_same(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    real = RowsAsker.ask_block
+    real = TensorClient.infer_block
 
-    async def counted(self: RowsAsker, rows: Any) -> Any:
+    async def counted(self: TensorClient, rows: Any) -> Any:
         asked.append(len(rows))
         return await real(self, rows)
 
-    monkeypatch.setattr(RowsAsker, "ask_block", counted)
+    monkeypatch.setattr(TensorClient, "infer_block", counted)
     items = tmp_path / "items.jsonl"
     usual = [json.dumps({"X": [n, n / 3, 0, 0]}) for n in range(700)]
     odd = [re.sub(r"(\d)]", r"\1, 0, 0]", line) for line in ODD]  # the model takes four numbers

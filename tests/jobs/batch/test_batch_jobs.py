@@ -96,12 +96,12 @@ def test_wrong_items_are_told_and_do_not_stop_the_others(tmp_path: Path, model: 
     assert [record["index"] for record in found] == list(range(10))
     assert [bool(text) for text in texts] == [False, *[True] * 8, False]
     assert texts[1].startswith("line 3 is not JSON")
-    assert "the shape [3], and one item has [4]" in texts[2]
+    assert "the shape [3], but one item has [4]" in texts[2]
     assert "'four', which is not a number" in texts[3]
-    assert "'Z' is no input" in texts[4]
+    assert "'Z' is not an input" in texts[4]
     assert "'X' is missing" in texts[5] and found[5]["id"] == "none"
     assert "do not fit FP32" in texts[6]
-    assert "line 10: 'id' is neither" in texts[8]
+    assert "line 10: 'id' must be" in texts[8]
     assert {record["error"]["code"] for record in found if "error" in record} == {"invalid_argument"}
     assert (summary.succeeded, summary.failed, len(summary.failures)) == (2, 8, 5)
 
@@ -111,7 +111,7 @@ def test_too_many_failures_stop_a_job_and_failed_items_can_be_tried_again(tmp_pa
     bad = {3, 5, 11}
     given.write_text("\n".join(json.dumps({"id": f"i{i}", "X": [1] if i in bad else row_of(i)}) for i in range(20)))
     stopped = asyncio.run(run_job(settings_of(model, given, output, max_failures=2)))
-    assert stopped.state == "failed" and "3 items have failed, and --max-failures allows 2" in stopped.reason
+    assert stopped.state == "failed" and "3 items failed, but --max-failures is 2" in stopped.reason
     done = asyncio.run(run_job(settings_of(model, given, output, max_failures=3)))
     assert (done.state, done.succeeded, done.failed) == ("finished", 17, 3)
     assert sorted(record["index"] for record in records(output)) == list(range(20))
@@ -136,17 +136,17 @@ def test_another_job_does_not_write_to_the_same_results(tmp_path: Path, model: P
     asyncio.run(run_job(settings_of(model, given, output)))
     before = output.read_bytes()
     manifest(given, 6)
-    with pytest.raises(FailedPrecondition, match=r"another job \(what differs: input\).*--overwrite"):
+    with pytest.raises(FailedPrecondition, match=r"another job \(different: input\).*--overwrite"):
         asyncio.run(run_job(settings_of(model, given, output)))
     manifest(given, 5)
-    with pytest.raises(FailedPrecondition, match="what differs: limit"):
+    with pytest.raises(FailedPrecondition, match="different: limit"):
         asyncio.run(run_job(settings_of(model, given, output, limit=3)))
-    with pytest.raises(FailedPrecondition, match="what differs: model"):
+    with pytest.raises(FailedPrecondition, match="different: model"):
         asyncio.run(run_job(settings_of(onnx_model(tmp_path / "other"), given, output)))
     assert output.read_bytes() == before
     other = tmp_path / "mine.jsonl"
     other.write_text("something of mine\n")
-    with pytest.raises(FailedPrecondition, match="not of a job that can go on"):
+    with pytest.raises(FailedPrecondition, match="belongs to no batch job"):
         asyncio.run(run_job(settings_of(model, given, other)))
     assert other.read_text() == "something of mine\n"
     summary = asyncio.run(run_job(settings_of(model, manifest(given, 6), output, overwrite=True)))
@@ -254,8 +254,8 @@ def test_arrays_of_a_folder_and_a_model_of_a_repository(tmp_path: Path, model: P
     for index, record in enumerate(found[:5]):
         wanted = np.asarray(row_of(index), np.float32) @ np.arange(12, dtype=np.float32).reshape(4, 3) / 10
         np.testing.assert_allclose(record["output"]["outputs"]["Y"], wanted, rtol=1e-4)
-    assert "of FP64, and the input 'X' of FP32" in found[5]["error"]["message"]
-    assert found[6]["error"]["message"] == "6.npy: it is not an array that numpy.save wrote"
+    assert "type FP64, but the input 'X' has type FP32" in found[5]["error"]["message"]
+    assert found[6]["error"]["message"] == "6.npy: it is not a numpy array file"
 
 
 def test_what_cannot_begin_is_told(tmp_path: Path, model: Path) -> None:
@@ -266,7 +266,11 @@ def test_what_cannot_begin_is_told(tmp_path: Path, model: Path) -> None:
     output = tmp_path / "results.jsonl"
     cases: list[tuple[Any, type[HeadraceError], str]] = [
         (settings_of(model, tmp_path / "none", output), NotFound, "does not exist"),
-        (settings_of(tmp_path / "none.onnx", given, output), FailedPrecondition, "does not exist here"),
+        (
+            settings_of(tmp_path / "none.onnx", given, output),
+            FailedPrecondition,
+            "does not exist: use an existing path",
+        ),
         (settings_of(model, tmp_path / "odd.csv", output), InvalidArgument, "neither a folder nor a manifest"),
         (settings_of(model, tmp_path / "pictures", output), InvalidArgument, "none of the 1 files"),
         (settings_of(model, given, tmp_path / "r.csv"), InvalidArgument, "end in .jsonl or .parquet"),

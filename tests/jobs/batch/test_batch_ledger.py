@@ -15,9 +15,8 @@ import pytest
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unavailable
 from headrace.jobs.batch import ledger as ledger_module
-from headrace.jobs.batch.job_file import job_path, read_job
 from headrace.jobs.batch.ledger import Ledger, Result, open_ledger
-from headrace.jobs.batch.marks import Marks
+from headrace.jobs.batch.progress import ItemMarks, progress_file_path, read_progress_file
 from headrace.jobs.batch.settings import Shard
 
 JOB = {"model": "m", "input": "i"}
@@ -44,10 +43,10 @@ def test_wherever_the_file_is_cut_each_item_is_there_once_in_the_end(tmp_path: P
     certain = path.stat().st_size
     first.write([result(index) for index in (9, 1)])
     first.close()
-    whole, beside = path.read_bytes(), job_path(path).read_bytes()
+    whole, beside = path.read_bytes(), progress_file_path(path).read_bytes()
     for cut in range(certain, len(whole) + 1):
         path.write_bytes(whole[:cut])
-        job_path(path).write_bytes(beside)
+        progress_file_path(path).write_bytes(beside)
         again = opened(path)
         todo = [index for index in range(20) if not again.is_done(index)]
         assert {3, 0, 4}.isdisjoint(todo) and again.resumed == 20 - len(todo)
@@ -79,15 +78,15 @@ def test_without_marks_that_fit_all_lines_are_read(tmp_path: Path) -> None:
     first.write([result(index) for index in range(6)])
     first.checkpoint()
     first.close()
-    known = json.loads(job_path(path).read_bytes())
+    known = json.loads(progress_file_path(path).read_bytes())
     for said in ({"bytes": 10**6}, {"ranges": {"finished": [[0, 50]], "failed": []}}, {"ranges": {}}):
         # The marks of a longer file, of other items, and none: each with the lines that are really there.
-        job_path(path).write_text(json.dumps(known | said))
+        progress_file_path(path).write_text(json.dumps(known | said))
         again = opened(path)
         assert (again.resumed, again.marks.failed) == (6, 1)
         again.close()
-    job_path(path).write_text("{")
-    with pytest.raises(FailedPrecondition, match="is not the file of a job"):
+    progress_file_path(path).write_text("{")
+    with pytest.raises(FailedPrecondition, match="is not the progress file of a batch job"):
         opened(path)
 
 
@@ -98,7 +97,7 @@ def test_a_shard_keeps_its_own_items(tmp_path: Path) -> None:
     first.write([result(index) for index in (1, 4, 10)])
     first.checkpoint()
     first.close()
-    said = read_job(job_path(path))
+    said = read_progress_file(progress_file_path(path))
     assert said is not None and said.ranges == {"finished": [[0, 1], [3, 3]], "failed": [[1, 1]]}
     again = opened(path, 7, shard=shard)
     assert [index for index in range(20) if shard.has(index) and not again.is_done(index)] == [7, 13, 16, 19]
@@ -144,9 +143,9 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
 
 
 def test_marks_know_twice_from_once() -> None:
-    marks = Marks(3)
+    marks = ItemMarks(3)
     marks.add(1, failed=False)
-    with pytest.raises(InvalidArgument, match="twice"):
+    with pytest.raises(InvalidArgument, match="already done"):
         marks.add(1, failed=True)
     assert (marks.finished, marks.failed, 1 in marks, 0 in marks) == (1, 0, True, False)
 
@@ -168,7 +167,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(ledger_module.os, "write", write)
     first.write([result(0)])
     before = path.read_bytes()
-    with pytest.raises(FailedPrecondition, match="no room left .*: make room and run the same again"):
+    with pytest.raises(FailedPrecondition, match="no space left .*: free some space and run the same command again"):
         first.write([result(index) for index in range(1, 10)])
     assert path.read_bytes() == before and first.marks.finished == 1
     monkeypatch.undo()
@@ -192,7 +191,7 @@ def test_a_real_disk_that_fills_up(small_disk: Path) -> None:
     path = small_disk / "r.jsonl"
     first = opened(path, 5000)
     done = 0
-    with pytest.raises(FailedPrecondition, match="no room left"):
+    with pytest.raises(FailedPrecondition, match="no space left"):
         while True:
             first.write([(index, None, {"text": "x" * 100}) for index in range(done, done + 10)])
             done += 10

@@ -17,20 +17,17 @@ from batch_tools import WEIGHTS, onnx_model, row_of, settings_of
 from onnx import TensorProto, helper
 
 from headrace.core.dtypes import BF16, BYTES, FP32, INT64, float32_to_bf16
-from headrace.core.messages import InferResponse
+from headrace.core.requests import InferResponse
 from headrace.core.tensors import Tensor
 from headrace.engine.dataplane import DataPlane
-from headrace.jobs.batch.asking import RowsAsker
-from headrace.jobs.batch.blocks import BlockResult, PlainInput
-from headrace.jobs.batch.columns import read_columns
+from headrace.jobs.batch.blocks import BlockResult, PlainInput, can_pack, is_packed, pack, read_columns, unpack
+from headrace.jobs.batch.inference import TensorClient
 from headrace.jobs.batch.ledger import open_ledger
-from headrace.jobs.batch.packing import can_pack, is_packed, pack, unpack
-from headrace.jobs.batch.parquet import ParquetSource
-from headrace.jobs.batch.parquet_results import write_parquet
+from headrace.jobs.batch.output import write_parquet
+from headrace.jobs.batch.progress import BatchSummary
 from headrace.jobs.batch.settings import Shard
-from headrace.jobs.batch.shaping import Shape
-from headrace.jobs.batch.summary import BatchSummary
-from headrace.jobs.microservice.kinds.computing import compute
+from headrace.jobs.batch.sources import ParquetSource, RequestShape
+from headrace.jobs.microservice.model_kinds.tensors import compute
 from headrace.programs.batch import run_job
 
 PLAIN = PlainInput("X", 2, np.dtype("<f4"), lambda *_: b"")
@@ -55,13 +52,13 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the blocks that went the short way."""
     sizes: list[int] = []
-    real = RowsAsker.ask_block
+    real = TensorClient.infer_block
 
-    async def counted(self: RowsAsker, rows: Any) -> Any:
+    async def counted(self: TensorClient, rows: Any) -> Any:
         sizes.append(len(rows))
         return await real(self, rows)
 
-    monkeypatch.setattr(RowsAsker, "ask_block", counted)
+    monkeypatch.setattr(TensorClient, "infer_block", counted)
     return sizes
 
 
@@ -274,7 +271,7 @@ def test_large_rows_are_read_a_few_at_a_time(tmp_path: Path) -> None:
     given = tmp_path / "items.parquet"
     values = np.random.default_rng(1).normal(size=(40, 1 << 18)).astype(np.float32)
     pq.write_table(pa.table({"X": list(values)}), given, compression="none")
-    source = ParquetSource(given, Shape("tensors", ("X",)), "")
+    source = ParquetSource(given, RequestShape("tensors", ("X",)), "")
     parts = list(source.parts())
     assert source.total == 40 and 8 <= max(part.num_rows for _, part in parts) <= 20
     assert [first for first, _ in parts] == list(np.cumsum([0, *(part.num_rows for _, part in parts[:-1])]))

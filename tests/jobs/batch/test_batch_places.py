@@ -17,7 +17,7 @@ from bucket_stub import bucket_stub
 from picture_models import onnx_classifier, png
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument, PermissionDenied
-from headrace.jobs.batch.delivering import target_of
+from headrace.jobs.batch.output import parse_output
 from headrace.jobs.batch.settings import BatchSettings
 from headrace.programs.batch import run_job
 
@@ -92,12 +92,12 @@ def test_outputs_that_cannot_be(tmp_path: Path, model: Path) -> None:
     def refused(output: str, **more: Any) -> str:
         settings = BatchSettings(str(model), str(given), output, folder=tmp_path, **more)
         with pytest.raises((InvalidArgument, PermissionDenied)) as caught:
-            target_of(settings)
+            parse_output(settings)
         return caught.value.message
 
-    assert "is a whole bucket: name an object" in refused("s3://bucket")
-    assert "cannot be written to" in refused("https://host/results.jsonl")
-    assert "of no known format" in refused("s3://bucket/results")
+    assert "is a bucket: use an object" in refused("s3://bucket")
+    assert "cannot be written: use" in refused("https://host/results.jsonl")
+    assert "has an unknown format" in refused("s3://bucket/results")
     with bucket_stub() as bucket:
         assert "no credentials for the aws bucket other" in refused(
             "s3://other/results.jsonl", credentials=bucket.credentials

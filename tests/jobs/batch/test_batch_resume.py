@@ -17,8 +17,8 @@ from batch_tools import check_products, manifest, onnx_model, records, run_comma
 
 from headrace.core.errors import Cancelled
 from headrace.jobs.batch import ledger as ledger_module
-from headrace.jobs.batch.job_file import job_path
-from headrace.programs.batch import Stopping, run_job
+from headrace.jobs.batch.progress import progress_file_path
+from headrace.programs.batch import StopSignal, run_job
 from support.waiting import eventually
 
 COUNT = 2500
@@ -70,8 +70,8 @@ def test_a_signal_leaves_what_can_go_on(tmp_path: Path, model: Path, number: sig
     out, err = process.communicate(timeout=180)
     assert process.returncode == 128 + number, err
     assert b"left" in out
-    assert f"stopped by {number.name}: run the same command again to go on".encode() in err
-    said = json.loads(job_path(output).read_bytes())
+    assert f"stopped by {number.name}: run the same command again to resume".encode() in err
+    said = json.loads(progress_file_path(output).read_bytes())
     done = len(records(output))
     assert said["state"] == "cancelled" and said["summary"]["succeeded"] == done and 0 < done < COUNT
     summary = asyncio.run(run_job(settings_of(model, given, output)))
@@ -100,11 +100,11 @@ def test_stopped_before_it_began(tmp_path: Path, model: Path) -> None:
     given, output = manifest(tmp_path / "items.jsonl", 10), tmp_path / "results.jsonl"
 
     async def stopped_at_once() -> None:
-        stopping = Stopping()
+        stopping = StopSignal()
         stopping.stop("told to")
-        await run_job(settings_of(model, given, output), stopping=stopping)
+        await run_job(settings_of(model, given, output), stop_signal=stopping)
 
-    with pytest.raises(Cancelled, match="told to before the first item: run the same again"):
+    with pytest.raises(Cancelled, match="told to before the first item: run the same command again"):
         asyncio.run(stopped_at_once())
     assert not output.exists()
 
@@ -125,7 +125,7 @@ def test_a_full_disk_ends_a_job_that_then_goes_on(tmp_path: Path, model: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(ledger_module.os, "write", limited)
         summary = asyncio.run(run_job(settings_of(model, given, output)))
-    assert summary.state == "failed" and "no room left" in summary.reason
+    assert summary.state == "failed" and "no space left" in summary.reason
     assert 0 < summary.succeeded < 20_000 and summary.succeeded == len(records(output))
     again = asyncio.run(run_job(settings_of(model, given, output)))
     assert (again.state, again.resumed) == ("finished", summary.succeeded)

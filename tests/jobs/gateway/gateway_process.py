@@ -149,7 +149,7 @@ class Gateway:
                     place = b"" if words else os.fsencode((entry / "cwd").readlink())
                 except OSError:
                     continue
-                is_child = b"headrace.platforms.child" in words or not words
+                is_child = b"headrace.platforms.process_stubs" in words or not words
                 if is_child and str(self.data_dir).encode() in (words or place):
                     found.append(int(entry.name))
         return found

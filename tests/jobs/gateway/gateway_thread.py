@@ -28,9 +28,9 @@ from headrace.cli.gateway import gateway as gateway_command
 from headrace.core.errors import AlreadyExists
 from headrace.core.telemetry.logs import JsonFormatter
 from headrace.jobs.microservice.settings import MicroserviceSettings
-from headrace.platforms.contract import PORT, SECRET, Check, Handle, LaunchSpec, Observed
-from headrace.programs.gateway import app
-from headrace.programs.gateway.settings import GatewaySettings
+from headrace.platforms.contract import PORT, SECRET, Check, Handle, LaunchSpec, PlatformStatus
+from headrace.programs import gateway
+from headrace.programs.gateway import GatewaySettings
 from support.app_threads import AppThread
 
 
@@ -60,10 +60,10 @@ class ServicesHere:
         self._running[spec.job_id] = (stack, service)
         return Handle(spec.job_id, self.name, {"port": service.port})
 
-    async def status(self, handle: Handle) -> Observed:
+    async def status(self, handle: Handle) -> PlatformStatus:
         if handle.job_id not in self._running:
-            return Observed("gone")
-        return Observed("running", f"service-{handle.job_id[:8]}", "Running")
+            return PlatformStatus("gone")
+        return PlatformStatus("running", f"service-{handle.job_id[:8]}", "Running")
 
     async def logs(self, handle: Handle, tail: int) -> str:
         return "its log is that of the tests\n" if handle.job_id in self._running else ""
@@ -77,7 +77,7 @@ class ServicesHere:
         if found is not None:
             await asyncio.to_thread(found[0].close)
 
-    async def found(self) -> dict[str, Observed]:
+    async def list_services(self) -> dict[str, PlatformStatus]:
         return {job_id: await self.status(Handle(job_id, self.name)) for job_id in self._running}
 
     async def close(self) -> None:
@@ -124,8 +124,8 @@ class ThreadGateway(Gateway):
         logging.getLogger("headrace").addHandler(handler)
         no_collection = SimpleNamespace(collect=lambda: 0, freeze=lambda: None)
         try:
-            with patch.object(app, "gc", no_collection):  # the tests' garbage must not be kept for ever
-                return await app._run(settings, self._show)
+            with patch.object(gateway, "gc", no_collection):  # the tests' garbage must not be kept for ever
+                return await gateway._run(settings, self._show)
         finally:
             logging.getLogger("headrace").removeHandler(handler)
 
@@ -159,7 +159,7 @@ def _gateway_settings(*words: str, database_url: str) -> GatewaySettings:
     command.command()(gateway_command)
     with (
         patch("headrace.core.telemetry.logs.configure_logging"),
-        patch("headrace.programs.gateway.app.run_gateway", lambda settings, _: seen.append(settings) or 0),
+        patch("headrace.programs.gateway.run_gateway", lambda settings, _: seen.append(settings) or 0),
         patch.dict(os.environ, {"HEADRACE_DATABASE_URL": database_url}),
     ):
         typer.main.get_command(command).main(args=list(words), standalone_mode=False)

@@ -171,9 +171,9 @@ def test_too_many_failures_and_what_cannot_begin(used: Used) -> None:
     (used.folder / "taken.jsonl").write_text("somebody's own")
     other = used.begin(given, used.folder / "taken.jsonl")
     found = used.until(job, "Error")
-    assert "items have failed" in found["job_details"]["message"], found
+    assert "items failed" in found["job_details"]["message"], found
     assert found["job_details"]["summary"]["failed"] > 3
-    assert "is not of a job that can go on" in used.until(other, "Error")["job_details"]["message"]
+    assert "belongs to no batch job" in used.until(other, "Error")["job_details"]["message"]
     assert (used.folder / "taken.jsonl").read_text() == "somebody's own"
     assert used.gateway.processes() == []
 
@@ -230,7 +230,7 @@ def test_paused_resumed_canceled_and_retried(used: Used) -> None:
     check_each_once(output, MANY)
     assert post(got.json, "retry").status == 409
     refused = post(used.parent, "pause")
-    assert refused.status == 409 and "of the action train cannot be paused" in refused.json["error_desc"]
+    assert refused.status == 409 and "with action train cannot be paused" in refused.json["error_desc"]
 
 
 def test_parquet_in_and_out_through_the_api(used: Used) -> None:
@@ -247,7 +247,7 @@ def test_parquet_in_and_out_through_the_api(used: Used) -> None:
     again = used.until(used.begin(used.folder / "items.parquet", output, ordered=True), "Done")
     assert again["job_details"]["summary"]["resumed"] == 40
     other = used.begin(manifest(used.folder / "other-items.jsonl", 3), output)
-    assert "of another job" in used.until(other, "Error")["job_details"]["message"]
+    assert "belong to another job" in used.until(other, "Error")["job_details"]["message"]
 
 
 def test_a_killed_process_goes_on_and_repeats_nothing(used: Used) -> None:
@@ -262,7 +262,7 @@ def test_a_killed_process_goes_on_and_repeats_nothing(used: Used) -> None:
     summary = found["job_details"]["summary"]
     assert 0 < summary["resumed"] < MANY and found["job_details"]["deaths"] == 1
     check_each_once(output, MANY)
-    assert any("SIGKILL; it is started again" in each["reason"] for each in used.events(job))
+    assert any("SIGKILL; restarted to continue" in each["reason"] for each in used.events(job))
 
 
 def test_a_killed_gateway_takes_its_batch_up(used: Used) -> None:
@@ -312,21 +312,21 @@ def test_bad_specs(used: Used) -> None:
     for status, text, specs in (
         (400, "specs.input is required", {"output": good["output"]}),
         (400, "specs.output is required", {"input": given}),
-        (400, "specs.input: there is nothing", {**good, "input": given + "x"}),
-        (403, "specs.input: files of this machine", {**good, "input": "/etc"}),
-        (403, "specs.input: files of this machine", {**good, "input": f"{used.folder}/../data"}),
-        (403, "specs.output: files of this machine", {**good, "output": "/tmp/x.jsonl"}),
-        (403, "specs.output: files of this machine", {**good, "output": "../../x.jsonl"}),
-        (400, "specs.output must name", {**good, "output": str(used.folder / "x.csv")}),
+        (400, "does not exist", {**good, "input": given + "x"}),
+        (403, "specs.input: this local path is not allowed", {**good, "input": "/etc"}),
+        (403, "specs.input: this local path is not allowed", {**good, "input": f"{used.folder}/../data"}),
+        (403, "specs.output: this local path is not allowed", {**good, "output": "/tmp/x.jsonl"}),
+        (403, "specs.output: this local path is not allowed", {**good, "output": "../../x.jsonl"}),
+        (400, "specs.output must end", {**good, "output": str(used.folder / "x.csv")}),
         (400, "specs.output: the workspace has no credentials", {**good, "output": "s3://bucket/x.jsonl"}),
         (400, "specs.output must be a file", {**good, "output": "https://example.com/x.jsonl"}),
-        (400, "specs.limit must be a whole number", {**good, "limit": -1}),
+        (400, "specs.limit must be an integer", {**good, "limit": -1}),
         (400, "specs.ordered must be true or false", {**good, "ordered": "yes"}),
         (400, "specs.parameters must be an object", {**good, "parameters": [1]}),
         (400, "specs.shard must be written", {**good, "shard": "3/2"}),
         (400, "specs.task must be one of", {**good, "task": "nonsense"}),
-        (400, "specs.'overwrite' is not known", {**good, "overwrite": True}),
-        (403, "specs.model_path: models of this machine", {**good, "model_path": "/etc/passwd"}),
+        (400, "specs.'overwrite' is unknown", {**good, "overwrite": True}),
+        (403, "specs.model_path: this local model is not allowed", {**good, "model_path": "/etc/passwd"}),
         (403, "trust_remote_code", {**good, "specs": {"trust_remote_code": True}}),
     ):
         got = used.create({"parent_job_id": used.parent, "specs": specs})

@@ -27,8 +27,7 @@ from picture_models import data_url, onnx_classifier, png
 
 from headrace.core.errors import InvalidArgument
 from headrace.jobs.settings import JobSettings
-from headrace.programs.gateway.platforms import driver_for, on_platform
-from headrace.programs.gateway.settings import PlatformSettings
+from headrace.programs.gateway import PlatformSettings, driver_for, with_platform
 from support.fake_kubelet import FakeKubelet
 from support.kubernetes_server import KubernetesServer
 from support.ports import free_port
@@ -47,32 +46,32 @@ TOKEN = "hf_a_token_that_nobody_may_see"
 def test_without_a_word_services_are_processes(tmp_path: Path) -> None:
     settings = JobSettings(tmp_path, callback_url="http://127.0.0.1:1")
     assert driver_for(PlatformSettings(), tmp_path, {}) is None
-    assert on_platform(settings, PlatformSettings(), {}) is settings
+    assert with_platform(settings, PlatformSettings(), {}) is settings
 
 
 @pytest.mark.parametrize(
     ("platform", "text"),
     [
-        (PlatformSettings("lepton"), "--platform 'lepton' is not known: use one of process, local-docker"),
-        (PlatformSettings(image="x"), "--image is for services elsewhere"),
-        (PlatformSettings(given={"a": "b"}), "--platform-setting is for services elsewhere"),
-        (PlatformSettings(gpus=False), "--no-gpus is for services elsewhere"),
-        (PlatformSettings("slurm", callback_url="gateway:80"), "--callback-url is written http://HOST:PORT"),
-        (PlatformSettings("slurm", {"mode": "bare"}, "x"), "with the mode bare there is no container"),
+        (PlatformSettings("lepton"), "--platform 'lepton' is unknown: use one of process, local-docker"),
+        (PlatformSettings(image="x"), "--image needs a --platform other than process"),
+        (PlatformSettings(given={"a": "b"}), "--platform-setting needs a --platform other than process"),
+        (PlatformSettings(gpus=False), "--no-gpus needs a --platform other than process"),
+        (PlatformSettings("slurm", callback_url="gateway:80"), "--callback-url must be written http://HOST:PORT"),
+        (PlatformSettings("slurm", {"mode": "bare"}, "x"), "the mode bare has no container"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(tmp_path: Path, platform: PlatformSettings, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        on_platform(JobSettings(tmp_path), platform, {})
+        with_platform(JobSettings(tmp_path), platform, {})
 
 
 @pytest.mark.parametrize(
     ("name", "given", "text"),
     [
-        ("kubernetes", {"colour": "red"}, "has no setting 'colour': it knows .*namespace"),
-        ("kubernetes", {"workload": "pod"}, "workload 'pod' is not known"),
+        ("kubernetes", {"colour": "red"}, "has no setting 'colour': it has .*namespace"),
+        ("kubernetes", {"workload": "pod"}, "workload 'pod' is unknown"),
         ("local-docker", {"registry_key": "nvapi-x"}, "registry_key is secret"),
-        ("slurm", {"cpus": "many"}, "cpus: 'many' is no number"),
+        ("slurm", {"cpus": "many"}, "cpus: 'many' is not a number"),
     ],
 )
 def test_settings_of_a_platform_are_checked(tmp_path: Path, name: str, given: dict[str, str], text: str) -> None:
@@ -91,13 +90,13 @@ def test_services_on_kubernetes_are_as_tao_makes_them(tmp_path: Path) -> None:
 
 def test_what_jobs_are_told(tmp_path: Path) -> None:
     settings = JobSettings(tmp_path, callback_url="http://127.0.0.1:1")
-    told = on_platform(settings, PlatformSettings("kubernetes"), {})
+    told = with_platform(settings, PlatformSettings("kubernetes"), {})
     assert told.containers is not None and (told.containers.image, told.callback_url) == ("headrace", "")
     platform = PlatformSettings("slurm", {"mode": "bare"}, callback_url="http://gateway:8090", gpus=False)
-    told = on_platform(settings, platform, {})
+    told = with_platform(settings, platform, {})
     assert told.containers is not None and (told.containers.bare, told.containers.gpus) == (True, False)
     assert told.callback_url == "http://gateway:8090"
-    told = on_platform(settings, PlatformSettings("slurm"), {"SLURM_CONTAINER_MODE": "bare"})
+    told = with_platform(settings, PlatformSettings("slurm"), {"SLURM_CONTAINER_MODE": "bare"})
     assert told.containers is not None and told.containers.bare
     assert {field.name for field in dataclasses.fields(told)} == {field.name for field in dataclasses.fields(settings)}
 
@@ -105,8 +104,8 @@ def test_what_jobs_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--platform", "moon"), "'moon' is not known"),
-        (("--platform", "slurm", "--platform-setting", "partition"), "is not written NAME=VALUE"),
+        (("--platform", "moon"), "'moon' is unknown"),
+        (("--platform", "slurm", "--platform-setting", "partition"), ": write NAME=VALUE"),
         (("--platform", "kubernetes", "--platform-setting", "colour=red"), "has no setting 'colour'"),
     ],
 )

@@ -33,7 +33,7 @@ import typer
 from headrace.cli.microservice import microservice
 from headrace.core.clock import SystemClock
 from headrace.jobs.microservice.profiles import profile_named
-from headrace.jobs.microservice.secrets import HidingFilter
+from headrace.jobs.microservice.redaction import RedactingFilter
 from headrace.jobs.microservice.service import Microservice
 from headrace.jobs.microservice.settings import MicroserviceSettings
 from headrace.net.site import Site
@@ -187,7 +187,7 @@ def service_in_thread(*arguments: Any, folder: Path, env: dict[str, str] | None 
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         settings = settings_of_command(*words)
-        handler.addFilter(HidingFilter(settings.secrets))
+        handler.addFilter(RedactingFilter(settings.secrets))
         program = AppThread(lambda: app._run(settings))
         made = partial(Microservice, stop=program.send)  # a process sends itself the signal
         try:

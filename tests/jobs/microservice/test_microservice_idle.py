@@ -16,8 +16,7 @@ from fake_hub import fake_hub
 from service_process import local_service, settings_for
 
 from headrace.core.clock import ManualClock
-from headrace.jobs.microservice.callbacks import post, status_update
-from headrace.jobs.microservice.idle import IdleWatch
+from headrace.jobs.microservice.idle import IdleTimer, post_status_update, status_update_body
 from headrace.jobs.microservice.settings import CallbackSettings, IdleSettings
 
 Open = Callable[..., Any]
@@ -75,43 +74,43 @@ def listener() -> Iterator[Listener]:
 
 def test_it_is_looked_at_no_sooner_than_it_can_have_expired() -> None:
     clock = ManualClock()
-    watch = IdleWatch(IdleSettings(timeout_minutes=2), clock)
+    watch = IdleTimer(IdleSettings(timeout_minutes=2), clock)
     watch.loaded()
-    assert watch.least_seconds == 60
+    assert watch.next_check_seconds == 60
     clock.advance(90)
-    assert watch.least_seconds == pytest.approx(30)
-    watch.began()
+    assert watch.next_check_seconds == pytest.approx(30)
+    watch.request_started()
     clock.advance(900)
-    assert watch.least_seconds == 60
-    watch.ended()
+    assert watch.next_check_seconds == 60
+    watch.request_ended()
     clock.advance(119)
-    assert (watch.least_seconds, watch.expired()) == (pytest.approx(1), False)
+    assert (watch.next_check_seconds, watch.expired()) == (pytest.approx(1), False)
     clock.advance(1)
     assert watch.expired()
 
 
 def test_it_counts_from_the_load_and_only_inference_counts() -> None:
     clock = ManualClock()
-    watch = IdleWatch(IdleSettings(timeout_minutes=30), clock)
+    watch = IdleTimer(IdleSettings(timeout_minutes=30), clock)
     clock.advance(3600)
     assert not watch.expired() and watch.minutes == 0
     watch.loaded()
     clock.advance(29 * 60)
     assert not watch.expired() and watch.minutes == 29
-    watch.began()
+    watch.request_started()
     clock.advance(3600)
     assert not watch.expired() and watch.minutes == 0, "a request runs"
-    watch.ended()
+    watch.request_ended()
     clock.advance(30 * 60 - 1)
     assert not watch.expired()
     clock.advance(1)
     assert watch.expired()
     assert not watch.expired(), "once"
-    watch.again()
+    watch.report_again()
     assert not watch.expired()
     clock.advance(30 * 60)
     assert watch.expired()
-    off = IdleWatch(IdleSettings(timeout_minutes=0, enabled=False), clock)
+    off = IdleTimer(IdleSettings(timeout_minutes=0, enabled=False), clock)
     off.loaded()
     assert not off.expired()
 
@@ -132,12 +131,12 @@ def test_an_idle_service_asks_to_be_deleted(tmp_path: Path, model: Path) -> None
             clock.advance(29 * 60)
             running.status()
             running.get("/api/v1/health/readiness")
-            running.server.call(running.made.look)
+            running.server.call(running.made.check_idle)
             assert not api.seen
             clock.advance(60)
             api.statuses = [503]
-            running.server.call(running.made.look)
-            running.server.call(running.made.look)
+            running.server.call(running.made.check_idle)
+            running.server.call(running.made.check_idle)
             assert [path.rpartition("/")[2] for path, _, _ in api.seen] == ["j:status_update"] * 2, (
                 "tried again, told once"
             )
@@ -155,11 +154,11 @@ def test_an_idle_service_asks_to_be_deleted(tmp_path: Path, model: Path) -> None
 def test_without_anybody_to_tell_it_stays_up_unless_told(tmp_path: Path, model: Path, exits: bool) -> None:
     clock = ManualClock()
     stopped: list[bool] = []
-    settings = settings_for(model, tmp_path, idle=IdleSettings(period_seconds=NEVER, exits=exits))
+    settings = settings_for(model, tmp_path, idle=IdleSettings(period_seconds=NEVER, exit_when_idle=exits))
     with local_service(settings, clock=clock, stop=lambda: stopped.append(True)) as running:
         running.until("model_loaded")
         clock.advance(30 * 60)
-        running.server.call(running.made.look)
+        running.server.call(running.made.check_idle)
         assert stopped == [True] * exits
 
 
@@ -167,7 +166,7 @@ def test_it_ends_by_itself(tmp_path: Path, model: Path, open_service: Open) -> N
     words = ("--model-path", model, "--idle_timeout_minutes", "0.001", "--exit-when-idle")
     with open_service(*words, folder=tmp_path) as running:
         assert running.wait() == 0
-        assert "ending" in running.log
+        assert "exiting" in running.log
 
 
 def test_one_that_cannot_load_asks_to_be_deleted(tmp_path: Path, model: Path, open_service: Open) -> None:
@@ -209,12 +208,12 @@ def test_status_updates_are_tried_again(statuses: list[int], arrived: bool, coun
         api.statuses = statuses
         settings = CallbackSettings(api.url, KEY)
         pauses: list[float] = []
-        body = status_update(settings, "initialization_failed", {"error": "x"})
-        assert post(settings, body, pauses.append) is arrived
+        body = status_update_body(settings, "initialization_failed", {"error": "x"})
+        assert post_status_update(settings, body, pauses.append) is arrived
         assert len(api.seen) == count
         assert pauses == [1.0, 2.0][: count - 1]
 
 
 def test_nobody_listens() -> None:
     settings = CallbackSettings("http://127.0.0.1:9", KEY, tries=2)
-    assert post(settings, b"{}", lambda _: None) is False
+    assert post_status_update(settings, b"{}", lambda _: None) is False

@@ -55,12 +55,12 @@ def test_a_prompt_is_answered(llama: LocalService) -> None:
     ("body", "text"),
     [
         ({"max_new_tokens": 5}, "'prompt' (or 'text') is required"),
-        ({"prompt": 5}, "'prompt' is 5: use a text"),
-        ({"prompt": "a", "text": "b"}, "'prompt' and 'text' mean the same and differ"),
+        ({"prompt": 5}, "'prompt' is 5: use a string"),
+        ({"prompt": "a", "text": "b"}, "'prompt' and 'text' are aliases and differ"),
         ({"prompt": "a", "max_new_tokens": 0}, "'max_new_tokens' is 0"),
         ({"prompt": "a", "max_new_tokens": 1.5}, "'max_new_tokens' is 1.5"),
         ({"prompt": "a", "temperature": 3}, "'temperature' is 3"),
-        ({"prompt": "a", "media": "x.png"}, "'media' is no parameter"),
+        ({"prompt": "a", "media": "x.png"}, "'media' is not a parameter"),
         ({"prompt": "a", "stop": ["x"] * 17}, "'stop' has 17"),
         ({"prompt": "a " * 5000, "max_new_tokens": 1}, "context"),
     ],
@@ -97,8 +97,8 @@ def test_wrong_chats_are_named(llama: LocalService) -> None:
     assert "messages[0].content" in chat_refused(llama, 7)
     assert "messages[0].content[0].image_url" in chat_refused(llama, [{"type": "image_url", "image_url": {}}])
     picture = {"type": "image_url", "image_url": {"url": data_url(png())}}
-    assert "messages[0].content[0].image_url: this model reads text alone" in chat_refused(llama, [picture])
-    assert "'guidance' is no parameter" in chat_refused(llama, "x", guidance=7)
+    assert "messages[0].content[0].image_url: this model only reads text" in chat_refused(llama, [picture])
+    assert "'guidance' is not a parameter" in chat_refused(llama, "x", guidance=7)
     assert "'temperature' is 'hot'" in chat_refused(llama, "x", temperature="hot")
 
 
@@ -115,7 +115,7 @@ def test_many_at_once_are_scheduled(llama: LocalService) -> None:
 
 def test_a_client_that_hangs_up_is_forgotten(llama: LocalService) -> None:
     def in_flight() -> int:
-        engine = llama.made._steps.engine
+        engine = llama.made._startup.engine
         assert engine is not None
         return sum(version.statistics.in_flight for version in engine.plane.statistics())
 
@@ -168,7 +168,7 @@ def test_a_lora_adapter_of_a_job(tmp_path: Path) -> None:
         running.until("model_loaded")
         assert running.infer(**asked)["response"] != without
     with local_service(settings_for(tmp_path / "adapter", tmp_path)) as running:
-        assert "is a LoRA adapter without its model" in running.until("model_load_error")["model_load_error"]
+        assert "is a LoRA adapter without its base model" in running.until("model_load_error")["model_load_error"]
 
 
 def test_the_openai_client(llama: LocalService) -> None:
@@ -181,7 +181,7 @@ def test_the_openai_client(llama: LocalService) -> None:
             model=model.id, messages=[{"role": "user", "content": "hello"}], max_tokens=3, temperature=0
         )
         assert made.choices[0].finish_reason == "length" and made.model == model.id == "llama"
-        with pytest.raises(openai.BadRequestError, match="unknown|no parameter"):
+        with pytest.raises(openai.BadRequestError, match="unknown|not a parameter"):
             client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "x"}], extra_body={"num_steps": 3}
             )
@@ -221,7 +221,7 @@ def test_cosmos_rl_in_rest_mode_answers_the_seeds_bodies(tmp_path: Path, open_se
                 ({"media": "s3://other/images/img1.png"}, "credentials"),
                 ({"media": pictures, "fps": 0}, "'fps' is 0"),
                 ({"media": {"url": "x"}}, "'media' is an object"),
-                ({"media": pictures, "mediaa": 1}, "'mediaa' is no parameter"),
+                ({"media": pictures, "mediaa": 1}, "'mediaa' is not a parameter"),
             ):
                 assert text in running.refused(**body)
             item = {"type": "image_url", "image_url": {"url": data_url(png(seed=1))}}

@@ -85,7 +85,7 @@ def test_a_slow_download_then_a_load_then_ready(tmp_path: Path, open_service: Op
         variables = {"TAO_API_JOB_ID": "job-1", "CLOUD_BASED": "False", "HF_ENDPOINT": hub.url}
         words = ("--job", json.dumps(job), "--docker_env_vars", json.dumps(variables))
         with open_service(*words, folder=tmp_path, env={"HF_TOKEN": SECRET}) as running:
-            assert "listening on every interface" in running.log
+            assert "Listening on all interfaces" in running.log
             told = running.until(lambda told: told["progress"]["stage"].startswith("downloading"))
             assert (told["server_initializing"], told["model_loading"], told["model_loaded"]) == (True, False, False)
             assert told["initialization_error"] is None and told["model_load_error"] is None
@@ -180,7 +180,7 @@ def assert_bad_bodies_when_ready(running: Service) -> None:
         (b"{not json", "not a JSON object"),
         (b"[1]", "not a JSON object"),
         (b"[" * 100_000, "not a JSON object"),
-        ({"inputs": {"x": [1]}, "colour": 1}, "'colour' is no parameter"),
+        ({"inputs": {"x": [1]}, "colour": 1}, "'colour' is not a parameter"),
         ({"inputs": 7}, "'inputs' is 7"),
         ({"inputs": {"y": [1]}}, "'y'"),
     ):

@@ -76,11 +76,11 @@ def test_a_picture_by_its_path_where_the_operator_allows_it(vit: tuple[LocalServ
     [
         ({"batch_size": 1}, "'images' is required"),
         ({"images": []}, "'images' is required"),
-        ({"images": [7]}, "'images' is a list: use a text or a list of texts"),
+        ({"images": [7]}, "'images' is a list: use a string or a list of strings"),
         ({"images": "x", "batch_size": "one"}, "'batch_size' is 'one'"),
-        ({"images": "x", "batch_size": 0}, "'batch_size' is 0: use a whole number from 1 to 256"),
+        ({"images": "x", "batch_size": 0}, "'batch_size' is 0: use an integer from 1 to 256"),
         ({"images": "x", "batch_size": True}, "'batch_size' is true"),
-        ({"images": "x", "confidence_threshold": 0.5}, "'confidence_threshold' is no parameter of this model"),
+        ({"images": "x", "confidence_threshold": 0.5}, "'confidence_threshold' is not a parameter of this model"),
         ({"images": "https://example.com/picture.exe"}, "unsupported extensions"),
         ({"images": "data:text/html;base64,AAAA"}, "text/html"),
         ({"images": data_url(b"no picture at all")}, "images[0]"),
@@ -216,7 +216,7 @@ def test_a_model_that_is_not_for_the_architecture(tmp_path: Path) -> None:
     model = onnx_classifier(tmp_path / "colours")
     with local_service(settings_for(model, tmp_path, "cosmos-rl")) as running:
         told = running.until("model_load_error")
-        assert "cosmos-rl serves models of the kind vision_language" in told["model_load_error"]
+        assert "cosmos-rl serves vision_language" in told["model_load_error"]
 
 
 def test_weights_that_are_no_weights(tmp_path: Path) -> None:

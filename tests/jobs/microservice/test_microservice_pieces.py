@@ -13,14 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.errors import InvalidArgument
-from headrace.core.generation import Clip, Picture
-from headrace.jobs.microservice.kinds.contract import MediaItem
-from headrace.jobs.microservice.kinds.gathering import extension_of, fitted, gather, sort_of
-from headrace.jobs.microservice.kinds.parameters import Parameter, ignored, read_parameters
+from headrace.core.generation import PromptImage, PromptVideo
+from headrace.jobs.microservice.lifecycle import Flags, Lifecycle, Phase, not_ready, phase_of
+from headrace.jobs.microservice.model_kinds.contract import MediaItem, Parameter, ignored, read_parameters
+from headrace.jobs.microservice.model_kinds.image_transforms import (
+    DetectionLimits,
+    ImageInput,
+    PreparedImage,
+    Preprocessing,
+    detr_boxes,
+    prepare,
+    preprocessing_of,
+    suppress,
+    yolo_boxes,
+)
+from headrace.jobs.microservice.model_kinds.media import extension_of, fit_clip, media_type_of, read_media
 from headrace.jobs.microservice.profiles import COSMOS_PREDICT, COSMOS_RL, GENERAL, TAO_DATASERVICES, profile_named
-from headrace.jobs.microservice.states import Flags, Lifecycle, Phase, not_ready, phase_of
-from headrace.jobs.microservice.vision.detection import Wanted, detr_boxes, suppress, yolo_boxes
-from headrace.jobs.microservice.vision.preprocessing import ImageInput, Placed, Preprocessing, prepare, preprocessing_of
 
 
 def test_every_combination_of_flags_is_one_phase() -> None:
@@ -62,8 +70,8 @@ def test_a_life_has_one_order() -> None:
 
 
 DECLARED = (
-    Parameter("count", "integer", 1, least=0, most=9, also=("number",)),
-    Parameter("share", "number", 0.5, least=0, most=1),
+    Parameter("count", "integer", 1, minimum=0, maximum=9, aliases=("number",)),
+    Parameter("share", "number", 0.5, minimum=0, maximum=1),
     Parameter("names", "texts"),
     Parameter("word", "text", choices=("a", "b")),
     Parameter("flag", "truth", False),
@@ -127,7 +135,7 @@ def test_extensions_are_those_of_the_path(url: str, extension: str) -> None:
 
 
 def test_each_profile_takes_its_own_media() -> None:
-    assert sort_of(MediaItem("a.webp"), GENERAL.media) == "image"
+    assert media_type_of(MediaItem("a.webp"), GENERAL.media) == "image"
     for profile, url in (
         (COSMOS_RL, "a.webp"),
         (COSMOS_RL, "a.gif"),
@@ -135,10 +143,10 @@ def test_each_profile_takes_its_own_media() -> None:
         (COSMOS_PREDICT, "a.bmp"),
     ):
         with pytest.raises(InvalidArgument, match="One or more input files have unsupported extensions"):
-            sort_of(MediaItem(url), profile.media)
+            media_type_of(MediaItem(url), profile.media)
     with pytest.raises(InvalidArgument, match=r"images\[0\]"):
-        sort_of(MediaItem("a.mp4", "image", "images[0]"), GENERAL.media)
-    assert sort_of(MediaItem("https://host/watch", "video"), GENERAL.media) == "video"
+        media_type_of(MediaItem("a.mp4", "image", "images[0]"), GENERAL.media)
+    assert media_type_of(MediaItem("https://host/watch", "video"), GENERAL.media) == "video"
 
 
 def test_nothing_is_fetched_before_all_is_checked_and_the_bad_one_is_named() -> None:
@@ -146,39 +154,39 @@ def test_nothing_is_fetched_before_all_is_checked_and_the_bad_one_is_named() -> 
         def __init__(self) -> None:
             self.read: list[str] = []
 
-        async def picture(self, url: str) -> Picture:
+        async def picture(self, url: str) -> PromptImage:
             self.read.append(url)
             if url == "bad.png":
                 raise InvalidArgument("no picture")
-            return Picture(np.zeros((1, 1, 3), np.uint8))
+            return PromptImage(np.zeros((1, 1, 3), np.uint8))
 
-        async def clip(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> Clip:
+        async def clip(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> PromptVideo:
             raise NotImplementedError
 
-        async def item(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> Picture | Clip:
+        async def item(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> PromptImage | PromptVideo:
             return await self.picture(url)
 
         def close(self) -> None:
             pass
 
     reader = Reader()
-    items = [MediaItem("a.png", place="media[0]"), MediaItem("b.exe", place="media[1]")]
+    items = [MediaItem("a.png", field="media[0]"), MediaItem("b.exe", field="media[1]")]
     with pytest.raises(InvalidArgument, match=r"media\[1\]"):
-        asyncio.run(gather(reader, items, GENERAL.media))
+        asyncio.run(read_media(reader, items, GENERAL.media))
     assert reader.read == []
-    items = [MediaItem("a.png"), MediaItem("bad.png", place="media[1]"), MediaItem("https://host/c")]
+    items = [MediaItem("a.png"), MediaItem("bad.png", field="media[1]"), MediaItem("https://host/c")]
     with pytest.raises(InvalidArgument, match=r"media\[1\]: no picture"):
-        asyncio.run(gather(reader, items, GENERAL.media))
-    found = asyncio.run(gather(reader, [items[0], items[2]], GENERAL.media))
+        asyncio.run(read_media(reader, items, GENERAL.media))
+    found = asyncio.run(read_media(reader, [items[0], items[2]], GENERAL.media))
     assert len(found) == 2
 
 
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 40), st.integers(1024, 9000))
 def test_a_clip_is_cut_to_its_pixels(count: int, height: int, width: int, most: int) -> None:
-    clip = Clip(np.zeros((count, height, width, 3), np.uint8), [0.0] * count, 4.0)
-    frames = fitted(clip, most).frames
+    clip = PromptVideo(np.zeros((count, height, width, 3), np.uint8), [0.0] * count, 4.0)
+    frames = fit_clip(clip, most).frames
     assert frames.shape[0] == count and np.prod(frames.shape[:3]) <= most
-    assert fitted(clip, 0) is clip
+    assert fit_clip(clip, 0) is clip
 
 
 CHW = ImageInput("x", -1, -1)
@@ -201,7 +209,7 @@ MEANS = {"do_rescale": False, "do_normalize": False, "resample": 2}
 )
 def test_sizes_are_those_of_the_processors(told: dict[str, Any], size: tuple[int, int]) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (40, 80, 3), np.uint8)
-    how = preprocessing_of({**MEANS, **told}, {}, CHW, detects=False)
+    how = preprocessing_of({**MEANS, **told}, {}, CHW, is_detector=False)
     placed = prepare(pixels, how, CHW)
     assert placed.array.shape == (3, *size) and placed.size == size and placed.original == (40, 80)
 
@@ -213,7 +221,7 @@ def test_pictures_are_prepared_as_transformers_does(name: str) -> None:
     processor = getattr(transformers, name)()
     pixels = np.random.default_rng(1).integers(0, 255, (300, 401, 3), np.uint8)
     expected = processor(pixels, return_tensors="np")["pixel_values"][0]
-    how = preprocessing_of(processor.to_dict(), {}, CHW, detects=False)
+    how = preprocessing_of(processor.to_dict(), {}, CHW, is_detector=False)
     made = prepare(pixels, how, CHW).array
     assert made.shape == expected.shape
     assert np.abs(made - expected).max() < 0.02
@@ -222,7 +230,7 @@ def test_pictures_are_prepared_as_transformers_does(name: str) -> None:
 def test_a_fixed_input_and_the_jobs_specs_count_for_more() -> None:
     fixed = ImageInput("x", 16, 24, channels_first=False, whole_numbers=True)
     pixels = np.full((40, 80, 3), 7, np.uint8)
-    placed = prepare(pixels, preprocessing_of({"size": 224}, {}, fixed, detects=False), fixed)
+    placed = prepare(pixels, preprocessing_of({"size": 224}, {}, fixed, is_detector=False), fixed)
     assert placed.array.shape == (16, 24, 3) and placed.array.dtype == np.uint8 and placed.array[0, 0, 0] == 7
     specs = {
         "image_size": [8, 8],
@@ -231,16 +239,16 @@ def test_a_fixed_input_and_the_jobs_specs_count_for_more() -> None:
         "rescale_factor": 1,
         "resize_mode": "letterbox",
     }
-    placed = prepare(pixels, preprocessing_of({"size": 224}, specs, CHW, detects=False), CHW)
+    placed = prepare(pixels, preprocessing_of({"size": 224}, specs, CHW, is_detector=False), CHW)
     assert placed.array.shape == (3, 8, 8)
     assert placed.array[0, 4, 4] == 14 and placed.array[0, 0, 0] == 228
     for wrong in ({"image_size": "large"}, {"image_mean": [1, 2]}, {"resize_mode": "fold"}, {"image_size": 10**9}):
         with pytest.raises(InvalidArgument):
-            preprocessing_of({}, wrong, CHW, detects=False)
+            preprocessing_of({}, wrong, CHW, is_detector=False)
 
 
-SEEN = Placed(np.zeros(0), (2.0, 2.0), (0.0, 8.0), (64, 64), (24, 32))
-ALL = Wanted(0.1, 0.5, 100)
+SEEN = PreparedImage(np.zeros(0), (2.0, 2.0), (0.0, 8.0), (64, 64), (24, 32))
+ALL = DetectionLimits(0.1, 0.5, 100)
 
 
 def test_boxes_like_detrs() -> None:
@@ -251,7 +259,7 @@ def test_boxes_like_detrs() -> None:
     assert (found.left, found.top, found.right, found.bottom) == (12, 8, 20, 16)
     separate = detr_boxes(logits, boxes, 3, SEEN, ALL)
     assert [each.index for each in separate] == [0, 2]
-    assert detr_boxes(logits, boxes, 2, SEEN, Wanted(0.1, 0.5, 0)) == []
+    assert detr_boxes(logits, boxes, 2, SEEN, DetectionLimits(0.1, 0.5, 0)) == []
     assert separate[1].left == 0, "cut at the edge of the picture"
 
 

@@ -85,19 +85,19 @@ def test_inference_derives_what_is_asked(predict: Asked) -> None:
 
 def test_wrong_requests_are_named(predict: Asked) -> None:
     for more, text in (
-        ({"temperature": 0.7}, "'temperature' is no parameter"),
-        ({"top_p": 0.7}, "'top_p' is no parameter"),
-        ({"guidance": 8}, "'guidance' is 8: use a whole number from 0 to 7"),
+        ({"temperature": 0.7}, "'temperature' is not a parameter"),
+        ({"top_p": 0.7}, "'top_p' is not a parameter"),
+        ({"guidance": 8}, "'guidance' is 8: use an integer from 0 to 7"),
         ({"inference_type": "image2world"}, "make it text2world"),
         ({"inference_type": "dream"}, "'inference_type'"),
         ({"max_tokens": "many"}, "'max_tokens' is 'many'"),
-        ({"stream": True}, "'stream' is true, and what this model makes comes whole"),
+        ({"stream": True}, "'stream' is true, but this model does not stream"),
     ):
         answer = chat(predict, "a river", **more)
         assert (answer.status, answer.body["error"]["type"]) == (400, "invalid_request")
         assert text in answer.body["error"]["message"]
     picture = data_url(png())
-    assert "one picture or video at most" in predict.refused(prompt="x", media=[picture, picture])
+    assert "at most one image or video" in predict.refused(prompt="x", media=[picture, picture])
     assert "unsupported extensions" in predict.refused(prompt="x", media="https://example.com/a.gif")
     assert "the guardrails refuse" in predict.refused(prompt="refuse")
 
@@ -120,11 +120,11 @@ def test_videos_are_made_one_after_the_other(predict: Asked) -> None:
     ("choice", "text"),
     [
         (PipelineChoice(), "no pipeline for cosmos-predict2.5 is installed"),
-        (PipelineChoice("no_such_module:function"), "no module 'no_such_module'"),
+        (PipelineChoice("no_such_module:function"), "module 'no_such_module' not found"),
         (PipelineChoice("os:nothing"), "os has no nothing"),
-        (PipelineChoice("os:sep"), "is no function"),
+        (PipelineChoice("os:sep"), "is not a function"),
         (PipelineChoice("os"), "write module:function"),
-        (PipelineChoice("/nowhere/p.py:open_pipeline"), "is not there"),
+        (PipelineChoice("/nowhere/p.py:open_pipeline"), "does not exist"),
         (PipelineChoice(f"{HERE}/stand_in_pipeline.py:open_pipeline", "base-99b"), "'base-99b' is not registered"),
     ],
 )

@@ -20,11 +20,11 @@ from vl_model import tiny_qwen_vl
 
 from headrace.core.errors import HeadraceError, Unavailable
 from headrace.core.generation import TEXT_OUTPUT
-from headrace.core.messages import InferResponse
+from headrace.core.requests import InferResponse
 from headrace.core.tensors import Tensor
-from headrace.jobs.microservice.kinds.contract import Begin, Chat
-from headrace.jobs.microservice.kinds.language import LanguageKind
-from headrace.platforms.asking import ServiceFailed, ask
+from headrace.jobs.microservice.model_kinds.contract import Begin, Chat
+from headrace.jobs.microservice.model_kinds.language import LanguageKind
+from headrace.platforms.service_client import ServiceFailed, send_chat
 from support.llm_models import tiny_llama
 from support.waiting import eventually
 
@@ -114,7 +114,7 @@ def test_the_openai_client_streams(llama: LocalService) -> None:
         assert chunks[0].choices[0].delta.role == "assistant"
         assert chunks[-2].choices[0].finish_reason == "length"
         assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 5
-        with pytest.raises(openai.BadRequestError, match="no parameter"):
+        with pytest.raises(openai.BadRequestError, match="not a parameter"):
             client.chat.completions.create(**asked, stream=True, extra_body={"num_steps": 3})
 
 
@@ -138,7 +138,7 @@ def test_a_model_that_sees_streams(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"guidance": 7}, "'guidance' is no parameter"),
+        ({"guidance": 7}, "'guidance' is not a parameter"),
         ({"stream": "yes"}, "'stream' is 'yes': use true or false"),
         ({"stream_options": 5}, "'stream_options' must be an object"),
         ({"stream_options": {"include_usage": 1}}, "'stream_options.include_usage' must be true or false"),
@@ -153,7 +153,7 @@ def test_what_is_wrong_is_told_as_without_a_stream(llama: LocalService, more: di
 
 
 def in_flight(running: LocalService) -> int:
-    engine = running.made._steps.engine
+    engine = running.made._startup.engine
     assert engine is not None
     return sum(version.statistics.in_flight for version in engine.plane.statistics())
 
@@ -231,11 +231,11 @@ def test_the_launchers_client_reads_it(llama: LocalService, failing: Fails) -> N
     url = f"http://127.0.0.1:{llama.port}"
     body = body_of("the quick brown fox", stream=True)
     pieces: list[str] = []
-    answer = asyncio.run(ask(url, body, "it", on_piece=pieces.append))
+    answer = asyncio.run(send_chat(url, body, "it", on_piece=pieces.append))
     assert answer.streamed and "".join(pieces) == answer.text and len(pieces) > 1
     failing(RuntimeError("a secret"), "so far")
     with pytest.raises(ServiceFailed):
-        asyncio.run(ask(url, body, "it", on_piece=pieces.append))
+        asyncio.run(send_chat(url, body, "it", on_piece=pieces.append))
     assert pieces[-1] == "so far"
 
 

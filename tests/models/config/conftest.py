@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.models.config.completion import complete
 from headrace.models.config.drafts import read_draft
-from headrace.models.config.finishing import finish
 from headrace.models.config.problems import ConfigError
 
 TENSORS = """
@@ -40,7 +40,7 @@ def problems(folder: Callable[..., Path]) -> Callable[..., list[str]]:
 
     def find(text: str | bytes, *, gpus: int = 0, **where: object) -> list[str]:
         try:
-            finish(read_draft(folder(text, **where)), None, gpus)
+            complete(read_draft(folder(text, **where)), None, gpus)
         except ConfigError as error:
             return [str(problem).partition("/config.")[2] for problem in error.problems]
         return []

@@ -3,8 +3,8 @@
 
 import pytest
 
+from headrace.models.config.completion import complete
 from headrace.models.config.drafts import read_draft
-from headrace.models.config.finishing import finish
 from headrace.models.config.problems import ConfigError
 
 BASE = 'backend: "python" max_batch_size: 8 '
@@ -323,7 +323,7 @@ def test_queue_policies_need_no_batches(problems):
 def test_all_problems_come_at_once(folder):
     draft = read_draft(folder('backend: "python"\nmax_batch_size: -1\ninput { dims: 0 }'))
     with pytest.raises(ConfigError) as caught:
-        finish(draft, None)
+        complete(draft, None)
     assert [(each.line, each.field) for each in caught.value.problems] == [
         (2, "max_batch_size"),
         (3, "input"),

@@ -4,8 +4,8 @@
 import pytest
 
 from headrace.core.dtypes import BOOL, BYTES, FP16, FP32, INT32, UINT64
+from headrace.models.config.completion import complete
 from headrace.models.config.drafts import read_draft
-from headrace.models.config.finishing import finish
 from headrace.models.config.types import (
     BatchInput,
     BatchOutput,
@@ -87,7 +87,7 @@ instance_group [
 @pytest.fixture
 def served(folder):
     def make(text, name, others=(), gpus=0):
-        return finish(read_draft(folder(text, name=name, others=others)), None, gpus)
+        return complete(read_draft(folder(text, name=name, others=others)), None, gpus)
 
     return make
 

@@ -5,9 +5,9 @@ import pytest
 from google.protobuf import text_format
 
 from headrace.core.dtypes import FP32, INT64
+from headrace.models.config.completion import complete, fill_missing
 from headrace.models.config.drafts import read_draft
-from headrace.models.config.finishing import finish, merge_under
-from headrace.models.config.schema import new_config
+from headrace.models.config.messages import new_config
 from headrace.models.config.types import DynamicBatching, InstanceGroup, VersionPolicy
 
 TOLD = """
@@ -25,7 +25,7 @@ model_transaction_policy { decoupled: true }
 def finished(folder):
     def make(text, told=None, gpus=0, **where):
         message = None if told is None else text_format.Parse(told, new_config())
-        return finish(read_draft(folder(text, **where)), message, gpus)
+        return complete(read_draft(folder(text, **where)), message, gpus)
 
     return make
 
@@ -65,7 +65,7 @@ def test_a_written_zero_is_no_omission(finished):
 def test_merging_leaves_what_was_told_alone():
     told = text_format.Parse(TOLD, new_config())
     message = new_config(name="m")
-    merge_under(message, told, keep_batch_size=True)
+    fill_missing(message, told, keep_batch_size=True)
     assert told == text_format.Parse(TOLD, new_config())
     assert message.name == "m"
 
@@ -124,7 +124,7 @@ def test_no_preferred_size_means_any(finished, tensors):
 
 def test_the_message_shows_the_defaults_and_the_draft_stays(folder, tensors):
     draft = read_draft(folder(f'backend: "python"{tensors}'))
-    config = finish(draft, None)
+    config = complete(draft, None)
     assert config.proto.version_policy.latest.num_versions == 1
     assert config.proto.instance_group[0].name == "m"
     assert not draft.message.instance_group

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.models.config.completion import complete
 from headrace.models.config.drafts import draft_from_json, read_draft
-from headrace.models.config.finishing import finish
 from headrace.models.config.problems import ConfigError
-from headrace.models.config.trees import MAX_BYTES
+from headrace.models.config.syntax import MAX_BYTES
 
 FILES = ["config.pbtxt", "config.json", "config.yaml"]
 NEARLY = MAX_BYTES - 64
@@ -37,7 +37,7 @@ SOME = MAX_BYTES // 16
 @pytest.mark.parametrize("size", [SOME, pytest.param(NEARLY, marks=pytest.mark.slow)], ids=["some", "nearly all"])
 def test_many_of_the_same_are_refused(folder, file, text, size):
     with pytest.raises(ConfigError) as caught:
-        finish(read_draft(folder(text * (size // len(text)), file=file)), None)
+        complete(read_draft(folder(text * (size // len(text)), file=file)), None)
     assert len(caught.value.message) < 4000
 
 
@@ -57,7 +57,7 @@ def test_many_of_the_same_are_refused(folder, file, text, size):
 )
 def test_refused(folder, file, text):
     with pytest.raises(ConfigError) as caught:
-        finish(read_draft(folder(text, file=file)), None)
+        complete(read_draft(folder(text, file=file)), None)
     assert len(caught.value.message) < 4000
 
 
@@ -89,7 +89,7 @@ WORDS = st.sampled_from(SYMBOLS + NAMES)
 
 def refusal(folder, text, file):
     try:
-        finish(read_draft(folder(text, file=file)), None)
+        complete(read_draft(folder(text, file=file)), None)
     except ConfigError as error:
         return error.message
     return "none"

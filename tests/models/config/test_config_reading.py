@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from headrace.core.dtypes import BYTES, FP32
 from headrace.models.config.drafts import draft_from_json, read_draft
-from headrace.models.config.fitting import fit
-from headrace.models.config.schema import new_config
-from headrace.models.config.showing import to_json, to_text
-from headrace.models.config.text_syntax import parse_text
-from headrace.models.config.trees import SyntaxFault
+from headrace.models.config.messages import new_config, to_json, to_text
+from headrace.models.config.schema_check import fit
+from headrace.models.config.syntax import SyntaxFault, parse_text
 from headrace.models.config.types import DynamicBatching
 
 TEXT = """

@@ -5,7 +5,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from tritonclient.grpc import model_config_pb2
 
-from headrace.models.config.schema import config_schema, new_config
+from headrace.models.config.messages import config_schema, new_config
 
 OWN = 1001
 

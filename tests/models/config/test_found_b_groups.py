@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.models.config.completion import complete
 from headrace.models.config.drafts import draft_from_json
-from headrace.models.config.finishing import finish
 from headrace.models.config.problems import ConfigError
 
 
@@ -21,7 +21,7 @@ def test_the_number_of_instances_has_an_end(tmp_path: Path) -> None:
             "output": [{"name": "OUT", "data_type": "TYPE_FP32", "dims": [1]}],
             "instance_group": [{"count": count, "kind": "KIND_CPU"}],
         }
-        return finish(draft_from_json(tmp_path / "m", json.dumps(text)), None).instance_groups[0].count
+        return complete(draft_from_json(tmp_path / "m", json.dumps(text)), None).instance_groups[0].count
 
     assert finished(1024) == 1024
     with pytest.raises(ConfigError, match=r"instance_group.count: .* has count 1025; write 1024 or less"):
@@ -37,7 +37,7 @@ def test_warming_up_has_an_end(tmp_path: Path) -> None:
             "output": [{"name": "OUT", **tensor}],
             "model_warmup": [{"name": "w", "count": count, "inputs": {"IN": {**tensor, "zero_data": True}}}],
         }
-        return finish(draft_from_json(tmp_path / "m", json.dumps(text)), None).warmups[0].count
+        return complete(draft_from_json(tmp_path / "m", json.dumps(text)), None).warmups[0].count
 
     assert finished(10_000) == 10_000
     with pytest.raises(ConfigError, match=r"model_warmup.count: warm-up 'w' is to be computed 10001 times"):

@@ -14,22 +14,21 @@ import pytest
 from media_made import sound, video
 
 from headrace.core.errors import Cancelled, InvalidArgument
-from headrace.core.generation import Clip
-from headrace.models.media.clips import ClipLimits, decode_clip
-from headrace.models.media.kinds import MATROSKA, MP4, sniff
+from headrace.core.generation import PromptVideo
+from headrace.models.media.decoding import MATROSKA, MP4, ClipLimits, decode_clip, sniff
 
 LIMITS = ClipLimits(
     fps=5, max_frames=100, frame_pixels=10_000, clip_pixels=1_000_000, video_seconds=60, decode_seconds=20
 )
 
 
-def decoded(content: bytes, limits: ClipLimits = LIMITS, cancelled: Callable[[], bool] = lambda: False) -> Clip:
+def decoded(content: bytes, limits: ClipLimits = LIMITS, cancelled: Callable[[], bool] = lambda: False) -> PromptVideo:
     found = sniff(content[:64])
     assert found is not None
     return decode_clip(io.BytesIO(content), found, limits, cancelled)
 
 
-def brightness(clip: Clip) -> list[int]:
+def brightness(clip: PromptVideo) -> list[int]:
     return [round(float(frame.mean()) / 10) for frame in clip.frames]
 
 

@@ -18,8 +18,8 @@ from store_stub import StoreStub
 from web_stub import Handler, WebStub, dripping, endless, mute, redirect, reply, serve
 
 from headrace.core.errors import InvalidArgument, ResourceExhausted, Unavailable
-from headrace.core.generation import Clip, Picture
-from headrace.models.media.data_urls import content_of, parse_data_url
+from headrace.core.generation import PromptImage, PromptVideo
+from headrace.models.media.decoding import content_of, parse_data_url
 from headrace.models.media.reader import MediaReader
 from headrace.models.media.settings import MediaSettings
 from headrace.models.storage.credentials import CloudCredentials
@@ -60,7 +60,7 @@ def run(work: Coroutine[Any, Any, A]) -> A:
     return asyncio.run(work)
 
 
-async def read(settings: MediaSettings, url: str, way: str = "item", **more: Any) -> Picture | Clip:
+async def read(settings: MediaSettings, url: str, way: str = "item", **more: Any) -> PromptImage | PromptVideo:
     reader = MediaReader(settings, more.pop("credentials", None))
     try:
         return await getattr(reader, way)(url, **more)
@@ -98,29 +98,29 @@ def expect_no_files(settings: MediaSettings) -> None:
 )
 def test_images_in_data_urls(mime: str, content: bytes, settings: MediaSettings) -> None:
     found = run(read(settings, data_url(content, mime)))
-    assert isinstance(found, Picture)
+    assert isinstance(found, PromptImage)
     assert found.pixels.shape == (6, 8, 3)
 
 
 @pytest.mark.parametrize("mime", ["video/mp4", "video/quicktime", "video/mov"])
 def test_videos_in_data_urls(mime: str, settings: MediaSettings) -> None:
     found = run(read(settings, data_url(video(), mime), "clip", fps=5, max_frames=4))
-    assert isinstance(found, Clip)
+    assert isinstance(found, PromptVideo)
     assert found.frames.shape == (4, 16, 32, 3)
 
 
 def test_names_and_types_of_http_do_not_matter(web: WebStub, settings: MediaSettings) -> None:
     web.routes["/a.mp4"] = serve(image("JPEG"), content_type="application/octet-stream")
     web.routes["/b"] = serve(video("webm", "libvpx"), content_type="image/png")
-    assert isinstance(run(read(settings, web.url("/a.mp4?x=.avi#y"))), Picture)
-    assert isinstance(run(read(settings, web.url("/b"))), Clip)
+    assert isinstance(run(read(settings, web.url("/a.mp4?x=.avi#y"))), PromptImage)
+    assert isinstance(run(read(settings, web.url("/b"))), PromptVideo)
     expect_no_files(settings)
 
 
 def test_many_at_once(web: WebStub, settings: MediaSettings) -> None:
     web.routes["/a"] = serve(image("PNG"))
 
-    async def all_of_them() -> list[Picture]:
+    async def all_of_them() -> list[PromptImage]:
         reader = MediaReader(replace(settings, threads=4))
         try:
             return await asyncio.gather(*(reader.picture(web.url("/a")) for _ in range(40)))
@@ -166,7 +166,7 @@ def test_an_image_may_not_be_as_large_as_a_video(web: WebStub, settings: MediaSe
 def test_a_gif_of_very_many_frames(web: WebStub, settings: MediaSettings) -> None:
     web.routes["/a.gif"] = serve(long_gif(1_000_000))
     found = run(read(replace(settings, image_bytes=50_000_000), web.url("/a.gif"), "picture"))
-    assert isinstance(found, Picture)
+    assert isinstance(found, PromptImage)
     assert found.pixels.shape == (2, 2, 3)
 
 
@@ -262,8 +262,8 @@ def test_object_stores_with_a_workspaces_credentials(settings: MediaSettings) ->
     ) as store:
         credentials = CloudCredentials.from_metadata(store.metadata("bkt"))
         more = {"credentials": credentials}
-        assert isinstance(run(read(settings, "s3://bkt/in/a.png", "picture", **more)), Picture)
-        assert isinstance(run(read(settings, "aws://bkt/in/b.mp4", **more)), Clip)
+        assert isinstance(run(read(settings, "s3://bkt/in/a.png", "picture", **more)), PromptImage)
+        assert isinstance(run(read(settings, "aws://bkt/in/b.mp4", **more)), PromptVideo)
         assert "no credentials for the aws bucket theirs" in refused(settings, "s3://theirs/a", **more)
         assert "there is nothing at s3://bkt/none" in refused(settings, "s3://bkt/none", **more)
         assert "is a folder of a bucket" in refused(settings, "s3://bkt/in", **more)
@@ -282,7 +282,7 @@ def test_files_of_folders_that_are_opened(settings: MediaSettings, tmp_path: Pat
     os.mkfifo(inside / "pipe")
     opened = replace(settings, folders=(inside,))
     for url in (f"{inside}/a.png", f"file://{inside}/a.png", f"{inside}/../in/a.png"):
-        assert isinstance(run(read(opened, url)), Picture)
+        assert isinstance(run(read(opened, url)), PromptImage)
     outside = [f"{tmp_path}/secret.png", f"{inside}/../secret.png", f"{inside}/link.png", f"{inside}/none", str(inside)]
     for url in (*outside, f"{inside}/pipe", f"{tmp_path}/in2/a.png"):
         assert "is not a file in a folder" in refused(opened, url)

@@ -12,8 +12,7 @@ from media_made import image, long_gif, png_header
 from PIL import Image
 
 from headrace.core.errors import InvalidArgument
-from headrace.models.media.kinds import PNG, sniff
-from headrace.models.media.pictures import decode_picture
+from headrace.models.media.decoding import PNG, decode_picture, sniff
 
 PIXELS = 1_000_000
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import Cancelled, InvalidArgument
-from headrace.models.storage.archives import is_archive, stem, unpack
-from headrace.models.storage.unpacking import UnpackLimits
+from headrace.models.storage.archives import UnpackLimits, is_archive, stem, unpack
 
 LIMITS = UnpackLimits(max_bytes=1_000_000, max_files=50)
 

@@ -17,10 +17,10 @@ from web_stub import Handler, WebStub, reply, serve
 
 from headrace.core.errors import Cancelled, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from headrace.core.telemetry.progress import ProgressEvent
-from headrace.models.storage.bringing import BringSettings, bring
 from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.fetch import FetchSettings, fetch_location
 
-LOCAL = BringSettings(private_hosts=("127.0.0.1",))
+LOCAL = FetchSettings(private_hosts=("127.0.0.1",))
 
 
 @pytest.fixture
@@ -47,59 +47,59 @@ def visible(folder: Path) -> list[str]:
 
 
 def test_a_local_path_stays_where_it_is(tmp_path: Path) -> None:
-    assert bring(str(tmp_path), tmp_path / "cache") == tmp_path
-    assert bring(f"file://{tmp_path}", tmp_path / "cache") == tmp_path
+    assert fetch_location(str(tmp_path), tmp_path / "cache") == tmp_path
+    assert fetch_location(f"file://{tmp_path}", tmp_path / "cache") == tmp_path
     with pytest.raises(NotFound, match="does not exist"):
-        bring("/no/such/model", tmp_path)
+        fetch_location("/no/such/model", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_of_a_store_is_brought_once(store: StoreStub, tmp_path: Path) -> None:
     events: list[ProgressEvent] = []
-    path = bring("s3://bkt/m", tmp_path, keys(store), events.append)
+    path = fetch_location("s3://bkt/m", tmp_path, keys(store), events.append)
     assert (path / "1" / "model.bin").stat().st_size == 1000
     assert [event.state for event in (events[0], events[-1])] == ["running", "finished"]
     assert events[-1].done == events[-1].total == 1002
     store.seen.clear()
-    assert bring("s3://bkt/m", tmp_path, keys(store)) == path
+    assert fetch_location("s3://bkt/m", tmp_path, keys(store)) == path
     assert not any("model.bin" in seen for seen, _ in store.seen)
 
 
 def test_another_state_is_another_entry(store: StoreStub, tmp_path: Path) -> None:
-    before = bring("s3://bkt/m", tmp_path, keys(store))
+    before = fetch_location("s3://bkt/m", tmp_path, keys(store))
     store.buckets["bkt"]["m/config.json"] = b"[1]"
-    after = bring("s3://bkt/m", tmp_path, keys(store))
+    after = fetch_location("s3://bkt/m", tmp_path, keys(store))
     assert (before / "config.json").read_bytes() == b"{}"
     assert (after / "config.json").read_bytes() == b"[1]"
 
 
 def test_archives_are_unpacked(store: StoreStub, tmp_path: Path) -> None:
-    path = bring("s3://bkt/m.tar.gz", tmp_path, keys(store))
+    path = fetch_location("s3://bkt/m.tar.gz", tmp_path, keys(store))
     assert [str(found.relative_to(path)) for found in path.rglob("*")] == ["inner", "inner/config.json"]
     with WebStub({"/m.tgz": serve(tar())}) as web:
-        path = bring(web.url("/m.tgz?token=1"), tmp_path, settings=LOCAL)
+        path = fetch_location(web.url("/m.tgz?token=1"), tmp_path, settings=LOCAL)
     assert (path / "inner" / "config.json").read_bytes() == b"[]"
 
 
 def test_a_file_behind_a_url(tmp_path: Path) -> None:
     with WebStub({"/models/a%20b.onnx": serve(b"1234")}) as web:
-        path = bring(web.url("/models/a%20b.onnx?x=1"), tmp_path, settings=LOCAL)
+        path = fetch_location(web.url("/models/a%20b.onnx?x=1"), tmp_path, settings=LOCAL)
         assert (path.name, path.read_bytes()) == ("a-b.onnx", b"1234")
-        assert bring(web.url("/models/a%20b.onnx?x=1"), tmp_path, settings=LOCAL) == path
+        assert fetch_location(web.url("/models/a%20b.onnx?x=1"), tmp_path, settings=LOCAL) == path
         assert len(web.seen) == 1
         with pytest.raises(InvalidArgument, match="not public"):
-            bring(web.url("/models/a%20b.onnx"), tmp_path)
+            fetch_location(web.url("/models/a%20b.onnx"), tmp_path)
 
 
 def test_what_is_cut_off_is_no_entry_and_is_continued(store: StoreStub, tmp_path: Path) -> None:
     store.cut_off.add("m/1/model.bin")
     events: list[ProgressEvent] = []
     with pytest.raises(Unavailable):
-        bring("s3://bkt/m", tmp_path, keys(store), events.append)
+        fetch_location("s3://bkt/m", tmp_path, keys(store), events.append)
     assert events[-1].state == "failed"
     assert all(name.startswith(".bringing-") for name in visible(tmp_path))
     store.cut_off.clear()
-    path = bring("s3://bkt/m", tmp_path, keys(store))
+    path = fetch_location("s3://bkt/m", tmp_path, keys(store))
     assert (path / "1" / "model.bin").read_bytes() == b"x" * 1000
     assert visible(tmp_path) == [path.name]
 
@@ -107,7 +107,7 @@ def test_what_is_cut_off_is_no_entry_and_is_continued(store: StoreStub, tmp_path
 def test_a_bad_archive_leaves_nothing(store: StoreStub, tmp_path: Path) -> None:
     store.buckets["bkt"]["m.tar.gz"] = b"not an archive"
     with pytest.raises(InvalidArgument, match=r"s3://bkt/m\.tar\.gz is not a whole"):
-        bring("s3://bkt/m.tar.gz", tmp_path, keys(store))
+        fetch_location("s3://bkt/m.tar.gz", tmp_path, keys(store))
     assert visible(tmp_path) == []
 
 
@@ -125,7 +125,9 @@ def test_many_who_want_the_same_wait_for_one(tmp_path: Path) -> None:
             if "another process" in event.message:
                 waiting.release()
 
-        tasks = [pool.submit(bring, web.url("/m.bin"), tmp_path, None, heard, settings=LOCAL) for _ in range(4)]
+        tasks = [
+            pool.submit(fetch_location, web.url("/m.bin"), tmp_path, None, heard, settings=LOCAL) for _ in range(4)
+        ]
         for _ in range(3):
             assert waiting.acquire(timeout=120)
         go.set()
@@ -134,16 +136,16 @@ def test_many_who_want_the_same_wait_for_one(tmp_path: Path) -> None:
 
 
 def test_waiting_can_be_cancelled(store: StoreStub, tmp_path: Path) -> None:
-    path = bring("s3://bkt/m", tmp_path, keys(store))
+    path = fetch_location("s3://bkt/m", tmp_path, keys(store))
     with (tmp_path / ".locks" / path.name).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         events: list[ProgressEvent] = []
         with pytest.raises(Cancelled, match="waiting"):
-            bring("s3://bkt/m", tmp_path, keys(store), events.append, lambda: True)
-    assert bring("s3://bkt/m", tmp_path, keys(store)) == path
+            fetch_location("s3://bkt/m", tmp_path, keys(store), events.append, lambda: True)
+    assert fetch_location("s3://bkt/m", tmp_path, keys(store)) == path
 
 
 def test_a_cache_that_cannot_be_is_told(store: StoreStub, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FailedPrecondition, match="cache folder"):
-        bring("s3://bkt/m", tmp_path / "file" / "cache", keys(store))
+        fetch_location("s3://bkt/m", tmp_path / "file" / "cache", keys(store))

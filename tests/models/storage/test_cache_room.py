@@ -15,17 +15,16 @@ from web_stub import WebStub, serve
 
 from headrace.core.errors import FailedPrecondition
 from headrace.core.telemetry.progress import ProgressEvent
-from headrace.models.storage.bringing import BringSettings, bring
-from headrace.models.storage.cache import CacheUse
+from headrace.models.storage.cache import CacheUse, DownloadProgress, readable_seconds
 from headrace.models.storage.credentials import CloudCredentials
-from headrace.models.storage.telling import Told, readable_seconds
+from headrace.models.storage.fetch import FetchSettings, fetch_location
 
-SMALL = BringSettings(cache_bytes=2500, private_hosts=("127.0.0.1",))
+SMALL = FetchSettings(cache_bytes=2500, private_hosts=("127.0.0.1",))
 HOLDER = """
 import sys
 from pathlib import Path
-from headrace.models.storage.bringing import bring
-print(bring(sys.argv[1], Path(sys.argv[2])).name, flush=True)
+from headrace.models.storage.fetch import fetch_location
+print(fetch_location(sys.argv[1], Path(sys.argv[2])).name, flush=True)
 sys.stdin.read()
 """
 
@@ -43,7 +42,7 @@ class Bringer:
         self._time = 1_000_000
 
     def bring(self, name: str, use: CacheUse) -> Path:
-        path = bring(f"s3://bkt/{name}", self._folder, self._credentials, settings=SMALL, use=use)
+        path = fetch_location(f"s3://bkt/{name}", self._folder, self._credentials, settings=SMALL, use=use)
         # Later than all before, whatever the clock's steps are.
         self._time += 10
         os.utime(self._folder / ".locks" / f"{path.parent.name}.use", (self._time, self._time))
@@ -86,7 +85,7 @@ def test_what_is_in_use_stays(bringer: Bringer) -> None:
 def test_what_another_process_uses_stays_until_it_ends(bringer: Bringer, tmp_path: Path) -> None:
     with WebStub({"/w.bin": serve(b"w" * 1000)}) as web:
         with CacheUse() as use:
-            brought = bring(web.url("/w.bin"), tmp_path, settings=SMALL, use=use)
+            brought = fetch_location(web.url("/w.bin"), tmp_path, settings=SMALL, use=use)
         child = subprocess.Popen(
             [sys.executable, "-c", HOLDER, web.url("/w.bin"), str(tmp_path)],
             stdin=subprocess.PIPE,
@@ -127,7 +126,7 @@ def test_an_entry_that_someone_deleted_is_brought_again(bringer: Bringer) -> Non
 def test_rate_and_remaining_time_are_told() -> None:
     events: list[ProgressEvent] = []
     now = 0.0
-    told = Told(events.append, "download m", 10_000_000, lambda: now)
+    told = DownloadProgress(events.append, "download m", 10_000_000, lambda: now)
     told.say("running")
     told.heard(4_000_000)  # of an earlier try
     for _ in range(4):

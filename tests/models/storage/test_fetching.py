@@ -15,8 +15,7 @@ import trustme
 from web_stub import Handler, WebStub, dripping, endless, mute, redirect, reply, serve
 
 from headrace.core.errors import Cancelled, InvalidArgument, Unavailable
-from headrace.models.storage.addresses import Address, is_listed, is_public
-from headrace.models.storage.fetching import FetchPolicy, fetch
+from headrace.models.storage.http_download import Address, FetchPolicy, fetch, is_listed, is_public
 
 LOCAL = FetchPolicy(max_bytes=100_000, total_seconds=60, idle_seconds=30, private_hosts=("127.0.0.1", "files.test"))
 OPEN = FetchPolicy(max_bytes=100_000, total_seconds=60, idle_seconds=30)
@@ -371,10 +370,10 @@ def test_no_other_package_has_a_client_that_follows_what_a_url_says() -> None:
     }
     # Those of Kubernetes ask the one API server that a kubeconfig names.
     assert found == {
-        "models/storage/hub.py",
-        "platforms/kubernetes/cluster.py",
-        "platforms/kubernetes/kubeconfig.py",
-        "fleet/cluster/api.py",
-        "fleet/router/waking/kubernetes.py",
-        "fleet/router/discovery/pods.py",
+        "models/storage/hugging_face.py",
+        "platforms/kubernetes/api_client.py",
+        "platforms/kubernetes_client/kubeconfig.py",
+        "platforms/kubernetes_client/api.py",
+        "programs/router_scalers.py",
+        "fleet/router/discovery.py",
     }

@@ -15,9 +15,9 @@ from hub_stub import COMMIT, HubStub
 
 from headrace.core.errors import Cancelled, HeadraceError, InvalidArgument, NotFound, PermissionDenied, Unavailable
 from headrace.core.telemetry.progress import ProgressEvent
-from headrace.models.storage.bringing import bring
-from headrace.models.storage.hub import HubSource
-from headrace.models.storage.locations import HubPlace
+from headrace.models.storage.fetch import fetch_location
+from headrace.models.storage.hugging_face import HubSource
+from headrace.models.storage.locations import HubLocation
 
 FILES = {
     "config.json": b"{}",
@@ -53,7 +53,7 @@ def files_in(folder: Path) -> set[str]:
 
 def test_weights_configurations_and_tokenizers_come_and_nothing_else(hub: HubStub, tmp_path: Path) -> None:
     events: list[ProgressEvent] = []
-    path = bring("hf_model://org/name", tmp_path, progress=events.append)
+    path = fetch_location("hf_model://org/name", tmp_path, progress=events.append)
     assert files_in(path) == WANTED
     assert (path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     total = sum(len(FILES[name]) for name in WANTED)
@@ -63,33 +63,33 @@ def test_weights_configurations_and_tokenizers_come_and_nothing_else(hub: HubStu
 
 
 def test_what_is_there_is_not_downloaded_again(hub: HubStub, tmp_path: Path) -> None:
-    first = bring("hf_model://org/name@v1", tmp_path)
+    first = fetch_location("hf_model://org/name@v1", tmp_path)
     hub.seen.clear()
-    assert bring("hf_model://org/name@v1", tmp_path) == first
+    assert fetch_location("hf_model://org/name@v1", tmp_path) == first
     # The main branch is at the same commit.
-    assert bring("hf_model://org/name", tmp_path) == first
+    assert fetch_location("hf_model://org/name", tmp_path) == first
     assert not any("/resolve/" in path for path, _ in hub.seen)
 
 
 def test_a_token_is_sent(hub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.token = "hf_right"
     with pytest.raises(NotFound, match="HF_TOKEN"):
-        HubSource(HubPlace("org/name"), "hf_wr0ng").look()
+        HubSource(HubLocation("org/name"), "hf_wr0ng").look()
     monkeypatch.setenv("HF_TOKEN", "hf_right")
-    assert HubSource(HubPlace("org/name")).look().commit == COMMIT
+    assert HubSource(HubLocation("org/name")).look().commit == COMMIT
 
 
 @pytest.mark.parametrize(
     ("place", "kind", "said"),
     [
-        (HubPlace("org/gated"), PermissionDenied, "gated: ask for access"),
-        (HubPlace("org/missing"), NotFound, "does not exist, or is private"),
-        (HubPlace("org/name", "v9"), NotFound, "no revision v9"),
-        (HubPlace("org/broken"), Unavailable, "answered 500"),
+        (HubLocation("org/gated"), PermissionDenied, "gated: ask for access"),
+        (HubLocation("org/missing"), NotFound, "does not exist, or is private"),
+        (HubLocation("org/name", "v9"), NotFound, "no revision v9"),
+        (HubLocation("org/broken"), Unavailable, "answered 500"),
     ],
 )
 def test_problems_are_told_with_their_cause(
-    place: HubPlace, kind: type[HeadraceError], said: str, hub: HubStub
+    place: HubLocation, kind: type[HeadraceError], said: str, hub: HubStub
 ) -> None:
     with pytest.raises(kind, match=said) as caught:
         HubSource(place).look()
@@ -99,43 +99,43 @@ def test_problems_are_told_with_their_cause(
 def test_a_hub_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(Unavailable, match="could not be reached.*HF_ENDPOINT"):
-        HubSource(HubPlace("org/name")).look()
+        HubSource(HubLocation("org/name")).look()
 
 
 def test_pickled_weights_alone_are_refused(hub: HubStub) -> None:
     hub.files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
     with pytest.raises(InvalidArgument, match="no weights in .safetensors"):
-        HubSource(HubPlace("org/name")).look()
+        HubSource(HubLocation("org/name")).look()
 
 
 def test_names_that_lead_out_are_refused(hub: HubStub) -> None:
     hub.files = {"model.safetensors": b"w", "../../evil.json": b"{}"}
     with pytest.raises(InvalidArgument, match="leads out"):
-        HubSource(HubPlace("org/name")).look()
+        HubSource(HubLocation("org/name")).look()
 
 
 def test_size_has_a_limit(hub: HubStub) -> None:
     with pytest.raises(InvalidArgument, match="are the most"):
-        HubSource(HubPlace("org/name"), max_bytes=1000).look()
+        HubSource(HubLocation("org/name"), max_bytes=1000).look()
 
 
 def test_a_download_that_is_cancelled_is_no_entry_and_is_continued(hub: HubStub, tmp_path: Path) -> None:
     started: list[ProgressEvent] = []
     with pytest.raises(Cancelled):
-        bring("hf://org/name", tmp_path, progress=started.append, cancelled=lambda: len(started) > 1)
+        fetch_location("hf://org/name", tmp_path, progress=started.append, cancelled=lambda: len(started) > 1)
     assert started[-1].state == "failed"
     assert all(path.name.startswith(".") for path in tmp_path.iterdir())
-    assert files_in(bring("hf://org/name", tmp_path)) == WANTED
+    assert files_in(fetch_location("hf://org/name", tmp_path)) == WANTED
 
 
 def test_what_came_is_what_the_hub_says_it_has(hub: HubStub, tmp_path: Path) -> None:
     right = hashlib.sha256(FILES["model.safetensors"]).hexdigest()
     hub.hashes = {"model.safetensors": "0" * 64}
     with pytest.raises(Unavailable, match="another SHA-256"):
-        bring("hf_model://org/name", tmp_path)
+        fetch_location("hf_model://org/name", tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.name != ".locks"]
     hub.hashes = {"model.safetensors": right}
-    assert files_in(bring("hf_model://org/name", tmp_path)) == WANTED
+    assert files_in(fetch_location("hf_model://org/name", tmp_path)) == WANTED
 
 
 @pytest.mark.parametrize(("cuts", "comes"), [(2, True), (99, False)])
@@ -152,8 +152,8 @@ def test_a_connection_that_is_cut_is_tried_again_and_not_for_ever(
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", cut)
     if comes:
-        assert files_in(bring("hf_model://org/name", tmp_path)) == WANTED
+        assert files_in(fetch_location("hf_model://org/name", tmp_path)) == WANTED
     else:
         with pytest.raises(Unavailable, match="could not be reached"):
-            bring("hf_model://org/name", tmp_path)
+            fetch_location("hf_model://org/name", tmp_path)
         assert left["merges.txt"] == cuts - 3

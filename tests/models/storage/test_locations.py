@@ -10,40 +10,32 @@ import pytest
 
 from headrace.core.errors import InvalidArgument, PermissionDenied
 from headrace.models.storage.credentials import CloudCredentials
-from headrace.models.storage.locations import (
-    HubPlace,
-    LocalPlace,
-    ObjectPlace,
-    Place,
-    WebPlace,
-    parse_location,
-    public_text,
-)
+from headrace.models.storage.locations import HubLocation, LocalLocation, ObjectLocation, Location, WebLocation, parse_location, public_text
 
 
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("/models/a", LocalPlace(Path("/models/a"))),
-        ("models/a:b", LocalPlace(Path("models/a:b"))),
-        ("file:///models/a%20b", LocalPlace(Path("/models/a b"))),
-        ("file://localhost/a", LocalPlace(Path("/a"))),
-        ("s3://bkt/a/b", ObjectPlace("aws", "bkt", "a/b")),
-        ("aws://bkt/a/b/", ObjectPlace("aws", "bkt", "a/b")),
-        ("S3://bkt", ObjectPlace("aws", "bkt", "")),
-        ("s3://bkt/a?b#c%20", ObjectPlace("aws", "bkt", "a?b#c%20")),
-        ("gs://bkt/a", ObjectPlace("gcp", "bkt", "a")),
-        ("az://bkt/a", ObjectPlace("azure", "bkt", "a")),
-        ("azure://bkt/a", ObjectPlace("azure", "bkt", "a")),
-        ("seaweedfs://bkt/a", ObjectPlace("seaweedfs", "bkt", "a")),
-        ("hf_model://org/name", HubPlace("org/name")),
-        ("hf_model://org/name@v1.0", HubPlace("org/name", "v1.0")),
-        ("hf_model://gpt2", HubPlace("gpt2")),
-        ("hf://org/name@v1.0", HubPlace("org/name", "v1.0")),
-        ("https://host/a?b=c", WebPlace("https://host/a?b=c")),
+        ("/models/a", LocalLocation(Path("/models/a"))),
+        ("models/a:b", LocalLocation(Path("models/a:b"))),
+        ("file:///models/a%20b", LocalLocation(Path("/models/a b"))),
+        ("file://localhost/a", LocalLocation(Path("/a"))),
+        ("s3://bkt/a/b", ObjectLocation("aws", "bkt", "a/b")),
+        ("aws://bkt/a/b/", ObjectLocation("aws", "bkt", "a/b")),
+        ("S3://bkt", ObjectLocation("aws", "bkt", "")),
+        ("s3://bkt/a?b#c%20", ObjectLocation("aws", "bkt", "a?b#c%20")),
+        ("gs://bkt/a", ObjectLocation("gcp", "bkt", "a")),
+        ("az://bkt/a", ObjectLocation("azure", "bkt", "a")),
+        ("azure://bkt/a", ObjectLocation("azure", "bkt", "a")),
+        ("seaweedfs://bkt/a", ObjectLocation("seaweedfs", "bkt", "a")),
+        ("hf_model://org/name", HubLocation("org/name")),
+        ("hf_model://org/name@v1.0", HubLocation("org/name", "v1.0")),
+        ("hf_model://gpt2", HubLocation("gpt2")),
+        ("hf://org/name@v1.0", HubLocation("org/name", "v1.0")),
+        ("https://host/a?b=c", WebLocation("https://host/a?b=c")),
     ],
 )
-def test_places(text: str, place: Place) -> None:
+def test_places(text: str, place: Location) -> None:
     assert parse_location(text) == place
 
 
@@ -77,8 +69,8 @@ def test_texts_that_name_nothing(text: str) -> None:
 
 def test_secrets_of_urls_are_not_shown() -> None:
     url = "https://user:p4ss@host/path?sig=s3cr3t#s3cr3t"
-    assert public_text(url) == str(WebPlace(url)) == "https://host/path"
-    assert "s3cr3t" not in repr(WebPlace(url))
+    assert public_text(url) == str(WebLocation(url)) == "https://host/path"
+    assert "s3cr3t" not in repr(WebLocation(url))
     assert public_text("https://host/a\x1b[2J") == "https://host/a?[2J"
 
 

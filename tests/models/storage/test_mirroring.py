@@ -14,9 +14,9 @@ from store_stub import StoreStub
 
 from headrace.core.errors import FailedPrecondition, NotFound, PermissionDenied
 from headrace.models.storage.credentials import CloudCredentials
-from headrace.models.storage.locations import ObjectPlace
-from headrace.models.storage.mirroring import Mirror, mirror_folder
-from headrace.models.storage.objects import ObjectLimits
+from headrace.models.storage.locations import ObjectLocation
+from headrace.models.storage.mirror import Mirror, mirror_folder
+from headrace.models.storage.object_stores import ObjectLimits
 
 OBJECTS = {
     "models/a/config.pbtxt": b"config",
@@ -37,7 +37,7 @@ def store() -> Iterator[StoreStub]:
 
 def mirror(store: StoreStub, folder: Path, key: str = "models") -> Mirror:
     limits = ObjectLimits(idle_seconds=30, retry_seconds=0.1)
-    return Mirror(ObjectPlace("aws", "bkt", key), folder, CloudCredentials.from_metadata(store.metadata("bkt")), limits)
+    return Mirror(ObjectLocation("aws", "bkt", key), folder, CloudCredentials.from_metadata(store.metadata("bkt")), limits)
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -177,7 +177,7 @@ def test_a_store_that_is_away_does_not_stop_a_second_start(store: StoreStub, tmp
     credentials = CloudCredentials.from_metadata(store.metadata("bkt"))
     store.__exit__(None, None, None)
     limits = ObjectLimits(idle_seconds=1, retry_seconds=0.1)
-    Mirror(ObjectPlace("aws", "bkt", "models"), tmp_path, credentials, limits).start()
+    Mirror(ObjectLocation("aws", "bkt", "models"), tmp_path, credentials, limits).start()
     assert tree(tmp_path) == WANTED
 
 
@@ -214,9 +214,9 @@ def test_stopping_ends_a_refresh(
 
 
 def test_the_same_place_has_the_same_folder_and_others_have_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    place, base = ObjectPlace("aws", "bkt", "models"), Path("/cache")
+    place, base = ObjectLocation("aws", "bkt", "models"), Path("/cache")
     first = mirror_folder(base, place)
     assert mirror_folder(base, place) == first
-    assert mirror_folder(base, ObjectPlace("aws", "bkt", "models/a")) != first
+    assert mirror_folder(base, ObjectLocation("aws", "bkt", "models/a")) != first
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert mirror_folder(base, place) != first

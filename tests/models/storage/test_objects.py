@@ -16,8 +16,8 @@ from store_stub import SECRET, StoreStub
 
 from headrace.core.errors import Cancelled, InvalidArgument, NotFound, PermissionDenied, Unavailable
 from headrace.models.storage.credentials import CloudCredentials
-from headrace.models.storage.locations import ObjectPlace, parse_location
-from headrace.models.storage.objects import Listing, ObjectLimits, ObjectSource
+from headrace.models.storage.locations import ObjectLocation, parse_location
+from headrace.models.storage.object_stores import Listing, ObjectLimits, ObjectSource
 
 OBJECTS = {
     "models/m/config.json": b"{}",
@@ -39,7 +39,7 @@ def store() -> Iterator[StoreStub]:
 
 def source(store: StoreStub, url: str, limits: ObjectLimits = QUICK) -> ObjectSource:
     place = parse_location(url)
-    assert isinstance(place, ObjectPlace)
+    assert isinstance(place, ObjectLocation)
     return ObjectSource(place, CloudCredentials.from_metadata(store.metadata("bkt")), limits)
 
 
@@ -91,7 +91,7 @@ def test_google_is_read_the_same_way(tmp_path: Path) -> None:
             "private_key_id": "",
         }
         metadata = {"gcp": {"bkt": {"secret_key": json.dumps(account), "endpoint_url": store.url("")}}}
-        found = ObjectSource(ObjectPlace("gcp", "bkt", "models/m2"), CloudCredentials.from_metadata(metadata), QUICK)
+        found = ObjectSource(ObjectLocation("gcp", "bkt", "models/m2"), CloudCredentials.from_metadata(metadata), QUICK)
         found.download(found.look(), tmp_path)
     assert files_in(tmp_path) == {"other": b"not this"}
 
@@ -115,7 +115,7 @@ def test_wrong_keys_are_told_and_not_shown(store: StoreStub, caplog: pytest.LogC
     metadata["aws"]["bkt"]["secret_key"] = "wr0ng-s3cr3t"
     credentials = CloudCredentials.from_metadata(metadata)
     with pytest.raises(PermissionDenied, match="may not be read with these credentials") as caught:
-        ObjectSource(ObjectPlace("aws", "bkt", "top"), credentials, QUICK).look()
+        ObjectSource(ObjectLocation("aws", "bkt", "top"), credentials, QUICK).look()
     assert "wr0ng" not in caught.value.message + caplog.text + repr(credentials)
     assert SECRET not in repr(CloudCredentials.from_metadata(store.metadata("bkt")).keys_of("aws", "bkt"))
 
@@ -191,7 +191,7 @@ def test_plain_http_is_spoken_only_where_the_endpoint_says_so(store: StoreStub) 
     metadata = store.metadata("bkt")
     metadata["aws"]["bkt"]["endpoint_url"] = f"127.0.0.1:{store.port}"
     with pytest.raises(Unavailable, match="check the endpoint") as caught:
-        ObjectSource(ObjectPlace("aws", "bkt", "top"), CloudCredentials.from_metadata(metadata), QUICK).look()
+        ObjectSource(ObjectLocation("aws", "bkt", "top"), CloudCredentials.from_metadata(metadata), QUICK).look()
     assert "127.0.0.1" not in caught.value.message
     assert store.seen == []
 

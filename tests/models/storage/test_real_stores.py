@@ -13,12 +13,11 @@ from azure_server import azure_server
 from s3_server import s3_server
 
 from headrace.core.errors import NotFound, PermissionDenied
-from headrace.models.storage.bringing import bring
 from headrace.models.storage.checksums import Checksum, from_headers
 from headrace.models.storage.credentials import CloudCredentials
-from headrace.models.storage.locations import ObjectPlace, parse_location
-from headrace.models.storage.object_heads import headers_of
-from headrace.models.storage.objects import ObjectLimits, ObjectSource
+from headrace.models.storage.fetch import fetch_location
+from headrace.models.storage.locations import ObjectLocation, parse_location
+from headrace.models.storage.object_stores import ObjectLimits, ObjectSource, headers_of
 
 pytestmark = pytest.mark.platform
 
@@ -27,17 +26,17 @@ OBJECTS = {"m/config.json": b"{}", "m/sub/a b#?%.bin": bytes(range(250)) * 24_00
 
 def check(url: str, metadata: dict[str, Any], folder: Path) -> None:
     credentials = CloudCredentials.from_metadata(metadata)
-    path = bring(f"{url}/m", folder, credentials)
+    path = fetch_location(f"{url}/m", folder, credentials)
     found = {f"m/{file.relative_to(path)}": file.read_bytes() for file in path.rglob("*") if file.is_file()}
     assert found == {key: body for key, body in OBJECTS.items() if key.startswith("m/")}
     place = parse_location(f"{url}/m")
-    assert isinstance(place, ObjectPlace)
+    assert isinstance(place, ObjectLocation)
     parts = ObjectSource(place, credentials, ObjectLimits(part_bytes=1_000_000))
     (folder / "parts").mkdir()
     parts.download(parts.look(), folder / "parts")
     assert (folder / "parts" / "sub" / "a b#?%.bin").read_bytes() == OBJECTS["m/sub/a b#?%.bin"]
     with pytest.raises(NotFound):
-        bring(f"{url}/none", folder, credentials)
+        fetch_location(f"{url}/none", folder, credentials)
 
 
 def test_moto(tmp_path: Path) -> None:
@@ -52,9 +51,11 @@ def test_azurite(tmp_path: Path) -> None:
         details = {**server.details("cont"), "secret_key": server.secret}
         check("az://cont", {"azure": {"cont": details}}, tmp_path / "cache")
         body = OBJECTS["m/config.json"]
-        place = ObjectPlace("azure", "cont", "m/config.json")
+        place = ObjectLocation("azure", "cont", "m/config.json")
         said = headers_of(server.store("cont"), place, None, place.key)
         assert said is not None and from_headers(said) == Checksum("md5", hashlib.md5(body).digest())
         wrong = {**details, "access_key": base64.b64encode(b"x" * 64).decode()}
         with pytest.raises(PermissionDenied):
-            bring("az://cont/m", tmp_path / "cache", CloudCredentials.from_metadata({"azure": {"cont": wrong}}))
+            fetch_location(
+                "az://cont/m", tmp_path / "cache", CloudCredentials.from_metadata({"azure": {"cont": wrong}})
+            )

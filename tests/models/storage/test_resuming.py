@@ -22,23 +22,23 @@ from web_stub import Handler, WebStub, reply
 
 from headrace.core.errors import FailedPrecondition, Unavailable
 from headrace.core.telemetry.progress import ProgressEvent
-from headrace.models.storage import journal as journals
-from headrace.models.storage import part_files
-from headrace.models.storage.bringing import BringSettings, bring
+from headrace.models.storage import partial_files
+from headrace.models.storage import partial_files as journals
 from headrace.models.storage.credentials import CloudCredentials
-from headrace.models.storage.journal import Journal, missing
+from headrace.models.storage.fetch import FetchSettings, fetch_location
+from headrace.models.storage.partial_files import Journal, missing
 from support.waiting import eventually
 
 PART = 10_000
 BODY = bytes(range(256)) * 400  # 102,400 bytes: 11 parts
-PARTS = BringSettings(part_bytes=PART, private_hosts=("127.0.0.1",))
+PARTS = FetchSettings(part_bytes=PART, private_hosts=("127.0.0.1",))
 CHILD = """
 import json, sys
 from pathlib import Path
-from headrace.models.storage.bringing import BringSettings, bring
+from headrace.models.storage.fetch import FetchSettings, fetch_location
 from headrace.models.storage.credentials import CloudCredentials
 metadata, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-bring("s3://bkt/large", folder, CloudCredentials.from_metadata(metadata), settings=BringSettings(part_bytes=10_000))
+fetch_location("s3://bkt/large", folder, CloudCredentials.from_metadata(metadata), settings=FetchSettings(part_bytes=10_000))
 """
 
 
@@ -98,7 +98,7 @@ def test_what_a_killed_process_has_downloaded_is_not_downloaded_again(store: Sto
     assert all(path.name.startswith(".") for path in tmp_path.iterdir())
     store.seen.clear()
     events: list[ProgressEvent] = []
-    path = bring("s3://bkt/large", tmp_path, keys(store), events.append, settings=PARTS)
+    path = fetch_location("s3://bkt/large", tmp_path, keys(store), events.append, settings=PARTS)
     assert path.read_bytes() == BODY
     assert asked(store) == len(BODY) - 5 * PART
     assert events[-1].done == events[-1].total == len(BODY)
@@ -112,7 +112,7 @@ def test_what_was_written_before_the_machine_started_is_not_believed(
     (tmp_path / "boot").write_text("another")
     monkeypatch.setattr(journals, "_BOOT", tmp_path / "boot")
     store.seen.clear()
-    assert bring("s3://bkt/large", tmp_path, keys(store), settings=PARTS).read_bytes() == BODY
+    assert fetch_location("s3://bkt/large", tmp_path, keys(store), settings=PARTS).read_bytes() == BODY
     assert asked(store) == len(BODY)
 
 
@@ -120,7 +120,7 @@ def test_an_object_that_changed_meanwhile_is_downloaded_anew(store: StoreStub, t
     kill_after(store, tmp_path, 5)
     store.etags["large"] = '"other-2"'
     store.buckets["bkt"]["large"] = BODY[::-1]
-    assert bring("s3://bkt/large", tmp_path, keys(store), settings=PARTS).read_bytes() == BODY[::-1]
+    assert fetch_location("s3://bkt/large", tmp_path, keys(store), settings=PARTS).read_bytes() == BODY[::-1]
 
 
 def test_gaps() -> None:
@@ -163,23 +163,23 @@ def test_checksums_in_headers(kind: str, store: StoreStub, tmp_path: Path) -> No
     more = {"x_amz_checksum_type": said} if said else {}
     store.headers["large"] = {name: base64.b64encode(wrong).decode(), **more}
     if said != "FULL_OBJECT":
-        bring("s3://bkt/large", tmp_path, keys(store))
+        fetch_location("s3://bkt/large", tmp_path, keys(store))
         return
     with pytest.raises(Unavailable, match=f"another {kind} than its store says"):
-        bring("s3://bkt/large", tmp_path, keys(store))
+        fetch_location("s3://bkt/large", tmp_path, keys(store))
     assert hidden(tmp_path) == []
     store.headers["large"] = {name: base64.b64encode(right).decode(), **more}
-    assert bring("s3://bkt/large", tmp_path, keys(store)).read_bytes() == BODY
+    assert fetch_location("s3://bkt/large", tmp_path, keys(store)).read_bytes() == BODY
     assert any(headers.get("x-amz-checksum-mode") == "ENABLED" for _, headers in store.seen)
 
 
 def test_an_etag_that_is_the_md5(store: StoreStub, tmp_path: Path) -> None:
     store.etags["large"] = f'"{"0" * 32}"'
     with pytest.raises(Unavailable, match="another md5"):
-        bring("s3://bkt/large", tmp_path, keys(store))
+        fetch_location("s3://bkt/large", tmp_path, keys(store))
     # Of what is encrypted with a key of the customer's, it is not one.
     store.headers["large"] = {"x_amz_server_side_encryption": "aws:kms"}
-    assert bring("s3://bkt/large", tmp_path, keys(store)).read_bytes() == BODY
+    assert fetch_location("s3://bkt/large", tmp_path, keys(store)).read_bytes() == BODY
 
 
 def test_a_full_disk(store: StoreStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +189,12 @@ def test_a_full_disk(store: StoreStub, tmp_path: Path, monkeypatch: pytest.Monke
         return pwrite(file, data, at)
 
     pwrite = os.pwrite
-    monkeypatch.setattr(part_files.os, "pwrite", full)
+    monkeypatch.setattr(partial_files.os, "pwrite", full)
     with pytest.raises(FailedPrecondition, match=r"no room for s3://bkt/large: it needs 102\.4 kB, and .* free; make"):
-        bring("s3://bkt/large", tmp_path, keys(store), settings=PARTS)
+        fetch_location("s3://bkt/large", tmp_path, keys(store), settings=PARTS)
     assert hidden(tmp_path) == []
     monkeypatch.undo()
-    assert bring("s3://bkt/large", tmp_path, keys(store), settings=PARTS).read_bytes() == BODY
+    assert fetch_location("s3://bkt/large", tmp_path, keys(store), settings=PARTS).read_bytes() == BODY
 
 
 # A file behind a URL
@@ -219,7 +219,7 @@ class Cutting:
 
 def cut(url: str, folder: Path) -> None:
     with pytest.raises(Unavailable, match="before the file's end"):
-        bring(url, folder, settings=PARTS)
+        fetch_location(url, folder, settings=PARTS)
 
 
 def test_a_file_behind_a_url_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_file_behind_a_url_goes_on_where_it_was(tmp_path: Path) -> None:
         cut(url, tmp_path)
         cut(url, tmp_path)
         events: list[ProgressEvent] = []
-        path = bring(url, tmp_path, None, events.append, settings=PARTS)
+        path = fetch_location(url, tmp_path, None, events.append, settings=PARTS)
         assert path.read_bytes() == BODY
         assert [headers.get("Range") for _, headers in web.seen] == [None, "bytes=40000-", "bytes=80000-"]
         assert events[-1].done == len(BODY)
@@ -242,9 +242,9 @@ def test_a_file_that_changed_or_has_no_mark_comes_anew(tmp_path: Path) -> None:
     with WebStub({"/m.bin": cutting}) as web:
         cut(web.url("/m.bin"), tmp_path)
         cutting.etag, cutting.body, cutting.most = '"two"', BODY[::-1], len(BODY)
-        assert bring(web.url("/m.bin"), tmp_path, settings=PARTS).read_bytes() == BODY[::-1]
+        assert fetch_location(web.url("/m.bin"), tmp_path, settings=PARTS).read_bytes() == BODY[::-1]
         cutting.etag, cutting.most = "", 40_000
         cut(web.url("/m.bin?2"), tmp_path)
         cutting.most = len(BODY)
-        assert bring(web.url("/m.bin?2"), tmp_path, settings=PARTS).read_bytes() == BODY[::-1]
+        assert fetch_location(web.url("/m.bin?2"), tmp_path, settings=PARTS).read_bytes() == BODY[::-1]
         assert [headers.get("Range") for _, headers in web.seen] == [None, "bytes=40000-", None, None]

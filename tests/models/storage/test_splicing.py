@@ -15,12 +15,12 @@ import pytest
 
 from headrace.core.errors import HeadraceError
 from headrace.models.storage.credentials import CloudCredentials
-from headrace.models.storage.locations import ObjectPlace
-from headrace.models.storage.objects import ObjectLimits, ObjectSource
+from headrace.models.storage.locations import ObjectLocation
+from headrace.models.storage.object_stores import ObjectLimits, ObjectSource
 
 CONTENT = os.urandom(5 * 1024 * 1024 + 7)
 PART = 2 * 1024 * 1024
-PLACE = ObjectPlace("aws", "bkt", "a/b c.bin")
+PLACE = ObjectLocation("aws", "bkt", "a/b c.bin")
 
 
 class Shop:

@@ -23,7 +23,7 @@ from echoing import (
 )
 
 from headrace.core.limits import Limits
-from headrace.net.grpc.streaming import MessageStream
+from headrace.net.grpc.services import MessageStream
 from support.serving import EchoCalls, Serving, echo_site, serving
 from support.waiting import eventually, eventually_async
 
@@ -149,13 +149,13 @@ def test_keep_alive_pings_are_answered(server: Serving, calls: EchoCalls, with_c
         assert unary(channel)(b"x", timeout=SECONDS) == b"x"
         connection = the_connection(server)
         answered: list[bytes] = []
-        honest = connection.answer
+        honest = connection.acknowledge
 
         def count(data: bytes) -> None:
             answered.append(data)
             honest(data)
 
-        server.call(setattr, connection, "answer", count)
+        server.call(setattr, connection, "acknowledge", count)
         future = unary(channel, "Hold").future(b"x", timeout=3 * SECONDS) if with_call else None
         eventually(lambda: len(answered) >= 2)
         if future is not None:

@@ -25,7 +25,7 @@ from echoing import (
 )
 
 from headrace.core.errors import InvalidArgument
-from headrace.net.grpc.metadata import parse_timeout
+from headrace.net.grpc.messages import parse_timeout
 from support.serving import EchoCalls, Serving
 from support.waiting import eventually
 

@@ -24,10 +24,9 @@ from echoing import (
 )
 
 from headrace.net.grpc.call import GrpcCall
-from headrace.net.grpc.services import Services
+from headrace.net.grpc.services import CoroutineCalls, MessageStream, Services
 from headrace.net.grpc.status import Status
-from headrace.net.grpc.streaming import CoroutineCalls, MessageStream
-from headrace.net.http.exchange import Buffer
+from headrace.net.http.heads import Buffer
 from headrace.net.site import Site
 from support.serving import Serving, serving
 from support.waiting import eventually

@@ -10,8 +10,8 @@ import pytest
 from echoing import SECONDS, channel_to, open_streams, raised
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace.net.grpc.health import HealthService
 from headrace.net.grpc.services import Services
+from headrace.net.grpc.standard_services import HealthService
 from headrace.net.site import Site
 from support.serving import Serving, serving
 from support.waiting import eventually

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.errors import Code, Internal, InvalidArgument, TooLarge, Unimplemented
-from headrace.net.grpc.messages import MessageAssembler, prefixed, prefixed_gzip
-from headrace.net.grpc.metadata import custom_metadata, encode_metadata
+from headrace.net.grpc.messages import MessageAssembler, custom_metadata, encode_metadata, prefixed, prefixed_gzip
 from headrace.net.grpc.status import GRPC_STATUS, Status, status_block
 from headrace.net.http.heads import RequestHead
 from headrace.net.http2.headers import encode_fields

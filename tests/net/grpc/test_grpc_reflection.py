@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from headrace.api.v2.schema import inference_schema
+from headrace.api.v2.grpc_messages import inference_schema
 from headrace.net.site import Site
 from headrace.net.sockets import Address
 from headrace.programs.serve.server import ServerSettings, build_site

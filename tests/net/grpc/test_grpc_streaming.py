@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from headrace.core.errors import NotFound
 from headrace.net.grpc.call import GrpcCall
-from headrace.net.grpc.services import Services
+from headrace.net.grpc.services import CoroutineCalls, MessageStream, Services
 from headrace.net.grpc.status import Status
-from headrace.net.grpc.streaming import CoroutineCalls, MessageStream
 from headrace.net.site import Site
 from support.serving import EchoCalls, Serving, serving
 from support.waiting import eventually

@@ -20,7 +20,7 @@ from headrace.core.limits import Limits
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
 from headrace.net.grpc.status import Status
-from headrace.net.http.exchange import Buffer
+from headrace.net.http.heads import Buffer
 from headrace.net.site import Site
 from support.serving import Serving, echo_site, serving
 

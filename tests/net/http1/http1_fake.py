@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Http1Protocol` without a socket: a transport that keeps what is written, as strict as uvloop's about misuse."""
+"""`Http1Connection` without a socket: a transport that keeps what is written, as strict as uvloop's about misuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http1_site import Handlers, http1_site
 from http1_wire import Answer, parse_answers
 
 from headrace.core.limits import Limits
-from headrace.net.http1.protocol import Http1Protocol
+from headrace.net.http1.connection import Http1Connection
 from headrace.net.negotiation import feed
 from headrace.net.site import Site
 
@@ -85,7 +85,7 @@ class FakeWire:
         self.handlers = handlers or Handlers()
         self.site = site or http1_site(self.handlers, limits)
         self.transport = FakeTransport()
-        self.protocol = Http1Protocol(self.site)
+        self.protocol = Http1Connection(self.site)
         self.transport.set_protocol(self.protocol)
         self.protocol.connection_made(self.transport)
 

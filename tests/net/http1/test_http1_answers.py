@@ -18,8 +18,7 @@ from http1_wire import Client, curl, get, post
 
 from headrace.core.errors import INTERNAL_TEXT, Code, InvalidArgument
 from headrace.net.http.exchange import Body, Exchange
-from headrace.net.http.heads import OK_PLAIN, ResponseHead
-from headrace.net.http.status import HTTP_STATUS
+from headrace.net.http.heads import HTTP_STATUS, OK_PLAIN, ResponseHead
 from support.serving import Serving
 from support.waiting import eventually
 

@@ -17,8 +17,8 @@ from http1_wire import Client, get, post
 
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_PLAIN
+from headrace.net.http1.connection import Http1Connection
 from headrace.net.http1.exchange import Http1Exchange
-from headrace.net.http1.protocol import Http1Protocol
 from support.serving import Serving
 from support.waiting import eventually
 
@@ -182,7 +182,7 @@ class TestGone:
         things = gc.get_objects()
         # By `type`: `isinstance` asks the things themselves, and some of other packages warn when they are asked.
         connections = [
-            thing for thing in things if issubclass(type(thing), Http1Protocol) and thing.site is server.site
+            thing for thing in things if issubclass(type(thing), Http1Connection) and thing.site is server.site
         ]
         exchanges = [thing for thing in things if issubclass(type(thing), Http1Exchange)]
         assert connections == []

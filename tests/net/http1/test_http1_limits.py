@@ -14,7 +14,7 @@ from http1_wire import Client, get, post, post_chunked
 from headrace.core.limits import Limits
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_PLAIN
-from headrace.net.http1.protocol import Http1Protocol
+from headrace.net.http1.connection import Http1Connection
 from support.serving import Serving, serving
 from support.waiting import eventually
 
@@ -439,7 +439,7 @@ class TestTimeOverSockets:
 
     def phases(self, server: Serving) -> list[int]:
         connections = server.call(lambda: list(server.site.connections))
-        return sorted(each._reader.phase for each in connections if isinstance(each, Http1Protocol))
+        return sorted(each._reader.phase for each in connections if isinstance(each, Http1Connection))
 
     @pytest.mark.parametrize("field", ["Connection: keep-alive", "Connection: close"])
     def test_a_client_that_never_reads(self, impatient: tuple[Serving, Handlers], field: str) -> None:

@@ -131,7 +131,7 @@ CASES = {**FRAMING, **CHUNKS, **LINES}
 
 
 def refusals(log: pytest.LogCaptureFixture) -> int:
-    return len([record for record in log.records if record.getMessage().startswith("refused")])
+    return len([record for record in log.records if record.getMessage().startswith("request rejected")])
 
 
 @pytest.mark.parametrize("path", ["/echo", "/upload"])

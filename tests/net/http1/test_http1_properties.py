@@ -110,9 +110,9 @@ class Driven(FakeWire):
         reader = self.protocol._reader
         assert sum(map(len, reader._pieces)) <= LIMITS.body_bytes
         assert reader.direct is None or len(reader.direct) <= LIMITS.body_bytes
-        assert reader._undigested <= LIMITS.header_bytes
+        assert reader._unreported_bytes <= LIMITS.header_bytes
         assert len(reader._target) <= 256 * 1024 + LIMITS.header_bytes
-        assert len(self.protocol._waiting) <= 13_000, "no more than fit in a packet"
+        assert len(self.protocol._queue) <= 13_000, "no more than fit in a packet"
 
     def final_answers(self) -> list[tuple[int, bytes]]:
         answers = parse_answers(bytes(self.transport.written))

@@ -154,7 +154,7 @@ def test_an_honest_client_may_cancel(small: World) -> None:
 
 
 def test_a_thousand_calls_cancelled_at_once_are_no_flood(limited: Callable[..., World]) -> None:
-    """guards.py: grpcio cancelling a thousand calls stays inside, twice over."""
+    """Limits: grpcio cancelling a thousand calls stays inside, twice over."""
     client = limited().connect()
     for start in (1, 2001):
         ids = range(start, start + 2000, 2)

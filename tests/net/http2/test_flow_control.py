@@ -312,7 +312,7 @@ def test_a_stream_error_neither_costs_nor_gains_window(limited: Callable[..., Wo
         client.ping()
         assert client.sending.connection >= 60_000
     connection = world.connection()
-    held = world.server.call(lambda: connection.receive_window + connection.held)
+    held = world.server.call(lambda: connection.receive_window + connection.consumed)
     assert held == 200_000
 
 

@@ -146,7 +146,7 @@ def played(pieces: list[bytes]) -> tuple[list[bytes], object]:
     said = [frame.serialize() for frame in unplugged.frames() if not isinstance(frame, WindowUpdateFrame)]
     state = (
         unplugged.closing,
-        None if unplugged.closing else connection.receive_window + connection.held,
+        None if unplugged.closing else connection.receive_window + connection.consumed,
         sorted(connection.streams),
         connection.send_window,
         connection.highest_stream,
@@ -165,9 +165,9 @@ def check_bounds(unplugged: Unplugged) -> None:
     assert len(connection.streams) <= LIMITS.concurrent_streams
     assert set(connection.blocked) <= set(connection.streams)
     assert len(connection._reset_by_us) <= 1024
-    assert connection.receive_window + connection.held <= LIMITS.connection_window_bytes
+    assert connection.receive_window + connection.consumed <= LIMITS.connection_window_bytes
     for stream in connection.streams.values():
-        assert stream.receive_window + stream.held + stream.withheld <= LIMITS.stream_window_bytes
+        assert stream.receive_window + stream.consumed + stream.unconsumed <= LIMITS.stream_window_bytes
         assert len(getattr(stream, "_gathered", None) or b"") <= LIMITS.body_bytes
 
 

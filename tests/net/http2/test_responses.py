@@ -13,8 +13,8 @@ from hyperframe.frame import ContinuationFrame, DataFrame, HeadersFrame
 from worlds import World, world_of
 
 from headrace.net.grpc.call import GrpcCall
-from headrace.net.http.exchange import Buffer, Exchange
-from headrace.net.http.heads import OK_PLAIN, ResponseHead
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_PLAIN, Buffer, ResponseHead
 from headrace.net.http2.frames import ErrorCode
 from headrace.net.site import Site
 

@@ -7,7 +7,7 @@ import asyncio
 
 from headrace.core.limits import Limits
 from headrace.net.http2.connection import Http2Connection
-from headrace.net.unread import UnreadWatch
+from headrace.net.site import WriteStall
 from support.serving import echo_site
 
 
@@ -45,8 +45,8 @@ def test_a_closing_connection_waits_for_its_reader() -> None:
 
 
 def test_only_reading_is_a_sign_of_life() -> None:
-    transport, watch = SlowTransport(), UnreadWatch()
-    watch.begin(100.0)
+    transport, watch = SlowTransport(), WriteStall()
+    watch.start(100.0)
     for now, unsent, gave_up in (
         (110, 50, False),
         (120, 80, False),
@@ -55,4 +55,4 @@ def test_only_reading_is_a_sign_of_life() -> None:
         (163, 40, True),
     ):
         transport.unsent = unsent
-        assert watch.gave_up(transport, now, 30.0) is gave_up, now
+        assert watch.is_stalled(transport, now, 30.0) is gave_up, now

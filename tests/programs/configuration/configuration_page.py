@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of keys in `docs/guides/configuration.md` from `headrace/programs/configuration/table.py`."""
+"""Write the tables of keys in `docs/guides/configuration.md` from `headrace/programs/configuration/keys.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from headrace.programs.configuration.keys import Key
-from headrace.programs.configuration.table import KEYS
+from headrace.programs.configuration.keys import KEYS, Key
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/configuration.md"
 START, END = "<!-- keys:start -->", "<!-- keys:end -->"

@@ -11,11 +11,9 @@ from configuration_page import GUIDE, keys_table, table_in
 
 from headrace.cli.options import BY_NAME, FLAGS, keys
 from headrace.cli.serve_configuration import configure
-from headrace.programs.configuration.environment import read_environment
-from headrace.programs.configuration.merging import resolve
-from headrace.programs.configuration.problems import SettingsError
-from headrace.programs.configuration.showing import as_json
-from headrace.programs.configuration.table import KEYS, OWN_FLAGS
+from headrace.programs.configuration.keys import KEYS, OWN_FLAGS, SettingsError
+from headrace.programs.configuration.resolution import as_json, resolve
+from headrace.programs.configuration.sources import read_environment
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.cli.options import keys
-from headrace.programs.configuration.files import read_file
-from headrace.programs.configuration.merging import Configuration, resolve
-from headrace.programs.configuration.problems import SettingsError
-from headrace.programs.configuration.serving import access_settings, predict_settings, problems_of, traffic_settings
+from headrace.programs.configuration.keys import SettingsError
+from headrace.programs.configuration.resolution import Configuration, resolve
+from headrace.programs.configuration.sections import access_settings, predict_settings, problems_of, traffic_settings
+from headrace.programs.configuration.sources import read_file
 
 SEED = """# config/inference.yaml
 server:

@@ -22,13 +22,13 @@ from headrace.cli.serve_configuration import configure
 from headrace.cli.serve_settings import open_settings
 from headrace.core.dtypes import FP32
 from headrace.core.errors import HeadraceError, InvalidArgument
-from headrace.core.messages import InferRequest, InferResponse
+from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.telemetry.progress import silent
 from headrace.core.tensors import Tensor
 from headrace.engine.engine import Engine, open_engine
-from headrace.models.staging import Staging, name_of, staged
-from headrace.programs.configuration import single_model as single_models
-from headrace.programs.configuration.single_model import single_model
+from headrace.models.staging import Staging, model_name, staged
+from headrace.programs.configuration import sections as single_models
+from headrace.programs.configuration.sections import single_model
 
 
 class Times(torch.nn.Module):
@@ -260,7 +260,7 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="use BOOL, UINT8"):
         with staged(asked(file, model_inputs='[{"name": "x", "dtype": "FP31"}]')):
             pass
-    assert name_of(Path("/x/..")) == "model"
+    assert model_name(Path("/x/..")) == "model"
 
 
 def test_a_variable_without_a_path_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 from console_tab import aside
 from local_site import LocalSite
 
-from headrace.fleet.local.client import LocalFleet
+from headrace.fleet.local.api_client import LocalFleet
 from support.programs import HEADRACE
 from support.waiting import eventually
 

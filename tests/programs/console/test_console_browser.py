@@ -21,7 +21,7 @@ from console_models import write_all, write_plain
 from console_served import INFER, ask, console_server
 from console_tab import BRIGHTNESS, PICTURES, Tab
 
-from headrace.api.access.keys_file import create_key
+from headrace.api.access.api_keys import create_key
 
 EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "*", "--model-load-thread-count", "1")
 

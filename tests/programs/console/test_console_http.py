@@ -14,14 +14,13 @@ import pytest
 from console_models import write_plain
 from console_served import INFER, ask, console_server
 
-from headrace.api.access.keys_file import create_key
-from headrace.api.v2.restrictions import Restriction
-from headrace.api.v2.settings import V2Settings
+from headrace.api.access.api_keys import create_key
+from headrace.api.v2.settings import Restriction, V2Settings
 from headrace.core.telemetry.tracing import NO_TRACING
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.net.sockets import Address
-from headrace.programs.console.live import added
-from headrace.programs.console.pages import FLEET, GATEWAY, SERVER, Page, Pages
+from headrace.programs.console.http import FLEET, GATEWAY, SERVER, Page, Pages
+from headrace.programs.console.live_data import added
 from headrace.programs.serve.protocols import build_protocols
 from headrace.programs.serve.settings import ServerSettings
 from support.servers import serve_in_thread

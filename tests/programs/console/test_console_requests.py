@@ -12,7 +12,7 @@ import pytest
 from console_models import write_identity, write_plain
 from console_served import INFER, ask, console_server
 
-from headrace.api.access.keys_file import create_key
+from headrace.api.access.api_keys import create_key
 from support.servers import serve_in_thread
 from support.waiting import eventually
 

@@ -15,7 +15,7 @@ from console_served import INFER, ask, console_server
 from console_tab import Tab
 from test_console_browser import row
 
-from headrace.api.access.keys_file import create_key
+from headrace.api.access.api_keys import create_key
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
 

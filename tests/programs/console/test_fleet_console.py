@@ -12,7 +12,7 @@ from console_tab import BRIGHTNESS, Tab
 from fleet_up import FleetUp, fleet_up
 from local_site import runtime, service
 
-from headrace.fleet.words import whole
+from headrace.platforms.kubernetes_client.objects import get_int
 from support.ports import free_port
 from support.waiting import eventually
 
@@ -51,7 +51,7 @@ def canary(site: FleetUp, text: str, percent: int) -> None:
 
 
 def share(site: FleetUp) -> int | None:
-    return whole(site.get("birds"), "spec", "engine", "canaryTrafficPercent")
+    return get_int(site.get("birds"), "spec", "engine", "canaryTrafficPercent")
 
 
 def test_services_are_shown_with_their_reasons_and_found(tab: Tab, site: FleetUp) -> None:

@@ -67,7 +67,7 @@ def test_a_service_is_started_watched_asked_and_stopped(tab: Tab, used: UsedGate
     assert page.get_by_label("State", exact=True).get_by_text("Running", exact=True).is_visible()
     assert page.get_by_text("0 of 45 minutes").is_visible()
     job = page.url.rpartition("/")[2]
-    page.get_by_role("region", name="Lines of the log").get_by_text("the model is ready").wait_for()
+    page.get_by_role("region", name="Lines of the log").get_by_text("The model is ready").wait_for()
     page.get_by_role("cell", name="launched by process").wait_for()
 
     picture = {"name": "red.png", "mimeType": "image/png", "buffer": red()}

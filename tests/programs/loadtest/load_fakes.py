@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.programs.loadtest.lanes import TIMED_OUT, Done
-from headrace.programs.loadtest.measured import ClientCpu, Measured
+from headrace.programs.loadtest.connections import TIMED_OUT, Done
+from headrace.programs.loadtest.results import ClientCpu, Measured
 
 
 class FakeClock:

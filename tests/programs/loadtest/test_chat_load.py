@@ -16,12 +16,10 @@ import pytest
 
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.fleet.benchmarks.scenarios import parse_scenario
-from headrace.programs.loadtest.chat.charts import Chart, svg
-from headrace.programs.loadtest.chat.keeping import check_place, keep
-from headrace.programs.loadtest.chat.measured import ChatRun
-from headrace.programs.loadtest.chat.prompts import Prompts, read_dataset
-from headrace.programs.loadtest.chat.report import report
-from headrace.programs.loadtest.chat.running import ChatTest, Limits
+from headrace.programs.loadtest.chat.report import Chart, report, svg
+from headrace.programs.loadtest.chat.requests import Prompts, read_dataset
+from headrace.programs.loadtest.chat.runner import ChatRun, ChatTest, Limits
+from headrace.programs.loadtest.chat.storage import check_place, keep
 
 Handler = Callable[[str, dict[str, Any]], list[bytes] | None]
 """From path and body to the pieces of an answer; None cuts the connection."""

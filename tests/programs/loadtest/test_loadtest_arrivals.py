@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headrace.core.errors import InvalidArgument
-from headrace.programs.loadtest.arrivals import Arrivals
+from headrace.programs.loadtest.loops import Arrivals
 
 
 def test_even_distances_do_not_drift() -> None:

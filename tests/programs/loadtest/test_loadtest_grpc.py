@@ -8,12 +8,12 @@ import time
 import uvloop
 
 from headrace.client import NO_RETRY
-from headrace.client.addresses import Address
-from headrace.client.transport import options_of
+from headrace.client.sockets import Address
+from headrace.client.transport import check_options
 from headrace.net.grpc.services import Services
-from headrace.programs.loadtest.grpc_lane import GrpcTarget
+from headrace.programs.loadtest.connections import GrpcTarget
 from headrace.programs.loadtest.loops import ClosedLoop, drive
-from headrace.programs.loadtest.recording import Recording
+from headrace.programs.loadtest.results import Recording
 from support.ports import free_port
 from support.serving import EchoCalls, echo_site, serving
 from support.waiting import eventually
@@ -33,7 +33,7 @@ class Calls(EchoCalls):
 
 def run(port: int, *, workers: int = 2, seconds: float = 0.4, timeout: float = 30.0) -> Recording:
     async def main() -> Recording:
-        options = options_of(
+        options = check_options(
             timeout=30, retry=NO_RETRY, verify=True, cert=None, token="", headers={"x-a": "b"}, compression=None
         )
         target = GrpcTarget(Address.parse(f"grpc://127.0.0.1:{port}"), b"request", options)

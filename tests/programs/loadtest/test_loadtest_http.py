@@ -16,16 +16,13 @@ import pytest
 import trustme
 import uvloop
 
-from headrace.client.addresses import Address
+from headrace.client.sockets import Address
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_PLAIN, ResponseHead
 from headrace.net.tls import TlsFiles
-from headrace.programs.loadtest.alarms import Alarm
-from headrace.programs.loadtest.arrivals import Arrivals
-from headrace.programs.loadtest.http_lane import HttpTarget
-from headrace.programs.loadtest.loops import ClosedLoop, OpenLoop, drive
-from headrace.programs.loadtest.measured import ClientCpu, Measured, measured
-from headrace.programs.loadtest.recording import Recording
+from headrace.programs.loadtest.connections import HttpTarget
+from headrace.programs.loadtest.loops import Alarm, Arrivals, ClosedLoop, OpenLoop, drive
+from headrace.programs.loadtest.results import ClientCpu, Measured, Recording, measured
 from support.ports import free_port
 from support.serving import EchoHandlers, echo_site, serving
 

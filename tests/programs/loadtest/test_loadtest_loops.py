@@ -6,9 +6,8 @@ from __future__ import annotations
 import pytest
 from load_fakes import FakeClock, FakeTarget
 
-from headrace.programs.loadtest.arrivals import Arrivals
-from headrace.programs.loadtest.loops import ClosedLoop, OpenLoop
-from headrace.programs.loadtest.recording import Recording
+from headrace.programs.loadtest.loops import Arrivals, ClosedLoop, OpenLoop
+from headrace.programs.loadtest.results import Recording
 
 
 def open_loop(

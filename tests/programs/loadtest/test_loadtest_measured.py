@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from load_fakes import run_of
 
-from headrace.programs.loadtest.measured import PERCENTILES, percentile
 from headrace.programs.loadtest.plots import bar, bins, curve, histogram, milliseconds, sweep
-from headrace.programs.loadtest.server_view import server_view
+from headrace.programs.loadtest.results import PERCENTILES, percentile, server_view
 
 
 @pytest.mark.parametrize("count", [1, 2, 10, 999, 1000, 1001, 20_000])

@@ -13,9 +13,9 @@ import pytest
 from load_fakes import run_of
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.programs.loadtest.measured import Measured
+from headrace.programs.loadtest.results import Measured
 from headrace.programs.loadtest.search import Found, Search
-from headrace.programs.loadtest.settings import Setting, Space, setting_of, space_of, with_setting
+from headrace.programs.loadtest.tuning import Setting, Space, setting_of, space_of, with_setting
 
 SPACE = Space((1, 2, 4, 8, 16), (None, 0, 100, 500), (1, 2, 4))
 START = Setting(16, None, 1)

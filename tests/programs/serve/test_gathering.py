@@ -15,10 +15,10 @@ import uvloop
 
 from headrace.core.errors import InvalidArgument
 from headrace.engine.dataplane import DataPlane
-from headrace.programs.serve.gathering import Gathering
-from headrace.programs.serve.loading import LoadEverywhere
-from headrace.programs.serve.siblings import Siblings
-from headrace.programs.serve.workers import WorkersPlane
+from headrace.programs.serve.broadcast import LoadEverywhere
+from headrace.programs.serve.worker import WorkersPlane
+from headrace.programs.serve.worker_channel import WorkerChannel
+from headrace.programs.serve.worker_stats import WorkerStats
 from support.engines import ask, builtin_plane
 
 ONE = np.ones((1, 4), np.float32)
@@ -38,9 +38,9 @@ class Party:
     """A worker with the built-in models, in this very process."""
 
     def __init__(self, folder: Path, index: int, own: DataPlane) -> None:
-        self.siblings = Siblings(folder, index, 2)
+        self.siblings = WorkerChannel(folder, index, 2)
         self.own = own
-        self.gathering = Gathering(self.siblings, own)
+        self.gathering = WorkerStats(self.siblings, own)
         self.gathering.start()
         self.plane = WorkersPlane(own, self.gathering, LoadEverywhere(self.siblings, own))
 
@@ -145,8 +145,8 @@ class Models:
         self.done.append(f"unload {name} {unload_dependents}")
 
 
-async def loading(folder: Path, index: int, models: Models) -> tuple[Siblings, LoadEverywhere]:
-    siblings = Siblings(folder, index, 2)
+async def loading(folder: Path, index: int, models: Models) -> tuple[WorkerChannel, LoadEverywhere]:
+    siblings = WorkerChannel(folder, index, 2)
     everywhere = LoadEverywhere(siblings, cast("DataPlane", models))
     everywhere.start()
     await siblings.start()
@@ -183,7 +183,7 @@ async def test_models_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_a_name_that_is_a_path_is_refused(tmp_path: Path) -> None:
-    everywhere = LoadEverywhere(Siblings(tmp_path, 0, 2), cast("DataPlane", Models()))
+    everywhere = LoadEverywhere(WorkerChannel(tmp_path, 0, 2), cast("DataPlane", Models()))
     with pytest.raises(InvalidArgument):
         asyncio.run(everywhere.load("../up", None, None))
     assert not list(tmp_path.iterdir())

@@ -16,15 +16,15 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from headrace.api.access.keys_file import create_key
+from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits
 from headrace.core.clock import ManualClock, SystemClock
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_EMPTY, OK_JSON
 from headrace.net.site import Site
-from headrace.net.websocket.accept import accept
-from headrace.programs.serve.guarded import Guard, guarded_routes, open_guard
+from headrace.net.websocket.handshake import accept
+from headrace.programs.serve.access_guard import Guard, guarded_routes, open_guard
 from support.serving import Serving, serving
 
 INFER = "/v2/models/m/infer"
@@ -245,7 +245,7 @@ def test_in_flight() -> None:
         assert site.guard.in_flight == 2
         status, fields, body = site.ask("POST", INFER)
         assert (status, fields["retry-after"]) == (429, "1")
-        assert body == {"error": "2 requests are in flight, as many as this server takes on"}
+        assert body == {"error": "2 requests are in flight, the limit of this server"}
         assert site.ask("GET", "/v2/models/m")[0] == 200
         site.server.call(lambda: site.handlers.held[0].respond(OK_JSON, b"{}"))
         assert site.guard.in_flight == 1
@@ -302,7 +302,7 @@ def test_who_would_wait_too_long_is_refused() -> None:
                 clients.append(site.hold())
         status, fields, body = site.ask("POST", INFER)
         assert (status, fields["retry-after"]) == (429, "1")
-        assert body["error"].startswith("9 requests wait, which takes ")
+        assert body["error"].startswith("9 requests are queued, which takes ")
         assert body["error"].endswith("this one has 0.5 s")
         assert site.counted() == {"headrace_shed_total late": 1}
         for client in clients:

@@ -12,17 +12,16 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace.api.access.keys_file import create_key
+from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits
 from headrace.core.clock import SystemClock
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.net.grpc.call import GrpcCall
-from headrace.net.grpc.health import HealthService
-from headrace.net.grpc.services import Services
-from headrace.net.grpc.streaming import CoroutineCalls, MessageStream
-from headrace.net.http.exchange import Buffer
+from headrace.net.grpc.services import CoroutineCalls, MessageStream, Services
+from headrace.net.grpc.standard_services import HealthService
+from headrace.net.http.heads import Buffer
 from headrace.net.site import Site
-from headrace.programs.serve.guarded import Guard, guarded_services, open_guard
+from headrace.programs.serve.access_guard import Guard, guarded_services, open_guard
 from support.serving import Serving, serving
 
 SERVICE = "inference.GRPCInferenceService"
@@ -157,7 +156,7 @@ def test_in_flight() -> None:
         assert site.guard.in_flight == 2
         code, details, trailing = refused(site.call())
         assert (code, trailing["retry-after"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "1")
-        assert details == "2 requests are in flight, as many as this server takes on"
+        assert details == "2 requests are in flight, the limit of this server"
         site.server.call(site.methods.held[0].reply, b"done")
         assert site.guard.in_flight == 1
         calls[1].cancel()

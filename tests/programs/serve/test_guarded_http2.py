@@ -12,15 +12,15 @@ import h2.connection
 import h2.events
 import h2.settings
 
-from headrace.api.access.keys_file import create_key
+from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits
 from headrace.core.clock import SystemClock
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
-from headrace.programs.serve.guarded import Guard, guarded_routes, open_guard
+from headrace.programs.serve.access_guard import Guard, guarded_routes, open_guard
 from support.serving import Serving, serving
 
 PATH = "/v2/models/m/infer"

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace.api.access import redis_rates
+from headrace.api.access import redis_rate_limits
 from headrace.api.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits
 from headrace.core.clock import SystemClock
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
 from headrace.net.site import Site
-from headrace.programs.serve.guarded import Guard, guarded_routes, open_guard
+from headrace.programs.serve.access_guard import Guard, guarded_routes, open_guard
 from support.redis_servers import FakeRedis, redis_process
 from support.serving import Serving, serving
 from support.waiting import eventually
@@ -46,7 +46,7 @@ def guarded(url: str, limit: RateLimit, called: list[Exchange] | None = None) ->
         guard.start()
         assert guard._redis is not None
         async with asyncio.timeout(60):
-            while guard._redis._wire is None:
+            while not guard._redis.connected:
                 await asyncio.sleep(0.01)
         return Site(routes)
 
@@ -66,7 +66,7 @@ def ask(port: int) -> tuple[int, bytes, str | None]:
 
 @pytest.mark.platform
 def test_two_servers_share_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 30.0)
+    monkeypatch.setattr(redis_rate_limits, "ANSWER_SECONDS", 30.0)
     limit = RateLimit(60, 3600.0)
     with (
         redis_process(tmp_path) as redis,
@@ -125,7 +125,7 @@ def test_a_redis_that_hangs_holds_no_request(hanging: HangingRedis) -> None:
 
 
 def test_a_client_that_goes_while_redis_is_asked(hanging: HangingRedis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 60.0)  # it is gone before that
+    monkeypatch.setattr(redis_rate_limits, "ANSWER_SECONDS", 60.0)  # it is gone before that
     called: list[Exchange] = []
     with guarded(hanging.url, RateLimit(100, 3600.0), called) as (server, guard):
         client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
@@ -137,5 +137,5 @@ def test_a_client_that_goes_while_redis_is_asked(hanging: HangingRedis, monkeypa
         hanging.hang_up()
         eventually(lambda: not server.call(lambda: guard.in_flight))
         assert called == []
-        monkeypatch.setattr(redis_rates, "ANSWER_SECONDS", 0.05)
+        monkeypatch.setattr(redis_rate_limits, "ANSWER_SECONDS", 0.05)
         assert ask(server.port)[0] == 200

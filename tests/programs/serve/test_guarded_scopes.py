@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.programs.serve.guarded_scopes import grpc_scope, http_scope, mount_scope
+from headrace.programs.serve.route_scopes import grpc_scope, http_scope, mount_scope
 
 
 @pytest.mark.parametrize(

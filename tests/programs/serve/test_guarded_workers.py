@@ -8,16 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from headrace.api.access.keys_file import create_key
+from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings
 from headrace.core.clock import SystemClock
-from headrace.core.telemetry.registry import Registry
+from headrace.core.telemetry.metrics import Registry
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_EMPTY
 from headrace.net.site import Site
-from headrace.programs.serve.guarded import guarded_routes, guarded_services, open_guard
-from headrace.programs.serve.repeating import Repeating
-from headrace.programs.serve.siblings import Siblings
+from headrace.programs.serve.access_guard import guarded_routes, guarded_services, open_guard
+from headrace.programs.serve.broadcast import Broadcaster
+from headrace.programs.serve.worker_channel import WorkerChannel
 from support.serving import serving
 
 
@@ -36,7 +36,7 @@ def test_only_what_passes_is_heard_by_the_others(tmp_path: Path) -> None:
     bob = create_key(path, "bob", ["read"], created=0)
     guard = open_guard(AccessSettings(keys_file=path), Registry(SystemClock()))
     assert guard is not None
-    repeating = Repeating(Siblings(tmp_path, 0, 2))
+    repeating = Broadcaster(WorkerChannel(tmp_path, 0, 2))
     worker: Any = SimpleNamespace(gathering=None, repeating=repeating)
     changed: list[Exchange] = []
 

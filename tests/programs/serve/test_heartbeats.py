@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from headrace.programs.serve.heartbeats import Effort, Heartbeats, Watchdog, effort_of
+from headrace.programs.serve.supervisor import Effort, Heartbeats, Watchdog, effort_of
 from support.virtual_time import run_virtual
 from support.waiting import eventually
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 from unittest.mock import patch
 
-from headrace.programs.serve import memory
-from headrace.programs.serve.memory import MemoryReturner, resident_bytes
+from headrace.programs.serve import server
+from headrace.programs.serve.server import MemoryReturner, resident_bytes
 
 
 def test_the_size_is_that_of_this_process() -> None:
@@ -39,6 +39,6 @@ def test_a_process_that_has_grown_gives_back_once() -> None:
         left -= 1
         return next(sizes) << 20
 
-    with patch.object(memory, "resident_bytes", size), patch.object(memory, "_EVERY_SECONDS", 0.002):
+    with patch.object(server, "resident_bytes", size), patch.object(server, "_EVERY_SECONDS", 0.002):
         asyncio.run(main())
     assert asked == [0]

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from headrace.core.errors import Internal, NotFound, Unavailable
-from headrace.programs.serve.siblings import Away, Busy, Siblings, worker_folder, write_whole
+from headrace.programs.serve.worker_channel import Away, Busy, WorkerChannel, worker_folder, write_whole
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -26,9 +26,9 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     return run
 
 
-async def pair(folder: Path) -> tuple[Siblings, Siblings]:
+async def pair(folder: Path) -> tuple[WorkerChannel, WorkerChannel]:
     """Two of three workers; the third is dead."""
-    made = Siblings(folder, 0, 3), Siblings(folder, 1, 3)
+    made = WorkerChannel(folder, 0, 3), WorkerChannel(folder, 1, 3)
     for each in made:
         await each.start()
     return made
@@ -103,7 +103,7 @@ async def test_who_takes_a_dead_workers_place_is_found(tmp_path: Path) -> None:
     dead._server.close()
     with pytest.raises(Away):
         await asking.ask(1, "who", seconds=30)
-    successor = Siblings(tmp_path, 1, 3)
+    successor = WorkerChannel(tmp_path, 1, 3)
 
     async def who(_: Any) -> str:
         return "the successor"

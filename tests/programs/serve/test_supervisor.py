@@ -325,7 +325,7 @@ def test_workers_end_with_a_supervisor_that_is_killed(supervised: Start) -> None
 
 BEATING = """
     import itertools, threading
-    from headrace.programs.serve.heartbeats import Heartbeats, Watchdog, effort_of
+    from headrace.programs.serve.supervisor import Heartbeats, Watchdog, effort_of
 
     supervisor.BEAT_SECONDS = 0.05
     beats = Heartbeats(2)
@@ -368,7 +368,7 @@ def test_a_worker_that_computes_is_not_taken_for_one_that_hangs(supervised: Star
     """Three times as long as one at rest would have, in one piece, without a beat: as a library with Python's lock does."""
     run = supervised(
         """
-        from headrace.programs.serve.heartbeats import Heartbeats, Watchdog
+        from headrace.programs.serve.supervisor import Heartbeats, Watchdog
 
         beats = Heartbeats(2)
 
@@ -416,7 +416,7 @@ def test_a_supervisor_that_was_stopped_itself_kills_nobody(supervised: Start) ->
 SERVERS = """
     import asyncio
     import uvloop
-    from headrace.net.server import WireServer, run_until_signal
+    from headrace.net.server import HttpServer, run_until_signal
     from headrace.net.site import Site
     from headrace.net.sockets import Address, reserve_port
 
@@ -446,7 +446,7 @@ SERVERS = """
 
     async def serve(index):
         site = Site()
-        server = WireServer(site, address, lambda: ProcessNumber(site), reuse_port=True)
+        server = HttpServer(site, address, lambda: ProcessNumber(site), reuse_port=True)
         await server.start()
         tell(f"up {index} {os.getpid()}")
         return await run_until_signal([server], 20)

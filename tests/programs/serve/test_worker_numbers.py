@@ -7,10 +7,9 @@ import json
 from dataclasses import fields
 
 from headrace.core.errors import Internal, Unavailable
-from headrace.engine.responses import ResponseWatch
-from headrace.engine.scheduling.batches import BatchRecord
-from headrace.engine.statistics import VersionStatistics
-from headrace.programs.serve.numbers import added_up, ended, numbers_of, together
+from headrace.engine.scheduling.pending_request import BatchRecord
+from headrace.engine.statistics import ResponseTimer, VersionStatistics
+from headrace.programs.serve.worker_stats import added_up, ended, numbers_of, together
 
 
 def counted(times: int) -> VersionStatistics:
@@ -25,7 +24,7 @@ def counted(times: int) -> VersionStatistics:
         stats.success += 1
         stats.success_ns += 10
         stats.hit += 1
-        ResponseWatch(statistics.responses, 0).given([], 3, cancelled=False)
+        ResponseTimer(statistics.responses, 0).record([], 3, cancelled=False)
     for response in statistics.responses.values():
         response.output_ns = response.success_ns = 5 * times  # by the clock; the same for all here
     return statistics
@@ -72,6 +71,6 @@ def test_nothing_new_is_counted_unnoticed() -> None:
     """A field that statistics or status come to show must be added in `numbers_of` too. Metrics go another way."""
     shown = {"received", "settled", "_last_ns", "by_rows", "batches", "responses", "failures", "log"}
     metrics_only = {"computed", "quick_ns", "slow_requests", "slow_queues", "slow_computes", "loads", "excess"}
-    metrics_only |= {"first_answers", "summaries"}
-    taken_in_first = {"quick"}
+    metrics_only |= {"first_responses", "summaries"}
+    taken_in_first = {"express_tally"}
     assert {field.name for field in fields(VersionStatistics)} == shown | metrics_only | taken_in_first

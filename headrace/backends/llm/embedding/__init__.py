@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that turn a text into a vector. Knows nothing of generating: no pages, no scheduler, no sampling."""
+"""Embedding models: text to vectors. Knows nothing of generation: no KV cache, scheduler or sampling."""

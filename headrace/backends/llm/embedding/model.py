@@ -1,108 +1,137 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One version of an embedding model: a folder of transformers or sentence-transformers, opened on a device.
+"""An embedding model on PyTorch: its weights, and instances that compute the vectors of batches of texts.
 
-Called by the `llm` backend for folders of which `embedding.folder.embeds` says so. Weights come from safetensors alone, and
-nothing is fetched. Instances of one device share the weights.
+The `llm` backend uses it for folders of embedding models (`embedding.config.is_embedding_model`). Weights are read from
+safetensors only, and nothing is downloaded. Texts are computed in groups of similar length, so that short ones are not
+padded to the longest.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from headrace.backends.contract import Placement
-from headrace.backends.llm.embedding.folder import Dense, Recipe, recipe_of
-from headrace.backends.llm.embedding.instance import TOKEN_COUNT, EmbeddingInstance, Steps
-from headrace.backends.llm.embedding.settings import EmbeddingSettings, settings_of
-from headrace.backends.one_at_a_time import TRANSFORMERS
+from headrace.backends.contract import Array, Placement
+from headrace.backends.llm.embedding.config import (
+    DenseLayer,
+    EmbeddingPipeline,
+    EmbeddingSettings,
+    read_pipeline,
+    read_settings,
+)
 from headrace.backends.signature import Port, Signature, check_signature, completion
+from headrace.backends.torch_import import TRANSFORMERS
 from headrace.core.dtypes import BYTES, FP32, INT32
-from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unimplemented
+from headrace.core.errors import (
+    FailedPrecondition,
+    HeadraceError,
+    Internal,
+    InvalidArgument,
+    ResourceExhausted,
+    Unimplemented,
+)
 from headrace.core.generation import EMBEDDING, TEXT_INPUT
 from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
 
 MAX_BATCH_SIZE = 32
-_ENDLESS = 1 << 24
-"""A tokenizer that does not know its limit says a number far beyond this."""
-_MORE_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "xlm-roberta-xl", "longformer")
-"""Families that count positions from behind their filling token, so that the last few are never used."""
+_UNLIMITED = 1 << 24
+"""A tokenizer without a limit reports a number far beyond this."""
+_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "xlm-roberta-xl", "longformer")
+"""Model families that count positions from behind the padding token, so that the last few are never used."""
+TOKEN_COUNT = "token_count"  # noqa: S105  # the name of an output
+_MAX_GROUP_TOKENS = 16384
+"""Tokens in one forward pass, padding included. More does not increase throughput, and takes memory."""
+_SHORT_TOKENS = 64
+"""Texts up to this length are grouped regardless of their lengths: each forward pass has a fixed cost."""
+_CHARACTERS_PER_TOKEN = 64
+"""No tokenizer averages more over a text; a longer text is refused or truncated without tokenizing it."""
+_ACTIVATIONS = {
+    "tanh": torch.tanh,
+    "gelu": torch.nn.functional.gelu,
+    "relu": torch.relu,
+}
 
 
-def complete(config: ModelConfig, folder: Path) -> Any:
-    """What the folder tells that the configuration leaves out. See `contract.Backend.complete`."""
-    settings = settings_of(config.parameters)
-    recipe = recipe_of(folder, settings)
-    message = completion(config, _signature(_size(_hugging_config(recipe, settings), recipe)))
+def complete_config(config: ModelConfig, folder: Path) -> Any:
+    """Add the tensors and the batch size to a configuration that leaves them out. For `contract.Backend.complete`."""
+    settings = read_settings(config.parameters)
+    pipeline = read_pipeline(folder, settings)
+    message = completion(config, _signature(_vector_size(_read_hf_config(pipeline, settings), pipeline)))
     if not config.max_batch_size and message.max_batch_size:
         message.max_batch_size = MAX_BATCH_SIZE
     return message
 
 
 class EmbeddingModel:
-    """See the module."""
+    """One version of an embedding model. Instances on one device share the weights."""
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, settings: EmbeddingSettings, tokenizer: Any) -> None:
+    def __init__(
+        self, config: ModelConfig, pipeline: EmbeddingPipeline, settings: EmbeddingSettings, tokenizer: Any
+    ) -> None:
         self._name = config.name
-        self._recipe = recipe
+        self._pipeline = pipeline
         self._settings = settings
         self._tokenizer = tokenizer
-        self._config = _hugging_config(recipe, settings)
-        self._size = _size(self._config, recipe)
+        self._config = _read_hf_config(pipeline, settings)
+        self._size = _vector_size(self._config, pipeline)
         check_signature(config, _signature(self._size))
         if config.max_batch_size < 1:
             raise InvalidArgument(
                 f"model '{config.name}' embeds batches of texts, and its configuration has max_batch_size: 0: set "
                 f"{MAX_BATCH_SIZE}, or leave it out"
             )
-        self._max_tokens = _max_tokens(self._config, tokenizer, recipe, settings)
+        self._max_tokens = _max_tokens(self._config, tokenizer, pipeline, settings)
         self._models: dict[Any, tuple[Any, tuple[tuple[Any, Any, str], ...]]] = {}
         self._lock = threading.Lock()
 
     @classmethod
     def load(cls, config: ModelConfig, folder: Path) -> EmbeddingModel:
-        """Look into the folder and read the tokenizer. Weights are read when the first instance of a device opens."""
-        settings = settings_of(config.parameters)
-        recipe = recipe_of(folder, settings)
-        if not any(recipe.transformer.glob("*.safetensors")):
+        """Read the folder's configuration and tokenizer. The first instance on a device loads the weights."""
+        settings = read_settings(config.parameters)
+        pipeline = read_pipeline(folder, settings)
+        if not any(pipeline.transformer.glob("*.safetensors")):
             raise FailedPrecondition(
-                f"'{recipe.transformer.name}' of model '{config.name}' has no *.safetensors: other formats of weights can "
+                f"'{pipeline.transformer.name}' of model '{config.name}' has no *.safetensors: other formats of weights can "
                 "run code when they are read. Convert the model with save_pretrained(..., safe_serialization=True)"
             )
         from transformers import AutoTokenizer
 
-        tokenizer = _told(recipe, "tokenizer", AutoTokenizer.from_pretrained, settings)
-        return cls(config, recipe, settings, tokenizer)
+        tokenizer = _from_pretrained(pipeline, "tokenizer", AutoTokenizer.from_pretrained, settings)
+        return cls(config, pipeline, settings, tokenizer)
 
     def open(self, placement: Placement) -> EmbeddingInstance:
-        """Read the weights, or take those that are there."""
+        """Return an instance; load the weights if it is the first on its device."""
         device = self._device(placement)
         with self._lock:
             if device not in self._models:
-                self._models[device] = self._loaded(device)
+                self._models[device] = self._load_weights(device)
             model, dense = self._models[device]
-        recipe, settings = self._recipe, self._settings
-        steps = Steps(
+        pipeline, settings = self._pipeline, self._settings
+        loaded = LoadedPipeline(
             tokenizer=self._tokenizer,
             model=model,
-            poolings=recipe.poolings or (_usual_pooling(self._config),),
+            poolings=pipeline.poolings or (_default_pooling(self._config),),
             dense=dense,
-            normalize=recipe.normalize,
+            normalize=pipeline.normalize,
             max_tokens=self._max_tokens,
             truncate=settings.truncate,
-            lower_case=recipe.lower_case,
-            prompt=recipe.prompt,
+            lower_case=pipeline.lower_case,
+            prompt=pipeline.prompt,
             threads=settings.threads if device.type == "cpu" else 0,
             device=device,
             size=self._size,
         )
-        return EmbeddingInstance(self._name, steps)
+        return EmbeddingInstance(self._name, loaded)
 
     def close(self) -> None:
         """Free the weights."""
@@ -116,21 +145,21 @@ class EmbeddingModel:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if placement.device >= count:
             raise FailedPrecondition(
-                f"model '{self._name}' asks for GPU {placement.device}, and PyTorch {torch.__version__} sees {count} here: "
-                "install a PyTorch built for CUDA, check the driver, or say KIND_CPU in instance_group"
+                f"model '{self._name}' needs GPU {placement.device}, but PyTorch {torch.__version__} sees {count}: install "
+                "a PyTorch built for CUDA, check the driver, or set KIND_CPU in instance_group"
             )
         return torch.device("cuda", placement.device)
 
-    def _loaded(self, device: Any) -> tuple[Any, tuple[tuple[Any, Any, str], ...]]:
+    def _load_weights(self, device: Any) -> tuple[Any, tuple[tuple[Any, Any, str], ...]]:
         from transformers import AutoModel
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-        chosen = self._settings.dtype
-        dtype = ("float32" if device.type == "cpu" else "auto") if chosen == "auto" else chosen
+        wanted = self._settings.dtype
+        dtype = ("float32" if device.type == "cpu" else "auto") if wanted == "auto" else wanted
         with TRANSFORMERS:
-            model, report = _told(
-                self._recipe,
+            model, report = _from_pretrained(
+                self._pipeline,
                 "weights",
                 AutoModel.from_pretrained,
                 self._settings,
@@ -139,53 +168,55 @@ class EmbeddingModel:
                 dtype=dtype,
                 output_loading_info=True,
             )
-        # Bert-like checkpoints often come without the head that makes `pooler_output`, which is not used here.
+        # BERT-like checkpoints often lack the head that computes `pooler_output`, which is not used here.
         missing = [key for key in report["missing_keys"] if not key.startswith("pooler.")]
         if missing:
             raise FailedPrecondition(
                 f"the weights of model '{self._name}' lack {len(missing)} tensors of its architecture, such as "
                 f"'{missing[0]}': copy the whole model folder"
             )
-        return model.eval().to(device), tuple(_dense_weights(dense, device) for dense in self._recipe.dense)
+        return model.eval().to(device), tuple(_load_dense(dense, device) for dense in self._pipeline.dense)
 
 
-def _hugging_config(recipe: Recipe, settings: EmbeddingSettings) -> Any:
+def _read_hf_config(pipeline: EmbeddingPipeline, settings: EmbeddingSettings) -> Any:
     from transformers import AutoConfig
 
-    config = _told(recipe, "config.json", AutoConfig.from_pretrained, settings)
+    config = _from_pretrained(pipeline, "config.json", AutoConfig.from_pretrained, settings)
     if getattr(config, "is_encoder_decoder", False):
         raise Unimplemented(
-            f"'{recipe.transformer.name}' has an encoder and a decoder, and this server embeds with one"
+            f"'{pipeline.transformer.name}' has an encoder and a decoder, and this server embeds with one"
         )
     config.use_cache = False
     return config
 
 
-def _told(recipe: Recipe, what: str, function: Any, settings: EmbeddingSettings, **more: Any) -> Any:
-    """What a function of transformers reads from the folder; its complaints go to the log."""
+def _from_pretrained(
+    pipeline: EmbeddingPipeline, what: str, function: Any, settings: EmbeddingSettings, **more: Any
+) -> Any:
+    """Call a `from_pretrained` function of transformers; its errors go to the log."""
     try:
         return function(
-            str(recipe.transformer), local_files_only=True, trust_remote_code=settings.trust_remote_code, **more
+            str(pipeline.transformer), local_files_only=True, trust_remote_code=settings.trust_remote_code, **more
         )
     except HeadraceError:
         raise
     except Exception as error:
-        log.exception("the %s in %s could not be read", what, recipe.transformer)
+        log.exception("The %s in %s could not be read.", what, pipeline.transformer)
         hint = (
             "it needs Python code of its own: read that code, then set parameter trust_remote_code: true"
             if "trust_remote_code" in str(error)
             else "copy the whole model folder, and see the server's log"
         )
-        raise FailedPrecondition(f"the {what} in '{recipe.transformer.name}' could not be read: {hint}") from None
+        raise FailedPrecondition(f"the {what} in '{pipeline.transformer.name}' could not be read: {hint}") from None
 
 
-def _size(config: Any, recipe: Recipe) -> int:
-    if recipe.dense:
-        return recipe.dense[-1].size
+def _vector_size(config: Any, pipeline: EmbeddingPipeline) -> int:
+    if pipeline.dense:
+        return pipeline.dense[-1].size
     size = getattr(config.get_text_config(), "hidden_size", None)
     if not isinstance(size, int) or size < 1:
-        raise Unimplemented(f"'{recipe.transformer.name}/config.json' does not tell hidden_size: it is no text model")
-    return size * (len(recipe.poolings) or 1)
+        raise Unimplemented(f"'{pipeline.transformer.name}/config.json' has no hidden_size: it is not a text model")
+    return size * (len(pipeline.poolings) or 1)
 
 
 def _signature(size: int) -> Signature:
@@ -195,47 +226,201 @@ def _signature(size: int) -> Signature:
     return Signature({TEXT_INPUT: given}, {EMBEDDING: vector, TOKEN_COUNT: count}, {})
 
 
-def _usual_pooling(config: Any) -> str:
+def _default_pooling(config: Any) -> str:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     kind = type(config)
-    # Bert can be told to generate as well.
+    # BERT is in the causal mapping as well.
     causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_MASKED_LM_MAPPING
     return "lasttoken" if causal else "mean"
 
 
-def _max_tokens(config: Any, tokenizer: Any, recipe: Recipe, settings: EmbeddingSettings) -> int:
+def _max_tokens(config: Any, tokenizer: Any, pipeline: EmbeddingPipeline, settings: EmbeddingSettings) -> int:
     text = config.get_text_config()
-    limits = [recipe.max_tokens or _ENDLESS, getattr(tokenizer, "model_max_length", _ENDLESS) or _ENDLESS]
+    limits = [pipeline.max_tokens or _UNLIMITED, getattr(tokenizer, "model_max_length", _UNLIMITED) or _UNLIMITED]
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
-        skipped = (getattr(text, "pad_token_id", 1) or 0) + 1 if text.model_type in _MORE_POSITIONS else 0
+        skipped = (getattr(text, "pad_token_id", 1) or 0) + 1 if text.model_type in _OFFSET_POSITIONS else 0
         limits.append(positions - skipped)
-    most = int(min(limits))
+    limit = int(min(limits))
     wanted = settings.max_model_len
     if wanted is None:
-        return most
-    if wanted > most:
+        return limit
+    if wanted > limit:
         raise InvalidArgument(
-            f"parameter max_model_len is {wanted}, and the model reads at most {most} tokens: lower it"
+            f"parameter max_model_len is {wanted}, and the model reads at most {limit} tokens: lower it"
         )
     return wanted
 
 
-def _dense_weights(dense: Dense, device: Any) -> tuple[Any, Any, str]:
+def _load_dense(dense: DenseLayer, device: Any) -> tuple[Any, Any, str]:
     path = dense.folder / "model.safetensors"
     try:
         tensors = load_file(path)
         weight = tensors["linear.weight"].float().to(device)
         bias = tensors["linear.bias"].float().to(device) if dense.bias else None
     except Exception:
-        log.exception("%s could not be read", path)
+        log.exception("%s could not be read.", path)
         raise FailedPrecondition(
             f"'{dense.folder.name}/model.safetensors' could not be read as a layer: copy the whole model folder, and "
             "convert its pytorch_model.bin if that is all there is"
         ) from None
     if weight.shape[0] != dense.size:
         raise FailedPrecondition(
-            f"'{dense.folder.name}' has weights for {weight.shape[0]} outputs, and says {dense.size}"
+            f"'{dense.folder.name}' has weights for {weight.shape[0]} outputs, but its config.json has {dense.size}"
         )
     return weight, bias, dense.activation
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPipeline:
+    """A pipeline with loaded weights: from a text to its vector."""
+
+    tokenizer: Any
+    model: Any
+    poolings: tuple[str, ...]
+    dense: tuple[tuple[Any, Any, str], ...]
+    """Weight, bias or None, activation."""
+    normalize: bool
+    max_tokens: int
+    truncate: bool
+    lower_case: bool
+    prompt: str
+    threads: int
+    device: Any
+    size: int
+    """Size of a vector."""
+
+
+class EmbeddingInstance:
+    """Computes batches of texts. Implements `contract.ComputeInstance`."""
+
+    def __init__(self, name: str, pipeline: LoadedPipeline) -> None:
+        self._name = name
+        self._pipeline: LoadedPipeline | None = pipeline
+        self._has_token_types = "token_type_ids" in getattr(pipeline.tokenizer, "model_input_names", ())
+        self._padding_token = pipeline.tokenizer.pad_token_id or 0
+
+    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+        """Compute the vectors of a batch of texts, [rows, 1]."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            raise FailedPrecondition(f"an instance of model '{self._name}' is closed")
+        if pipeline.threads and torch.get_num_threads() != pipeline.threads:
+            torch.set_num_threads(pipeline.threads)
+        rows = self._tokenize(pipeline, inputs[TEXT_INPUT].ravel())
+        counts = np.array([len(row) for row in rows], np.int32).reshape(-1, 1)
+        if EMBEDDING not in wanted:
+            return {TOKEN_COUNT: counts}
+        try:
+            with torch.inference_mode():
+                vectors = self._embed(pipeline, rows)
+        except HeadraceError:
+            raise
+        except Exception as error:
+            log.exception("Model %s could not compute a batch.", self._name)
+            raise self._client_error(error) from None
+        return {EMBEDDING: vectors, TOKEN_COUNT: counts}
+
+    def close(self) -> None:
+        """Release the model."""
+        self._pipeline = None
+
+    def _tokenize(self, pipeline: LoadedPipeline, texts: Iterable[bytes]) -> list[list[int]]:
+        prepared: list[str] = []
+        most = pipeline.max_tokens * _CHARACTERS_PER_TOKEN
+        for raw in texts:
+            try:
+                text = raw.decode()
+            except UnicodeDecodeError:
+                raise InvalidArgument(f"input '{TEXT_INPUT}' has a text that is not UTF-8: encode it so") from None
+            if len(text) > most:
+                if not pipeline.truncate:
+                    raise InvalidArgument(
+                        f"input '{TEXT_INPUT}' has a text of {len(text)} characters, and model '{self._name}' reads at most "
+                        f"{pipeline.max_tokens} tokens: send less text at a time"
+                    )
+                text = text[:most]
+            text = pipeline.prompt + text
+            prepared.append(text.lower() if pipeline.lower_case else text)
+        if not prepared:
+            return []
+        rows: list[list[int]] = pipeline.tokenizer(
+            prepared,
+            truncation=pipeline.truncate,
+            max_length=pipeline.max_tokens if pipeline.truncate else None,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        for row in rows:
+            if len(row) > pipeline.max_tokens:
+                raise InvalidArgument(
+                    f"input '{TEXT_INPUT}' has a text of {len(row)} tokens, and model '{self._name}' reads at most "
+                    f"{pipeline.max_tokens}: send less text at a time, or set parameter truncate: true for the model"
+                )
+            if not row:
+                raise InvalidArgument(f"input '{TEXT_INPUT}' has a text without tokens: send some text")
+        return rows
+
+    def _embed(self, pipeline: LoadedPipeline, rows: list[list[int]]) -> Array:
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+        parts = [
+            self._embed_group(pipeline, [rows[index] for index in group]) for group in _group_by_length(order, rows)
+        ]
+        if not parts:
+            return np.zeros((0, pipeline.size), np.float32)
+        joined = torch.cat(parts)
+        back = torch.empty(len(order), dtype=torch.long)
+        back[torch.tensor(order)] = torch.arange(len(order))
+        array: Array = joined[back.to(joined.device)].cpu().numpy()
+        return array
+
+    def _embed_group(self, pipeline: LoadedPipeline, rows: list[list[int]]) -> Any:
+        width = len(rows[0])
+        ids = torch.tensor([row + [self._padding_token] * (width - len(row)) for row in rows]).to(pipeline.device)
+        lengths = torch.tensor([len(row) for row in rows]).to(pipeline.device)
+        mask = (torch.arange(width, device=pipeline.device) < lengths.unsqueeze(1)).long()
+        more = {"token_type_ids": torch.zeros_like(ids)} if self._has_token_types else {}
+        hidden = pipeline.model(input_ids=ids, attention_mask=mask, **more).last_hidden_state
+        vector = torch.cat([pool(hidden, mask, mode) for mode in pipeline.poolings], 1).float()
+        for weight, bias, activation in pipeline.dense:
+            vector = torch.nn.functional.linear(vector, weight, bias)
+            vector = _ACTIVATIONS[activation](vector) if activation in _ACTIVATIONS else vector
+        return torch.nn.functional.normalize(vector, dim=1) if pipeline.normalize else vector
+
+    def _client_error(self, error: Exception) -> HeadraceError:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return ResourceExhausted(
+                f"model '{self._name}' has not enough memory for this batch: send fewer or shorter texts at a time, or "
+                "lower max_batch_size"
+            )
+        return Internal(f"model '{self._name}' failed to compute this request; the server's log has the details")
+
+
+def _group_by_length(order: list[int], rows: list[list[int]]) -> list[list[int]]:
+    """Group row indices, the longest first, so that no row is much shorter than the longest of its group."""
+    groups: list[list[int]] = []
+    longest = 0
+    for index in order:
+        length = len(rows[index])
+        similar = longest <= _SHORT_TOKENS or 2 * length >= longest
+        if not groups or not similar or (len(groups[-1]) + 1) * longest > _MAX_GROUP_TOKENS:
+            groups.append([])
+            longest = length
+        groups[-1].append(index)
+    return groups
+
+
+def pool(hidden: Any, mask: Any, mode: str) -> Any:
+    """Pool `hidden` [rows, tokens, size] with `mask` [rows, tokens] (0 for padding) to [rows, size]."""
+    if mode == "cls":
+        return hidden[:, 0]
+    if mode == "lasttoken":
+        # Rows are padded on the right.
+        last = mask.sum(1) - 1
+        return hidden[torch.arange(hidden.shape[0], device=hidden.device), last]
+    present = mask.unsqueeze(-1).to(hidden.dtype)
+    if mode == "max":
+        return hidden.masked_fill(present == 0, torch.finfo(hidden.dtype).min).amax(1)
+    return (hidden * present).sum(1) / present.sum(1)

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the logits of a step to its tokens, all rows at once. Called by the engine, once a step.
+"""The sampler: chooses the next token of every row of a step from its logits. Called by the engine core, once per step.
 
-In this order: penalties, `logit_bias`, tokens that may not come yet, constraints; then, where a row is not greedy,
-temperature, `top_k`, `top_p` and `min_p` as transformers has them. Log-probabilities are the model's, before all of it.
-What no row asks for is not computed, and the host waits for the device once, when `Drawn.read` is called.
+Order: logits processors (penalties, `logit_bias`, `min_tokens`, structured output), then, for rows that are not greedy,
+temperature, `top_k`, `top_p`, `min_p` and a random draw. Log-probabilities are the model's own, before all of that. The
+host waits for the device once, in `PendingSample.read`.
+
+A drawn token is the one at which the cumulative probability, in the order of token ids, passes the row's random number:
+so it is the same on every device and in every batch. Probabilities are counted in integer units, because integer sums do
+not depend on the order in which a device adds.
 """
 
 from __future__ import annotations
@@ -16,48 +20,60 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.backends.llm.sampling.drawing import drawn
-from headrace.backends.llm.sampling.rows import Row, Seen
-from headrace.backends.llm.sampling.warping import likeliest
+from headrace.backends.llm.sampling.logits_processors import (
+    MIN_P,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    LogitsProcessors,
+    argmax_tokens,
+    warp,
+)
+from headrace.backends.llm.sampling.state import SamplingState
+
+_UNITS = 2.0**40
+_CANDIDATES = 256
+"""On a CPU, rows with `top_k`, `top_p` or `min_p` draw from this many of the likeliest tokens first: nearly always no other
+token can be drawn, and a whole vocabulary costs milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely a token was, by its natural logarithm, and which were the likeliest."""
+    """Log-probability (natural logarithm) of a token, and the likeliest tokens with theirs."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """For each row its token, and what it asked to know of it."""
+class SamplerOutput:
+    """The token of each row, and its log-probabilities where asked for."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
 
 
-class Drawn:
-    """Tokens that lie on the device."""
+class PendingSample:
+    """Sampled tokens that are still on the device."""
 
-    __slots__ = ("_log", "_rows", "tokens")
+    __slots__ = ("_logprobs", "_rows", "tokens")
 
-    def __init__(self, tokens: torch.Tensor, rows: Sequence[Row], log: torch.Tensor | None) -> None:
+    def __init__(self, tokens: torch.Tensor, rows: Sequence[SamplingState], logprobs: torch.Tensor | None) -> None:
         self.tokens = tokens
-        """One of int64 for each row."""
+        """int64, one per row."""
         self._rows = rows
-        self._log = log
-        """For each row that asked: the chosen one's logarithm, the top ones', and their ids."""
+        self._logprobs = logprobs
+        """For each row that asked: the chosen token's log-probability, those of the top tokens, and their ids."""
 
-    def read(self) -> Sampled:
-        """Wait for the device."""
-        if self._log is None:
-            return Sampled(self.tokens.tolist(), [None] * len(self._rows))
+    def read(self) -> SamplerOutput:
+        """Wait for the device and return the tokens."""
+        if self._logprobs is None:
+            return SamplerOutput(self.tokens.tolist(), [None] * len(self._rows))
         count = len(self._rows)
-        # One copy for all: doubles carry ids exactly.
-        both = torch.cat([self.tokens.double(), self._log.flatten()]).tolist()
-        tokens = [int(token) for token in both[:count]]
-        width = self._log.shape[1]
+        # One copy for both: doubles represent ids exactly.
+        values = torch.cat([self.tokens.double(), self._logprobs.flatten()]).tolist()
+        tokens = [int(token) for token in values[:count]]
+        width = self._logprobs.shape[1]
         most = width // 2
         logprobs: list[TokenLogprobs | None] = []
         start = count
@@ -66,148 +82,141 @@ class Drawn:
             if wanted is None:
                 logprobs.append(None)
                 continue
-            log = both[start : start + width]
+            line = values[start : start + width]
             start += width
-            ids = [int(token) for token in log[1 + most : 1 + most + wanted]]
-            logprobs.append(TokenLogprobs(log[0], list(zip(ids, log[1 : 1 + wanted], strict=True))))
-        return Sampled(tokens, logprobs)
+            ids = [int(token) for token in line[1 + most : 1 + most + wanted]]
+            logprobs.append(TokenLogprobs(line[0], list(zip(ids, line[1 : 1 + wanted], strict=True))))
+        return SamplerOutput(tokens, logprobs)
 
 
 class Sampler:
-    """Of one model on one device."""
+    """Samples for one model on one device."""
 
     def __init__(self, vocabulary: int, device: torch.device | str) -> None:
         self._vocabulary = vocabulary
-        self._device = torch.device(device)
-        self._places = torch.arange(32, dtype=torch.int32, device=self._device)
+        self.processors = LogitsProcessors(torch.device(device))
 
     @staticmethod
-    def is_plain(rows: Sequence[Row]) -> bool:
-        """Whether every row takes its likeliest token and asks for nothing else: then `argmax` is all there is to do."""
-        return all(row.plain for row in rows)
+    def all_argmax_only(rows: Sequence[SamplingState]) -> bool:
+        """Return whether `argmax` alone gives the result of every row."""
+        return all(row.argmax_only for row in rows)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
-        """The tokens of `rows`, whose logits are the rows of `logits`. These are left as they are."""
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingState]) -> SamplerOutput:
+        """Sample a token for each row of `logits`, which are left unchanged, and wait for the result."""
         return self.start(logits, rows).read()
 
-    def start(self, logits: torch.Tensor, rows: Sequence[Row], ahead: int = 0) -> Drawn:
-        """The same without waiting. `ahead`: how many tokens of these rows were drawn but not yet told by `advance`.
+    def start(self, logits: torch.Tensor, rows: Sequence[SamplingState], steps_ahead: int = 0) -> PendingSample:
+        """Sample without waiting.
 
-        Only rows that are `independent` may be ahead.
+        `steps_ahead` counts tokens of these rows that were sampled but not yet passed to `SamplingState.advance`; only
+        `independent` rows may be ahead.
         """
         with torch.inference_mode():
-            if self.is_plain(rows):
-                return Drawn(likeliest(logits), rows, None)
-            return self._started(logits, rows, ahead)
+            if self.all_argmax_only(rows):
+                return PendingSample(argmax_tokens(logits), rows, None)
+            return self._start(logits, rows, steps_ahead)
 
-    def _started(self, logits: torch.Tensor, rows: Sequence[Row], ahead: int) -> Drawn:
+    def _start(self, logits: torch.Tensor, rows: Sequence[SamplingState], steps_ahead: int) -> PendingSample:
         raw = logits.float()
-        scores = self._allowed(self._biased(raw, rows, ahead), rows)
-        drawing = [place for place, row in enumerate(rows) if not row.greedy]
-        if not drawing:
-            tokens = likeliest(scores)
-        elif len(drawing) == len(rows):
-            tokens = self._drawn(scores, rows, ahead)
+        scores = self.processors.apply(raw, rows, steps_ahead)
+        random_rows = [index for index, row in enumerate(rows) if not row.greedy]
+        if not random_rows:
+            tokens = argmax_tokens(scores)
+        elif len(random_rows) == len(rows):
+            tokens = self._draw(scores, rows, steps_ahead)
         else:
-            where = self._moved(np.asarray(drawing, np.int64))
-            some = self._drawn(scores.index_select(0, where), [rows[place] for place in drawing], ahead)
-            tokens = likeliest(scores).index_copy_(0, where, some)
-        return Drawn(tokens, rows, self._log(raw, tokens, rows))
+            where = self.processors.to_device(np.asarray(random_rows, np.int64))
+            drawn = self._draw(scores.index_select(0, where), [rows[index] for index in random_rows], steps_ahead)
+            tokens = argmax_tokens(scores).index_copy_(0, where, drawn)
+        return PendingSample(tokens, rows, self._logprobs(raw, tokens, rows))
 
-    def _moved(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
-
-    def _biased(self, raw: torch.Tensor, rows: Sequence[Row], ahead: int) -> torch.Tensor:
-        """Penalties, `logit_bias` and `min_tokens`. The first change makes a copy."""
-        scores = raw
-        penalised = [(place, row.seen) for place, row in enumerate(rows) if row.seen is not None and len(row.seen.ids)]
-        if penalised:
-            scores = self._penalised(scores.clone(), rows, penalised)
-        biases = [(place, row.bias) for place, row in enumerate(rows) if row.bias is not None]
-        if biases:
-            scores = scores.clone() if scores is raw else scores
-            places = np.concatenate([np.full(len(ids), place) for place, (ids, _) in biases])
-            packed = np.stack([places, *(np.concatenate([bias[part] for _, bias in biases]) for part in (0, 1))])
-            where, ids, values = self._moved(packed.astype(np.float64))
-            scores.index_put_((where.long(), ids.long()), values.float(), accumulate=True)
-        early = [
-            (place, token)
-            for place, row in enumerate(rows)
-            if row.sampling.min_tokens
-            for token in row.forbidden(ahead)
-            if token < scores.shape[1] and not row.finished
-        ]
-        if early:
-            scores = scores.clone() if scores is raw else scores
-            where, ids = self._moved(np.asarray(early, np.int64).T.copy())
-            # Made on the device: a number of the host's would be waited for.
-            scores.index_put_((where, ids), scores.new_full((1,), -torch.inf))
-        return scores
-
-    def _penalised(
-        self, scores: torch.Tensor, rows: Sequence[Row], penalised: Sequence[tuple[int, Seen]]
-    ) -> torch.Tensor:
-        strengths = np.asarray(
+    def _draw(self, scores: torch.Tensor, rows: Sequence[SamplingState], steps_ahead: int) -> torch.Tensor:
+        params = np.asarray(
             [
-                (row.repetition_penalty, row.presence_penalty, row.frequency_penalty)
-                for row in (rows[place].sampling for place, _ in penalised)
-            ],
-            np.float64,
-        )
-        sizes = [len(seen.ids) for _, seen in penalised]
-        packed = np.empty((6, sum(sizes)), np.float64)
-        packed[0] = np.repeat([place for place, _ in penalised], sizes)
-        packed[1] = np.concatenate([seen.ids for _, seen in penalised])
-        packed[2] = np.concatenate([seen.counts for _, seen in penalised])
-        packed[3:] = np.repeat(strengths.T, sizes, axis=1)
-        moved = self._moved(packed)
-        where, ids = moved[0].long(), moved[1].long()
-        counts, repetition, presence, frequency = moved[2:].float()
-        old = scores[where, ids]
-        new = torch.where(old < 0, old * repetition, old / repetition)
-        scores[where, ids] = new - frequency * counts - presence * (counts > 0)
-        return scores
-
-    def _allowed(self, scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-        """Leave each constraint only what it allows."""
-        masks = [
-            (place, mask)
-            for place, row in enumerate(rows)
-            if row.constraint is not None and (mask := row.constraint.allowed()) is not None
-        ]
-        if not masks:
-            return scores
-        width = scores.shape[1]
-        words = np.zeros((len(masks), (width + 31) // 32), np.int32)
-        for line, (_, mask) in zip(words, masks, strict=True):
-            line[: len(mask)] = mask.view(np.int32)[: len(line)]
-        bits = (self._moved(words).unsqueeze(-1) >> self._places) & 1
-        forbidden = bits.view(len(masks), -1)[:, :width] == 0
-        if len(masks) == len(rows):
-            return scores.masked_fill(forbidden, -torch.inf)
-        where = self._moved(np.asarray([place for place, _ in masks], np.int64))
-        return scores.index_copy(0, where, scores.index_select(0, where).masked_fill(forbidden, -torch.inf))
-
-    def _drawn(self, scores: torch.Tensor, rows: Sequence[Row], ahead: int) -> torch.Tensor:
-        numbers = np.asarray(
-            [
-                (row.uniform(ahead), sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+                (row.uniform(steps_ahead), sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
                 for row in rows
                 for sampling in (row.sampling,)
             ],
             np.float64,
         )
-        return drawn(scores, numbers, self._moved(numbers))
+        return draw_tokens(scores, params, self.processors.to_device(params))
 
-    def _log(self, raw: torch.Tensor, tokens: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor | None:
-        asking = [(place, row.sampling.logprobs) for place, row in enumerate(rows) if row.sampling.logprobs is not None]
+    def _logprobs(self, raw: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingState]) -> torch.Tensor | None:
+        asking = [(index, row.sampling.logprobs) for index, row in enumerate(rows) if row.sampling.logprobs is not None]
         if not asking:
             return None
-        where = self._moved(np.asarray([place for place, _ in asking], np.int64))
-        log = raw.index_select(0, where).log_softmax(-1)
-        chosen = log.gather(1, tokens.index_select(0, where).unsqueeze(-1))
+        where = self.processors.to_device(np.asarray([index for index, _ in asking], np.int64))
+        logprobs = raw.index_select(0, where).log_softmax(-1)
+        chosen = logprobs.gather(1, tokens.index_select(0, where).unsqueeze(-1))
         most = min(max(count for _, count in asking), raw.shape[1])
         if not most:
             return chosen.double()
-        values, ids = log.topk(most, -1)
+        values, ids = logprobs.topk(most, -1)
         return torch.cat([chosen.double(), values.double(), ids.double()], 1)
+
+
+def draw_tokens(scores: torch.Tensor, params: npt.NDArray[Any], device_params: torch.Tensor) -> torch.Tensor:
+    """Draw a token for each row.
+
+    `params` has a line per row: a random number from 0 to 1, then the columns that `warp` reads. `device_params` is the same
+    on the device.
+    """
+    limited = (params[:, TOP_K] > 0) | (params[:, TOP_P] < 1.0) | (params[:, MIN_P] > 0.0)
+    if not scores.is_cpu or scores.shape[1] <= 2 * _CANDIDATES or not limited.any():
+        return _pick(warp(scores, params, device_params), device_params[:, :1])
+    tokens = torch.empty(len(scores), dtype=torch.int64)
+    limited_rows = np.flatnonzero(limited)
+    candidates, settled = _draw_from_candidates(scores[limited_rows], device_params[limited_rows])
+    tokens[limited_rows] = candidates
+    rest = np.concatenate([np.flatnonzero(~limited), limited_rows[~settled.numpy()]])
+    if len(rest):
+        tokens[rest] = _pick(warp(scores[rest], params[rest], device_params[rest]), device_params[rest, :1])
+    return tokens
+
+
+def _pick(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    sums = scores.softmax(-1).mul_(_UNITS).long().cumsum(-1)
+    threshold = (uniform * sums[:, -1:].double()).long()
+    # Clamped in case the logits are NaN: a broken model must not break the engine.
+    return torch.searchsorted(sums, threshold, right=True).squeeze(-1).clamp_(max=scores.shape[1] - 1)
+
+
+def _draw_from_candidates(scores: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw from the likeliest tokens; the second result says for which rows no other token could have been drawn."""
+    values, ids = scores.topk(_CANDIDATES, -1)
+    temperature = params[:, TEMPERATURE, None].float()
+    values = values / temperature
+    last = values[:, -1:]
+    settled = last == -torch.inf
+
+    top_k = params[:, TOP_K, None].long()
+    few = (top_k > 0) & (top_k < _CANDIDATES)
+    lowest_top_k = values.gather(1, (top_k - 1).clamp(0, _CANDIDATES - 1)).masked_fill(~few, -torch.inf)
+    settled |= last < lowest_top_k
+    # With a `top_k` larger than the candidates, the total probability of the other tokens is not known.
+    unknown = (top_k > 0) & ~settled
+    values = values.masked_fill(values < lowest_top_k, -torch.inf)
+
+    top_p = params[:, TOP_P, None]
+    if bool((top_p < 1.0).any()):
+        total = torch.where(settled, values.logsumexp(-1, keepdim=True), _log_total(scores, temperature, settled))
+        probabilities = (values - total).exp()
+        excluded = (probabilities.cumsum(-1) - probabilities >= 1.0 - (1.0 - top_p).float()) & (top_p < 1.0)
+        excluded[:, 0] = False
+        settled |= excluded[:, -1:]
+        values = values.masked_fill(excluded, -torch.inf)
+
+    lowest_min_p = values[:, :1] + params[:, MIN_P, None].log().float()
+    settled = (settled | (last < lowest_min_p)) & ~unknown
+    values = values.masked_fill(values < lowest_min_p, -torch.inf)
+
+    ids, order = ids.sort(-1)
+    picked = _pick(values.gather(1, order), params[:, :1])
+    return ids.gather(1, picked.unsqueeze(-1)).squeeze(-1), settled.squeeze(-1)
+
+
+def _log_total(scores: torch.Tensor, temperature: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Return the logsumexp of each row, computed only if it is not `known` for all rows."""
+    if bool(known.all()):
+        return torch.zeros_like(temperature)
+    return (scores / temperature).logsumexp(-1, keepdim=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each operator of Caffe2 is in ONNX, one file for each family; `table` has them by name.
+"""Translations of Caffe2's operators to ONNX, one module per family; `table` lists them by name.
 
-A translator takes an `Operator` and the `Graph`, and adds nodes. It reads with `arity.read` and writes with
-`arity.write`. What it cannot express it refuses, by `Operator.fault`: a net is served right or not at all.
+A translator takes an `Operator` and the `Graph`, and adds nodes. It reads inputs with `operator.read` and sets outputs
+with `operator.write`. It rejects what it cannot express, by `Operator.fault`: a net is translated exactly or not at
+all.
 """

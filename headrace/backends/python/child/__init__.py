@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in a model's process: the channel to the server, the loop around the model, and the module models import.
+"""Code of a model's process: the channel to the server, the loop around the model, and the module that models import.
 
-Lives here: nothing that the server itself imports. Needs numpy and `headrace.core` only, since the interpreter may be one
-that the model brings along.
+The server imports nothing from here. It needs numpy and `headrace.core` only, since the interpreter may be the model's
+own.
 """

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The child's end of the socket, shared by all threads of the model.
 
-There is no thread that reads: whoever waits for something reads for everybody until it has come, so a request takes no
-detour between threads. Used by `main` for commands and by the classes of `pb_utils` for answers and calls. Must not know
-what a model does with them.
+There is no reader thread: a thread that waits for something reads for all threads until it has arrived, so a request
+never switches threads. `main` uses it for commands, the classes of `pb_utils` for responses and calls.
 """
 
 from __future__ import annotations
@@ -15,9 +14,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace.backends.python.arena import Arena, ArenaView
-from headrace.backends.python.frames import Buffer, Frame, FrameReader, Kind, Meta, encode_frame
-from headrace.backends.python.packing import Unpacker
+from headrace.backends.python.protocol import (
+    Arena,
+    ArenaView,
+    Buffer,
+    Frame,
+    FrameReader,
+    Kind,
+    Meta,
+    Unpacker,
+    encode_frame,
+)
 from headrace.core.tensors import Tensor
 
 _JOIN_BYTES = 65_536
@@ -26,10 +33,10 @@ _COMMANDS = frozenset({Kind.INIT, Kind.EXECUTE, Kind.CLOSE})
 
 
 class ServerGone(Exception):
-    """The server has closed the socket: nothing is left to do."""
+    """The server has closed the socket."""
 
     def __str__(self) -> str:
-        """Shown where a model's own fork tries."""
+        """Return the message that a process forked by the model gets."""
         return "the server cannot be reached from here: it has ended, or this process was forked by the model"
 
 
@@ -44,7 +51,7 @@ class Reply:
 
 
 class Call:
-    """Something asked of the server."""
+    """A call to the server."""
 
     __slots__ = ("ended", "number", "replies", "wake")
 
@@ -53,7 +60,7 @@ class Call:
         self.replies: deque[Reply] = deque()
         self.ended = False
         self.wake = wake
-        """Told of the last reply, for callers that cannot wait."""
+        """Called with the last reply, for callers that cannot block."""
 
 
 class Channel:
@@ -62,14 +69,14 @@ class Channel:
     def __init__(self, sock: socket.socket, arena: Arena | None, view: ArenaView | None) -> None:
         self.arena = arena
         self.view = view
-        self.measures: deque[list[Any]] = deque()
-        """Updates of metrics that go with the next frame."""
+        self.metric_updates: deque[list[Any]] = deque()
+        """Metric updates that go with the next frame."""
         self.closing = False
         self._sock = sock
         self._reader = FrameReader()
-        self._turn = threading.Condition()
+        self._read_turn = threading.Condition()
         self._reading = False
-        self._gone = False
+        self._server_gone = False
         self._commands: deque[Frame] = deque()
         self._calls: dict[int, Call] = {}
         self._last_call = 0
@@ -79,16 +86,16 @@ class Channel:
         self._paced = 0
         self._to_wake = 0
         self._pump: threading.Thread | None = None
-        # A process the model forks must not speak for it.
+        # A process forked by the model must not use the channel.
         os.register_at_fork(after_in_child=self._detach)
 
     # Sending
 
     def send(self, kind: Kind, meta: Meta, pieces: Sequence[Buffer] = ()) -> None:
-        """Send a frame, from any thread, a destructor's too: never waits for another thread's turn to send."""
+        """Send a frame from any thread or destructor; never wait for another thread's turn to send."""
         self._outbox.append((kind, meta, pieces))
         while self._outbox:
-            # Who has the turn sends what others have left.
+            # The thread that holds the lock also sends what other threads have queued.
             if not self._sending.acquire(blocking=False):
                 return
             try:
@@ -98,14 +105,14 @@ class Channel:
                 self._sending.release()
 
     def _write(self, kind: int, meta: Meta, pieces: Sequence[Buffer]) -> None:
-        if self._gone:
+        if self._server_gone:
             return
         if self.view is not None:
             freed = self.view.take_freed()
             if freed:
                 meta["free"] = freed
-        if self.measures:
-            meta["measures"] = [self.measures.popleft() for _ in range(len(self.measures))]
+        if self.metric_updates:
+            meta["measures"] = [self.metric_updates.popleft() for _ in range(len(self.metric_updates))]
         buffers = encode_frame(kind, meta, pieces)
         try:
             if len(buffers) == 1:
@@ -116,54 +123,54 @@ class Channel:
                 for buffer in buffers:
                     self._sock.sendall(buffer)
         except ConnectionError:
-            self._gone = True
+            self._server_gone = True
 
     # Receiving
 
     def next_command(self) -> Frame:
-        """Wait for what the server wants next. Called by the main thread."""
+        """Wait for the server's next command. Called by the main thread."""
         self._wait(lambda: bool(self._commands))
         return self._commands.popleft()
 
     def is_cancelled(self, number: int) -> bool:
-        """Whether the server has said that nobody waits for this request."""
+        """Return whether the server has cancelled this request."""
         if number not in self._cancelled:
-            self._look()
+            self._poll()
         return number in self._cancelled
 
-    def forget(self, number: int) -> None:
-        """A request is answered."""
+    def remove_request(self, number: int) -> None:
+        """Remove a request that is answered."""
         self._cancelled.discard(number)
 
     def call(self, meta: Meta, pieces: Sequence[Buffer] = (), wake: Callable[[Reply], None] | None = None) -> Call:
-        """Ask the server for something. With `wake` nobody needs to wait: it is called with the last reply."""
-        with self._turn:
+        """Call the server. With `wake`, no thread has to wait: it is called with the last reply."""
+        with self._read_turn:
             self._last_call += 1
             call = Call(self._last_call, wake)
             self._calls[call.number] = call
             if wake is not None:
                 self._to_wake += 1
                 self._start_pump()
-                self._turn.notify_all()
+                self._read_turn.notify_all()
         meta["call"] = call.number
         self.send(Kind.CALL, meta, pieces)
         return call
 
     def next_reply(self, call: Call) -> Reply | None:
-        """Wait for the next answer to a call; None when there is no more."""
+        """Wait for the next answer to a call; None after the last one."""
         self._wait(lambda: bool(call.replies) or call.ended)
         return call.replies.popleft() if call.replies else None
 
     def abandon(self, call: Call) -> None:
-        """Nobody wants the rest of the replies."""
+        """Discard the remaining replies of a call."""
         if not call.ended:
             self.send(Kind.CALL, {"call": call.number, "op": "cancel"})
 
-    def _wait(self, come: Callable[[], bool]) -> None:
-        turn = self._turn
+    def _wait(self, has_arrived: Callable[[], bool]) -> None:
+        turn = self._read_turn
         with turn:
-            while not come():
-                if self._gone:
+            while not has_arrived():
+                if self._server_gone:
                     raise ServerGone
                 if self._reading:
                     turn.wait()
@@ -178,32 +185,32 @@ class Channel:
                 finally:
                     turn.acquire()
                     self._reading = False
-                    # None: a signal handler of the model has raised something (a TimeoutError is an OSError, too).
+                    # None: a signal handler of the model raised an exception (a TimeoutError is also an OSError).
                     if data is None:
                         turn.notify_all()
                     else:
                         self._received(data)
 
-    def _look(self) -> None:
-        """Read what is there, without waiting."""
-        if not self._turn.acquire(blocking=False):
+    def _poll(self) -> None:
+        """Read what is available, without blocking."""
+        if not self._read_turn.acquire(blocking=False):
             return
         try:
-            if not self._reading and not self._gone:
+            if not self._reading and not self._server_gone:
                 self._received(self._reader.read(self._sock, socket.MSG_DONTWAIT))
         except BlockingIOError:
             pass
         except ConnectionError:
             self._received(b"")
         finally:
-            self._turn.release()
+            self._read_turn.release()
 
     def _received(self, data: bytes) -> None:
         if not data:
-            self._gone = True
+            self._server_gone = True
         for frame in self._reader.feed(data):
             self._dispatch(frame)
-        self._turn.notify_all()
+        self._read_turn.notify_all()
 
     def _dispatch(self, frame: Frame) -> None:
         meta = frame.meta
@@ -222,7 +229,7 @@ class Channel:
 
     def _replied(self, frame: Frame) -> None:
         meta = frame.meta
-        # Unpacked even if nobody wants it: that is what gives the shared memory back.
+        # Always unpack, even if the reply is not wanted: that frees the shared memory.
         tensors = Unpacker(bytearray(frame.payload), self.view).tensors(meta.get("tensors") or ())
         call = self._calls.get(meta["call"])
         if call is None:
@@ -236,8 +243,8 @@ class Channel:
                 self._to_wake -= 1
                 call.wake(reply)
 
-    def keep_pace(self) -> None:
-        """Wait until the server has taken what was sent, if it was much; else a quick model fills the memory."""
+    def apply_backpressure(self) -> None:
+        """Wait until the server has read large messages; otherwise a fast model fills the memory."""
         if self.arena is not None and self.arena.put_bytes - self._paced > _PACE_BYTES:
             self._paced = self.arena.put_bytes
             self.next_reply(self.call({"op": "pace"}))
@@ -248,18 +255,18 @@ class Channel:
             self._pump.start()
 
     def _pump_replies(self) -> None:
-        """Read for coroutines, which cannot; only while one of them waits."""
+        """Read for coroutines, which cannot block; only while one of them waits."""
         try:
             while True:
-                with self._turn:
+                with self._read_turn:
                     while not self._to_wake:
-                        self._turn.wait()
+                        self._read_turn.wait()
                 self._wait(lambda: not self._to_wake)
         except ServerGone:
             return
 
     def _detach(self) -> None:
-        self._gone = True
-        # Whoever held them is not in this process.
+        self._server_gone = True
+        # Their holders are not in this process.
         self._sending = threading.Lock()
-        self._turn = threading.Condition()
+        self._read_turn = threading.Condition()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's configuration as `auto_complete_config` edits it, and the functions that look things up in one."""
+"""`ModelConfig`, which `auto_complete_config` edits, and the functions that read a configuration."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 
 class ModelConfig:
-    """The configuration to be completed."""
+    """The configuration to complete."""
 
     def __init__(self, model_config: str) -> None:
         self._config: dict[str, Any] = json.loads(model_config)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, to be read."""
+        """Return the whole configuration, read-only."""
         return self._config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Set the largest batch; not smaller than the configuration has it."""
+        """Set the largest batch size; it must not be smaller than the configured one."""
         given = self._config.get("max_batch_size", 0)
         if given > max_batch_size:
             raise ValueError(
@@ -29,7 +29,7 @@ class ModelConfig:
         self._config["max_batch_size"] = max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Batch dynamically, unless the configuration does so already."""
+        """Enable dynamic batching, unless the configuration already does."""
         for other in ("sequence_batching", "ensemble_scheduling"):
             if other in self._config:
                 raise ValueError(
@@ -39,7 +39,7 @@ class ModelConfig:
         self._config.setdefault("dynamic_batching", {})
 
     def add_input(self, input: Mapping[str, Any]) -> None:
-        """Add an input: name, data_type, dims, and optional if it is."""
+        """Add an input: name, data_type, dims, and optionally `optional`."""
         self._add("input", dict(input), {"name", "data_type", "dims", "optional"})
 
     def add_output(self, output: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class ModelConfig:
         self._add("output", dict(output), {"name", "data_type", "dims"})
 
     def set_model_transaction_policy(self, transaction_policy_dict: Mapping[str, Any]) -> None:
-        """Say whether the model is decoupled."""
+        """Set whether the model is decoupled."""
         for key in transaction_policy_dict:
             if key != "decoupled":
                 raise ValueError(
@@ -98,17 +98,17 @@ class ModelConfig:
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """The properties of an input, or None."""
+    """Return the properties of an input, or None."""
     return _named(model_config.get("input", ()), name)
 
 
 def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """The properties of an output, or None."""
+    """Return the properties of an output, or None."""
     return _named(model_config.get("output", ()), name)
 
 
 def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:
-    """Whether the model is decoupled."""
+    """Return whether the model is decoupled."""
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
 
 

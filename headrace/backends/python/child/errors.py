@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of `triton_python_backend_utils`, and how an exception of the model is told."""
+"""The errors of `triton_python_backend_utils`, and how an exception of the model is formatted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ErrorCode(IntEnum):
 
 
 class TritonError:
-    """What a response carries instead of outputs."""
+    """The error of a response, in place of outputs."""
 
     UNKNOWN = ErrorCode.UNKNOWN
     INTERNAL = ErrorCode.INTERNAL
@@ -39,33 +39,33 @@ class TritonError:
         self._code = ErrorCode(code)
 
     def message(self) -> str:
-        """The text."""
+        """Return the message."""
         return self._message
 
     def code(self) -> ErrorCode:
-        """The kind of error."""
+        """Return the error code."""
         return self._code
 
     def __str__(self) -> str:
-        """The text."""
+        """Return the message."""
         return self._message
 
 
-class TritonModelException(Exception):  # models know it by this name
-    """What models raise, and what the functions of the module raise for misuse."""
+class TritonModelException(Exception):  # models use this name
+    """The exception that models raise, and that this module raises for misuse."""
 
-    # As Triton tells it in messages.
+    # The module name that Triton shows in messages.
     __module__ = "c_python_backend_utils"
 
     def message(self) -> str:
-        """The text."""
+        """Return the message."""
         return str(self)
 
 
-def told(error: BaseException, model_file: str) -> str:
-    """An exception as Triton tells it: its last line, then the places it came through, innermost first."""
+def format_error(error: BaseException, model_file: str) -> str:
+    """Format an exception as Triton does: its last line, then the stack, innermost frame first."""
     line = "".join(traceback.format_exception_only(type(error), error)).strip()
-    places = _places(error.__traceback__)
+    places = _stack_lines(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         line = f"{type(error).__name__}: {error.msg}"
         places.insert(0, f"  {error.filename}({error.lineno})")
@@ -74,7 +74,7 @@ def told(error: BaseException, model_file: str) -> str:
     return f"{line}\n\nAt:\n" + "\n".join(places) + "\n"
 
 
-def _places(trace: TracebackType | None) -> list[str]:
+def _stack_lines(trace: TracebackType | None) -> list[str]:
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     places = [
         f"  {frame.filename}({frame.lineno}): {frame.name}"

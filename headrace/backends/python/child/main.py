@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's process: loads `model.py`, initialises the model and gives it batches until the server says it is over.
+"""The main loop of a model's process: load `model.py`, initialise the model, execute batches until the server closes.
 
-Started through `stub` by the server's `process`. Whatever the model does wrong becomes a message to the server.
+The server's `process` starts it through `stub`. Every error of the model becomes a message to the server.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
-from headrace.backends.python.arena import Arena, ArenaView
 from headrace.backends.python.child import pb_utils
 from headrace.backends.python.child.channel import Channel, ServerGone
 from headrace.backends.python.child.configs import ModelConfig
-from headrace.backends.python.child.errors import ErrorCode, TritonModelException, told
-from headrace.backends.python.child.quick import model_class_of
+from headrace.backends.python.child.errors import ErrorCode, TritonModelException, format_error
+from headrace.backends.python.child.predict_function import model_class_of
 from headrace.backends.python.child.requests import (
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
     InferenceRequest,
@@ -32,8 +31,7 @@ from headrace.backends.python.child.requests import (
 )
 from headrace.backends.python.child.responses import AGAIN, FINAL, InferenceResponse, RequestState
 from headrace.backends.python.child.session import Session, bind, in_awaited
-from headrace.backends.python.frames import Buffer, Frame, Kind
-from headrace.backends.python.packing import Unpacker
+from headrace.backends.python.protocol import Arena, ArenaView, Buffer, Frame, Kind, Unpacker
 
 _Batch = Sequence[tuple[InferenceRequest, RequestState]]
 
@@ -41,7 +39,7 @@ _Batch = Sequence[tuple[InferenceRequest, RequestState]]
 def main(sock: socket.socket, incoming: int, outgoing: int) -> None:
     """Serve one model until the server closes the channel."""
     channel = Channel(sock, Arena(outgoing) if outgoing >= 0 else None, ArenaView(incoming) if incoming >= 0 else None)
-    _keep_from_signals(channel)
+    _ignore_signals(channel)
     try:
         runner = Runner(channel, channel.next_command().meta)
         if runner.start():
@@ -51,7 +49,7 @@ def main(sock: socket.socket, incoming: int, outgoing: int) -> None:
 
 
 class Runner:
-    """The model and what is around it."""
+    """Runs one model."""
 
     def __init__(self, channel: Channel, settings: dict[str, Any]) -> None:
         self._channel = channel
@@ -68,7 +66,7 @@ class Runner:
         self._rescheduled: dict[int, RequestState] = {}
 
     def start(self) -> bool:
-        """Load and initialise the model, or complete its configuration; whether batches are to follow."""
+        """Load and initialise the model, or complete its configuration; return whether batches follow."""
         bind(self._session)
         stage = "load"
         try:
@@ -81,38 +79,38 @@ class Runner:
             self._model = model_class()
             if hasattr(self._model, "initialize"):
                 self._model.initialize(dict(self._settings["args"]))
-        except (Exception, SystemExit) as error:  # the model's own code: anything may come
-            self._channel.send(Kind.FAILED, {"stage": stage, "text": told(error, self._file)})
+        except (Exception, SystemExit) as error:  # The model's code may raise anything.
+            self._channel.send(Kind.FAILED, {"stage": stage, "text": format_error(error, self._file)})
             return False
-        # What exists now stays: the collector need not look at it again and again.
+        # Freeze existing objects: the garbage collector need not scan them again.
         gc.freeze()
         self._channel.send(Kind.READY, {})
         return True
 
     def serve(self) -> None:
-        """Give batches to the model until the end."""
+        """Execute batches until the server closes the channel."""
         while True:
             frame = self._channel.next_command()
             if frame.kind == Kind.EXECUTE:
                 self._execute(frame)
             elif frame.kind == Kind.CLOSE:
                 break
-            # Otherwise the tensors of this batch would live until the next one is here.
+            # Otherwise the tensors of this batch would live until the next one.
             del frame
         self._channel.closing = True
         try:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
-        except (Exception, SystemExit) as error:  # as above
-            self._log_error(f"finalize of model instance '{self._name}' failed: {told(error, self._file)}")
+        except (Exception, SystemExit) as error:  # The model's code may raise anything.
+            self._log_error(f"finalize of model instance '{self._name}' failed: {format_error(error, self._file)}")
         self._channel.send(Kind.BYE, {})
 
     def _load(self) -> Any:
         folder = os.path.dirname(self._file)
-        # Triton's name for the module, and that of its compiled half, which some models import.
+        # Triton's module name, and its compiled part, which some models import.
         sys.modules["triton_python_backend_utils"] = sys.modules["c_python_backend_utils"] = pb_utils
         sys.path[:0] = [folder, os.path.dirname(folder)]
-        # As a package, so that `from . import helper` finds what lies beside it.
+        # As a package, so that `from . import helper` finds neighbouring files.
         spec = importlib.util.spec_from_file_location("model", self._file, submodule_search_locations=[folder])
         if spec is None or spec.loader is None:
             raise TritonModelException(f"{self._file} is not a Python file: name it model.py")
@@ -148,20 +146,23 @@ class Runner:
             returned = self._model.execute([request for request, _ in batch])
             if asyncio.iscoroutine(returned):
                 if self._decoupled:
-                    self._follow(asyncio.run_coroutine_threadsafe(returned, self._event_loop()), batch)
+                    self._on_task_done(asyncio.run_coroutine_threadsafe(returned, self._event_loop()), batch)
                     returned = None
                 else:
-                    returned = self._waited_for(returned)
-            answers = self._answers(batch, returned, pieces)
+                    returned = self._run_coroutine(returned)
+            answers = self._responses_of(batch, returned, pieces)
             del returned
-        except (Exception, SystemExit) as error:  # as above; the end of the process is the server's to decide
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # The model's code may raise anything; the server decides whether the process ends.
             answers, pieces = self._failed(batch, error), []
-        # Before the frame is made: memory that is free now is told with it.
+        # Before the frame is built: it then carries the memory freed here.
         del batch
         self._session.busy = False
         self._channel.send(Kind.ANSWER, {"answers": answers, "done": done}, pieces)
 
-    def _waited_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         self._session.awaited = mark = object()
 
         async def marked() -> Any:
@@ -173,7 +174,7 @@ class Runner:
         finally:
             self._session.awaited = None
 
-    def _answers(self, batch: _Batch, returned: Any, pieces: list[Buffer]) -> list[list[Any]]:
+    def _responses_of(self, batch: _Batch, returned: Any, pieces: list[Buffer]) -> list[list[Any]]:
         answers: list[list[Any]] = []
         if returned is None:
             returned = [None] * len(batch)
@@ -192,13 +193,13 @@ class Runner:
             self._check(request, response)
             if response is not None:
                 state.count(response, final=True)
-        # Only now that all of them are known to be good does anything take memory.
+        # Nothing takes shared memory until all responses are checked.
         for (request, state), response in zip(batch, returned, strict=True):
             if response is not None:
                 answers.append([state.number, FINAL, *response.packed(state.wanted, self._channel, pieces)])
             elif request.release_flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE and not state.over:
                 answers.append([state.number, AGAIN, None, None, None])
-                # Its sender stays good, whoever has it; and may be used up before the request is back.
+                # Its sender stays valid, also in other threads, and may complete before the request returns.
                 self._rescheduled = {number: old for number, old in self._rescheduled.items() if not old.over}
                 self._rescheduled[state.number] = state
         for (_, state), response in zip(batch, returned, strict=True):
@@ -221,7 +222,7 @@ class Runner:
             )
 
     def _failed(self, batch: _Batch, error: BaseException) -> list[list[Any]]:
-        text = told(error, self._file)
+        text = format_error(error, self._file)
         message = f"Failed to process the request(s) for model instance '{self._name}', message: {text}"
         self._log_error(message)
         answers: list[list[Any]] = []
@@ -231,8 +232,8 @@ class Runner:
             state.close()
         return answers
 
-    def _follow(self, future: Future[Any], batch: _Batch) -> None:
-        """A decoupled coroutine goes on by itself; if it fails, its requests do."""
+    def _on_task_done(self, future: Future[Any], batch: _Batch) -> None:
+        """Log the error of a decoupled coroutine and fail its requests."""
 
         def finished(future: Future[Any]) -> None:
             self._running.discard(future)
@@ -253,13 +254,13 @@ class Runner:
         self._channel.send(Kind.LOG, {"level": 40, "text": text})
 
 
-def _keep_from_signals(channel: Channel) -> None:
-    """Ctrl-C and a service manager's SIGTERM reach this process too, but ending in order is the server's to decide."""
+def _ignore_signals(channel: Channel) -> None:
+    """Ignore SIGINT and SIGTERM, which also reach this process: the server decides when it ends."""
     own = os.getpid()
 
     def handle(number: int, _: FrameType | None) -> None:
         if os.getpid() != own:
-            # In a process that the model forked: as if nobody had ever caught it.
+            # In a process forked by the model: restore the default handlers.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif channel.closing and number == signal.SIGTERM:

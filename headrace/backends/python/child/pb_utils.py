@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models import as `triton_python_backend_utils`: the names of Triton's module, nothing else."""
+"""The module that models import as `triton_python_backend_utils`: only the names of Triton's module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.backends.python.child.configs import (
     using_decoupled_model_transaction_policy,
 )
 from headrace.backends.python.child.errors import TritonError, TritonModelException
-from headrace.backends.python.child.measures import Logger, LogLevel, Metric, MetricFamily, MetricKind, ask
+from headrace.backends.python.child.metrics import Logger, LogLevel, Metric, MetricFamily, MetricKind, ask
 from headrace.backends.python.child.requests import (
     TRITONSERVER_MEMORY_CPU,
     TRITONSERVER_MEMORY_GPU,
@@ -88,32 +88,32 @@ COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HIS
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    """An input of a request, or None."""
+    """Return an input of a request, or None."""
     return next((tensor for tensor in inference_request.inputs() if tensor.core.name == name), None)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    """An output of a response, or None."""
+    """Return an output of a response, or None."""
     return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
 
 
 def get_model_dir() -> str:
-    """The folder `model.py` is in."""
+    """Return the folder of `model.py`."""
     return current().model_folder
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Have the server load a model; raises if it cannot."""
+    """Load a model; raise an error if the server cannot."""
     given = {name: bytes(content) for name, content in (files or {}).items()}
     sizes = [[name, len(content)] for name, content in given.items()]
     ask({"op": "load", "model": model_name, "config": config, "files": sizes}, list(given.values()))
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    """Have the server unload a model; raises if it cannot."""
+    """Unload a model; raise an error if the server cannot."""
     ask({"op": "unload", "model": model_name, "dependents": bool(unload_dependents)})
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether the server would compute a request for the model now."""
+    """Return whether the server would accept a request for the model now."""
     return bool(ask({"op": "ready", "model": model_name, "version": str(model_version)}))

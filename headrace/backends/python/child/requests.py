@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`InferenceRequest`: one that the server gave to the model, or one that the model makes to call another model."""
+"""`InferenceRequest`: a request from the server, or one that the model creates to call another model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from headrace.backends.python.child.responses import (
 )
 from headrace.backends.python.child.session import current
 from headrace.backends.python.child.tensors import Tensor, received
-from headrace.backends.python.frames import Buffer, encode_json
-from headrace.backends.python.packing import Unpacker, pack
+from headrace.backends.python.protocol import Buffer, Unpacker, encode_json, pack
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
@@ -34,7 +33,7 @@ _NOT_ONE = (
 
 
 class MemoryType(IntEnum):
-    """Where outputs of another model should be; there is only the CPU's memory here."""
+    """The preferred memory of another model's outputs; only CPU memory exists here."""
 
     TRITONSERVER_MEMORY_CPU = 0
     TRITONSERVER_MEMORY_GPU = 2
@@ -45,7 +44,7 @@ TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
 
 
 class PreferredMemory:
-    """Accepted, and without effect: tensors are always in the CPU's memory."""
+    """Accept the arguments and ignore them: tensors are always in CPU memory."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
@@ -53,10 +52,10 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    """The trace of a request; it carries nothing here."""
+    """The trace of a request; empty here."""
 
     def get_context(self) -> str | None:
-        """The trace's context."""
+        """Return the trace's context."""
         return None
 
 
@@ -100,63 +99,63 @@ class InferenceRequest:
         self._parameters = checked_parameters(parameters)
 
     def inputs(self) -> list[Tensor]:
-        """The inputs."""
+        """Return the inputs."""
         return self._inputs
 
     def request_id(self) -> str:
-        """The caller's name for the request, or ""."""
+        """Return the client's id of the request, or ""."""
         return self._request_id
 
     def correlation_id(self) -> int | str:
-        """The sequence it belongs to, or 0."""
+        """Return the sequence's id, or 0."""
         return self._correlation_id
 
     def requested_output_names(self) -> list[str]:
-        """The outputs that are wanted."""
+        """Return the names of the requested outputs."""
         return self._wanted
 
     def model_name(self) -> str:
-        """The model it is for."""
+        """Return the model's name."""
         return self._model_name
 
     def flags(self) -> int:
-        """TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END, added up."""
+        """Return the sum of TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
-        """Set them."""
+        """Set the flags."""
         self._flags = int(flags)
 
     def timeout(self) -> int:
-        """Microseconds it may take, or 0."""
+        """Return the timeout in microseconds, or 0."""
         return self._timeout
 
     def parameters(self) -> str:
-        """The caller's parameters, as JSON."""
+        """Return the request's parameters as JSON."""
         return encode_json(self._parameters).decode()
 
     def trace(self) -> InferenceTrace:
-        """Its trace."""
+        """Return its trace."""
         return self._trace or InferenceTrace()
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """What answers it later, or several times."""
+        """Return the sender for late or multiple responses."""
         if self._state is None:
             raise TritonModelException("only requests that were given to execute() have a response sender")
         return InferenceResponseSender(self._state)
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """Return whether the client has cancelled."""
         return self._state is not None and self._state.is_cancelled()
 
     def set_release_flags(self, flags: int) -> None:
-        """Say whether the request is done with, or is to be executed once more."""
+        """Set whether the request is complete or is to be executed again."""
         if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
             raise TritonModelException(f"Unable to set release flags. Unsupported flag {flags} provided.")
         self.release_flags = flags
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Have another model compute it, and wait. A failure is a response with an error."""
+        """Run the request on another model and wait. A failure is a response with an error."""
         channel = current().channel
         call = self._call(channel, None)
         if decoupled:
@@ -167,7 +166,7 @@ class InferenceRequest:
         return self._only(replies)
 
     def async_exec(self, decoupled: bool = False) -> asyncio.Future[InferenceResponse | ResponseIterator]:
-        """The same, to be awaited."""
+        """Run the request on another model; return an awaitable."""
         loop = asyncio.get_running_loop()
         channel = current().channel
         future: asyncio.Future[InferenceResponse | ResponseIterator] = loop.create_future()
@@ -181,7 +180,7 @@ class InferenceRequest:
                 future.set_result(self._only(list(calls[0].replies)))
 
         def wake(_: Reply) -> None:
-            # From the thread that reads, which must go on even if the loop was closed by its owner meanwhile.
+            # Runs in the reading thread, which must continue even if the loop was closed meanwhile.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(finish)
 
@@ -216,30 +215,30 @@ class InferenceRequest:
 
 
 class ResponseIterator:
-    """The responses of a decoupled model, as they come. The last may be empty, if it said only that there are no more."""
+    """The responses of a decoupled model, in order of arrival. The last may be empty and only mark the end."""
 
     def __init__(self, channel: Channel, call: Call) -> None:
         self._channel = channel
         self._call = call
 
     def __iter__(self) -> Iterator[InferenceResponse]:
-        """Itself."""
+        """Return itself."""
         return self
 
     def __next__(self) -> InferenceResponse:
-        """Wait for the next one."""
+        """Wait for the next response."""
         reply = self._channel.next_reply(self._call)
         if reply is None:
             raise StopIteration
         return response_of(reply)
 
     def cancel(self) -> None:
-        """No more are wanted."""
+        """Stop receiving responses."""
         self._channel.abandon(self._call)
 
 
 def response_of(reply: Reply) -> InferenceResponse:
-    """A reply of the server as a response."""
+    """Convert a reply of the server to a response."""
     error = reply.meta.get("error")
     if error:
         return InferenceResponse([], TritonError(error[1], ErrorCode(error[0])))
@@ -251,7 +250,7 @@ def response_of(reply: Reply) -> InferenceResponse:
 def received_request(
     entry: list[Any], unpacker: Unpacker, state: RequestState | None = None
 ) -> tuple[InferenceRequest, RequestState]:
-    """A request as the server packed it (`work.packed_request`); one that is executed again has its state already."""
+    """Decode a request that `instance.packed_request` encoded; a rescheduled request keeps its state."""
     session = current()
     number, request_id, correlation_id, flags, timeout, parameters, wanted, model, version, packed = entry
     request = InferenceRequest.__new__(InferenceRequest)

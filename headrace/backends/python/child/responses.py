@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`InferenceResponse`, and what sends one: the state a received request has with the server."""
+"""`InferenceResponse` and its sender, and the state of a request that the server waits for."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 from headrace.backends.python.child.channel import Channel
 from headrace.backends.python.child.errors import ErrorCode, TritonError, TritonModelException
 from headrace.backends.python.child.tensors import Tensor
-from headrace.backends.python.frames import Buffer, Kind, encode_json
-from headrace.backends.python.packing import pack
+from headrace.backends.python.protocol import Buffer, Kind, encode_json, pack
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 MORE, FINAL, AGAIN = 0, 1, 2
-"""What an answer says about those to come; AGAIN: none yet, execute the request once more."""
+"""What a response says about later ones; AGAIN: none yet, execute the request again."""
 
-_NEVER_ANSWERED = "the model let go of the request without answering it: return a response, or send one"
+_NEVER_ANSWERED = "the model released the request without a response: return a response, or send one"
 
 
 class InferenceResponse:
@@ -43,29 +42,29 @@ class InferenceResponse:
 
     @classmethod
     def received(cls, outputs: list[Tensor], parameters: dict[str, Any]) -> InferenceResponse:
-        """One that came from the server."""
+        """Create a response that came from the server."""
         response = cls(outputs)
         response._parameters = parameters
         return response
 
     def output_tensors(self) -> list[Tensor]:
-        """The outputs."""
+        """Return the outputs."""
         return self._outputs
 
     def has_error(self) -> bool:
-        """Whether it is an error."""
+        """Return whether it is an error."""
         return self._error is not None
 
     def error(self) -> TritonError | None:
-        """The error, if it is one."""
+        """Return the error, or None."""
         return self._error
 
     def parameters(self) -> str:
-        """The parameters, as JSON."""
+        """Return the parameters as JSON."""
         return encode_json(self._parameters).decode()
 
     def packed(self, wanted: Sequence[str], channel: Channel, pieces: list[Buffer]) -> list[Any]:
-        """Error, parameters and tensors as an answer has them."""
+        """Encode error, parameters and tensors."""
         if self._error is not None:
             return [[int(self._error.code()), self._error.message()], None, ()]
         outputs = [output.core for output in self._outputs if not wanted or output.name() in wanted]
@@ -73,7 +72,7 @@ class InferenceResponse:
 
 
 def checked_parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Parameters as a dictionary, or what is wrong with them."""
+    """Return the parameters as a dictionary; raise an error for invalid ones."""
     if parameters is None:
         return {}
     if not isinstance(parameters, Mapping):
@@ -87,13 +86,13 @@ def checked_parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class RequestState:
-    """A received request until its last answer; the request, its sender and `main` share it."""
+    """A received request until its last response; the request, its sender and `main` share it."""
 
     def __init__(self, number: int, channel: Channel, wanted: Sequence[str], decoupled: bool) -> None:
         self.number = number
         self.wanted = wanted
         self.over = False
-        """The server has the last answer."""
+        """Whether the server has the last response."""
         self._channel = channel
         self._decoupled = decoupled
         self._closed = False
@@ -101,22 +100,22 @@ class RequestState:
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
-        """Nobody can answer any more: say so, so that the caller does not wait forever."""
+        """Send an error when nothing is left that could respond, so that the client does not wait forever."""
         if not self.over and not self._channel.closing:
             error = None if self._decoupled else [int(ErrorCode.INTERNAL), _NEVER_ANSWERED]
             self._channel.send(Kind.ANSWER, {"answers": [[self.number, FINAL, error, None, None]]})
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits any more."""
+        """Return whether the client has cancelled."""
         return self._channel.is_cancelled(self.number)
 
     def close(self) -> None:
-        """The server has heard the last of it by other means."""
+        """Mark the request as complete: `main` has sent its last response."""
         self._closed = self.over = True
-        self._channel.forget(self.number)
+        self._channel.remove_request(self.number)
 
     def count(self, response: InferenceResponse | None, final: bool) -> None:
-        """Check that this may be sent now, and remember that it was."""
+        """Check that a response may be sent now, and record it."""
         with self._lock:
             if not self._decoupled:
                 if response is not None and self._sent:
@@ -134,7 +133,7 @@ class RequestState:
             self._sent += 1
 
     def send(self, response: InferenceResponse | None, flags: int) -> None:
-        """Send a response by itself."""
+        """Send a response on its own."""
         if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
             raise TritonModelException("Unable to send response. Unsupported flag provided.")
         if response is None and not flags:
@@ -147,7 +146,7 @@ class RequestState:
         if self.over:
             return
         pieces: list[Buffer] = []
-        # A model that is not decoupled has only one response, so its first is the last whatever it says.
+        # A model that is not decoupled has one response, so its first is the last whatever the flags say.
         last = FINAL if flags or not self._decoupled else MORE
         if response is None:
             answer = [self.number, last, None, None, None]
@@ -155,13 +154,13 @@ class RequestState:
             answer = [self.number, last, *response.packed(self.wanted, self._channel, pieces)]
         if last == FINAL:
             self.over = True
-            self._channel.forget(self.number)
+            self._channel.remove_request(self.number)
         self._channel.send(Kind.ANSWER, {"answers": [answer]}, pieces)
-        self._channel.keep_pace()
+        self._channel.apply_backpressure()
 
 
 class InferenceResponseSender:
-    """Sends responses when the model likes, from any thread."""
+    """Sends responses at any time, from any thread."""
 
     __slots__ = ("_state",)
 
@@ -169,9 +168,9 @@ class InferenceResponseSender:
         self._state = state
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Send a response, or with the flag TRITONSERVER_RESPONSE_COMPLETE_FINAL say that it was the last."""
+        """Send a response; the flag TRITONSERVER_RESPONSE_COMPLETE_FINAL marks the last one."""
         self._state.send(response, flags)
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits any more."""
+        """Return whether the client has cancelled."""
         return self._state.is_cancelled()

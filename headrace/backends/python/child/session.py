@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one model of this process, for the functions of `pb_utils`, which models call without any handle.
+"""The state of this process's one model, for the functions of `pb_utils`, which take no handle.
 
-Bound by `main` before the model's file is read.
+`main` binds it before it imports the model's file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.backends.python.child.errors import TritonModelException
 
 @dataclass(slots=True)
 class Session:
-    """What the functions need."""
+    """What the functions of `pb_utils` need."""
 
     channel: Channel
     model_folder: str
@@ -24,19 +24,19 @@ class Session:
     output_names: tuple[str, ...] = ()
     log_level: int = 20
     busy: bool = False
-    """Whether the model is computing, so that a frame will follow soon."""
+    """Whether the model is computing, so that a frame follows soon."""
     awaited: object | None = None
-    """Stands for the coroutine that the main thread waits for, while it does; see `in_awaited`."""
+    """Marks the coroutine that the main thread waits for; see `in_awaited`."""
 
     def blocks(self) -> bool:
-        """Whether no other request can be computed in this process until the caller of this function goes on."""
+        """Return whether this process can run no other request until the caller of this function continues."""
         if self.busy and threading.current_thread() is threading.main_thread():
             return True
         return self.awaited is not None and in_awaited.get() is self.awaited
 
 
 in_awaited: ContextVar[object | None] = ContextVar("in_awaited", default=None)
-"""What `Session.awaited` is, in that coroutine and in the tasks that it makes."""
+"""The value of `Session.awaited` in that coroutine and in the tasks that it creates."""
 
 
 class _Bound:
@@ -44,12 +44,12 @@ class _Bound:
 
 
 def bind(session: Session) -> None:
-    """Make this the session of the process."""
+    """Set the session of the process."""
     _Bound.session = session
 
 
 def current() -> Session:
-    """The session of the process."""
+    """Return the session of the process."""
     if _Bound.session is None:
         raise TritonModelException("triton_python_backend_utils works only inside a model that Headrace has started")
     return _Bound.session

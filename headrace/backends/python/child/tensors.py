@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Tensor` as models know it, and its way to and from other libraries by DLPack."""
+"""`Tensor` of `triton_python_backend_utils`, and its conversion to and from other libraries by DLPack."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Array = npt.NDArray[Any]
 
 _CPU, _CUDA_HOST = 1, 3
 _UINT_CODE, _BFLOAT_CODE = 1, 4
-# Inside DLManagedTensor: data pointer, device type and number, rank; then the code and the bits of the type.
+# Inside DLManagedTensor: data pointer, device type and number, rank; then code and bits of the type.
 _DEVICE_AT, _CODE_AT, _BITS_AT = 8, 20, 21
 _CAPSULE = b"dltensor"
 
 
-class _Sent(core.Tensor):
-    """A tensor whose BYTES elements may be any object, as Triton has it: what is not bytes is turned into text."""
+class _OutgoingTensor(core.Tensor):
+    """A tensor whose BYTES elements may be any object, as in Triton: elements other than bytes become strings."""
 
     __slots__ = ()
 
     def to_buffer(self) -> core.Buffer:
-        """See `core.Tensor.to_buffer`."""
+        """Return the bytes of the tensor, as `core.Tensor.to_buffer` does."""
         if self.dtype is BYTES:
             return serialize_byte_tensor(self.array) or b""
         return super().to_buffer()
@@ -47,7 +47,7 @@ class Tensor:
             raise TritonModelException("Tensor name cannot be an empty string.")
         array = np.asarray(numpy_array)
         if array.dtype.name == "bfloat16":
-            self.core: core.Tensor = _Sent(name, BF16, array.view(np.uint16))
+            self.core: core.Tensor = _OutgoingTensor(name, BF16, array.view(np.uint16))
             return
         if array.dtype.kind in "UVT":
             raise TritonModelException(
@@ -59,14 +59,14 @@ class Tensor:
             raise TritonModelException(f"Tensor '{name}': {error}") from None
         if dtype is not BYTES and array.dtype != dtype.numpy:
             array = array.astype(dtype.numpy)
-        self.core = _Sent(name, dtype, array)
+        self.core = _OutgoingTensor(name, dtype, array)
 
     def name(self) -> str:
-        """Its name."""
+        """Return its name."""
         return self.core.name
 
     def as_numpy(self) -> Array:
-        """The array; of an input, a view that stays valid as long as it is kept."""
+        """Return the array; an input's array is a view that stays valid as long as it is referenced."""
         if self.core.dtype is BF16:
             raise TritonModelException(
                 f"Tensor '{self.core.name}' is BF16, which numpy does not have: use to_dlpack() or torch.from_dlpack()"
@@ -74,23 +74,23 @@ class Tensor:
         return self.core.array
 
     def triton_dtype(self) -> int:
-        """The number of its data type."""
+        """Return Triton's number of its data type."""
         return triton_number(self.core.dtype)
 
     def shape(self) -> list[int]:
-        """Its dimensions."""
+        """Return its dimensions."""
         return list(self.core.array.shape)
 
     def is_cpu(self) -> bool:
-        """Whether it is in the CPU's memory, as all tensors are that come from the server."""
+        """Return whether it is in CPU memory, as all tensors from the server are."""
         return True
 
     def to_dlpack(self) -> Any:
-        """A DLPack capsule of the array."""
+        """Return a DLPack capsule of the array."""
         return self.__dlpack__()
 
     def __dlpack__(self, stream: Any = None, **_: Any) -> Any:
-        """See the array API standard. Always the plain capsule, which every library takes."""
+        """Return an unversioned DLPack capsule, which every library accepts; see the array API standard."""
         tensor = self.core
         if tensor.dtype is BYTES:
             raise TritonModelException("DLPack does not have support for string tensors.")
@@ -101,12 +101,12 @@ class Tensor:
         return capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """See the array API standard."""
+        """Return the DLPack device; see the array API standard."""
         return (_CPU, 0)
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """Take over a tensor of another library, or a capsule of one; without a copy if it is in the CPU's memory."""
+        """Wrap a tensor or capsule of another library, without a copy if it is in CPU memory."""
         if hasattr(tensor, "__dlpack__"):
             if tensor.__dlpack_device__()[0] not in (_CPU, _CUDA_HOST):
                 return DeviceTensor(name, tensor)
@@ -120,7 +120,7 @@ class Tensor:
         address = _address(capsule)
         bfloat = _peek8(address, _CODE_AT) == _BFLOAT_CODE and _peek8(address, _BITS_AT) == 16
         if bfloat:
-            # numpy takes the same bits under a name it knows.
+            # View the same bits with a dtype that numpy has.
             _poke(address, _CODE_AT, _UINT_CODE)
         array = np.from_dlpack(_Capsule(capsule))
         if not array.flags.c_contiguous:
@@ -129,11 +129,11 @@ class Tensor:
             )
         if not bfloat:
             return Tensor(name, array)
-        return received(_Sent(name, BF16, array))
+        return received(_OutgoingTensor(name, BF16, array))
 
 
 class DeviceTensor(Tensor):
-    """A tensor in another device's memory. Copied to the CPU's when it is sent, and only then."""
+    """A tensor in the memory of another device. It is copied to the CPU only when it is sent."""
 
     __slots__ = ("_foreign", "_name")
 
@@ -143,44 +143,44 @@ class DeviceTensor(Tensor):
 
     @property
     def core(self) -> core.Tensor:  # type: ignore[override]
-        """A copy in the CPU's memory."""
+        """Return a copy in CPU memory."""
         return Tensor.from_dlpack(self._name, _to_cpu(self._foreign)).core
 
     def name(self) -> str:
-        """Its name."""
+        """Return its name."""
         return self._name
 
     def shape(self) -> list[int]:
-        """Its dimensions."""
+        """Return its dimensions."""
         return list(self._foreign.shape)
 
     def is_cpu(self) -> bool:
-        """It is not."""
+        """Return False."""
         return False
 
     def as_numpy(self) -> Array:
-        """Refused, as Triton does: numpy has no other devices."""
+        """Raise an error, as Triton does: numpy has no other devices."""
         raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
 
     def __dlpack__(self, stream: Any = None, **_: Any) -> Any:
-        """The other library's own."""
+        """Return the capsule of the other library."""
         return self._foreign.__dlpack__() if stream is None else self._foreign.__dlpack__(stream=stream)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Where it is."""
+        """Return the device of the tensor."""
         device: tuple[int, int] = self._foreign.__dlpack_device__()
         return device
 
 
 def received(tensor: core.Tensor) -> Tensor:
-    """A tensor that came from the server."""
-    made = Tensor.__new__(Tensor)
-    made.core = tensor
-    return made
+    """Wrap a tensor that came from the server."""
+    wrapped = Tensor.__new__(Tensor)
+    wrapped.core = tensor
+    return wrapped
 
 
 class _Capsule:
-    """Something numpy asks for the capsule it is given."""
+    """An object that passes a capsule to numpy."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -196,7 +196,7 @@ def _to_cpu(tensor: Any) -> Any:
     for method in ("cpu", "get"):
         if hasattr(tensor, method):
             moved = getattr(tensor, method)()
-            # Of torch: without its gradients, and row by row.
+            # torch tensors: drop gradients and make them contiguous.
             return moved.detach().contiguous() if hasattr(moved, "detach") else moved
     raise TritonModelException(
         f"a {type(tensor).__name__} that is not in the CPU's memory cannot be taken over: copy it to the CPU first"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of `triton_python_backend_utils` about data types and byte strings."""
+"""The functions of `triton_python_backend_utils` for data types and byte strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.core.dtypes import DTYPES, DType
 
 Array = npt.NDArray[Any]
 
-# In the order of their numbers, which begin with 1; BF16 is 14 and has no numpy type.
+# In the order of Triton's numbers, which begin with 1; BF16 is 14 and has no numpy type.
 _NAMES = (
     "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 BYTES BF16".split()  # noqa: SIM905
 )
@@ -22,12 +22,12 @@ _LENGTH = struct.Struct("<I")
 
 
 def triton_number(dtype: DType) -> int:
-    """The number Triton has for a data type."""
+    """Return Triton's number of a data type."""
     return _NUMBERS[dtype.name]
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """The numpy type for a data type's number; None where there is none."""
+    """Return the numpy type of a data type's number, or None."""
     number = int(data_type)
     if not 1 <= number <= 13:
         return None
@@ -35,7 +35,7 @@ def triton_to_numpy_type(data_type: int) -> Any:
 
 
 def numpy_to_triton_type(data_type: Any) -> int | None:
-    """The number of the data type for a numpy type; None where there is none."""
+    """Return the data type's number of a numpy type, or None."""
     dtype = np.dtype(data_type)
     if dtype.kind in "SO":
         return _NUMBERS["BYTES"]
@@ -46,7 +46,7 @@ def numpy_to_triton_type(data_type: Any) -> int | None:
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """The numpy type for a data type's name in a configuration, such as TYPE_FP32."""
+    """Return the numpy type of a data type's name in a configuration, such as TYPE_FP32."""
     if triton_type_string == "TYPE_STRING":
         return np.object_
     if triton_type_string == "TYPE_BOOL":
@@ -57,7 +57,7 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
 
 
 def serialize_byte_tensor(input_tensor: Array) -> bytes | tuple[()] | None:
-    """The elements end to end, each behind its length. Not bytes: as text. Nothing for other types."""
+    """Join the elements, each after its length; elements other than bytes become strings. None for other types."""
     if input_tensor.size == 0:
         return ()
     if input_tensor.dtype.kind not in "SO":
@@ -71,7 +71,7 @@ def serialize_byte_tensor(input_tensor: Array) -> bytes | tuple[()] | None:
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
-    """The reverse: a one-dimensional array of `bytes`."""
+    """Split serialised elements into a one-dimensional array of `bytes`."""
     elements: list[bytes] = []
     position = 0
     while position < len(encoded_tensor):

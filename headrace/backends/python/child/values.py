@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between tensors and what a `predict` function takes and returns: arrays, single values, lists, text.
-
-Called by `quick`, for each input and output. Must not know how a function is called.
-"""
+"""Conversion between tensors and the arguments and results of a `predict` function: arrays, scalars, lists, strings."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.backends.python.child.errors import TritonModelException
-from headrace.backends.python.child.hints import Dims, Hint
+from headrace.backends.python.child.type_hints import Dims, Hint
 from headrace.core.dtypes import BYTES, DType, to_bytes
 from headrace.core.errors import HeadraceError
 
@@ -23,12 +20,12 @@ Array = npt.NDArray[Any]
 
 
 class WrongInput(Exception):
-    """The caller's mistake, and what to send instead."""
+    """An invalid input, with what to send instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output as the configuration declares it. None and (): it does not."""
+    """An output as the configuration declares it. None and (): not declared."""
 
     name: str
     dtype: DType | None
@@ -36,7 +33,7 @@ class Output:
 
 
 def to_argument(name: str, array: Array, hint: Hint) -> Any:
-    """An input as the function is to get it."""
+    """Convert an input to the function's argument."""
     if hint.text:
         array = _decoded(name, array)
     if hint.form == "array":
@@ -50,7 +47,7 @@ def to_argument(name: str, array: Array, hint: Hint) -> Any:
 
 
 def to_outputs(returned: Any, outputs: Sequence[Output]) -> list[tuple[Output, Any]]:
-    """What a function returned, by output."""
+    """Return what a function returned, by output."""
     if isinstance(returned, Mapping):
         named: Mapping[str, Any] = returned
     elif dataclasses.is_dataclass(returned) and not isinstance(returned, type):
@@ -81,7 +78,7 @@ def to_outputs(returned: Any, outputs: Sequence[Output]) -> list[tuple[Output, A
 
 
 def to_array(value: Any, output: Output, *, batched: bool) -> Array:
-    """One of them as an array of the declared type and shape."""
+    """Convert a returned value to an array of the declared type and shape."""
     if value is None:
         raise TritonModelException(f"predict returned None for output '{output.name}': end it with a return")
     array = _text(value, output) if output.dtype is BYTES else _numbers(value, output)
@@ -91,7 +88,7 @@ def to_array(value: Any, output: Output, *, batched: bool) -> Array:
     if not batched and array.ndim == 0 and all(size in (1, -1) for size in dims):
         array = array.reshape((1,) * len(dims))
     elif batched and array.ndim == 1 and output.dims in ((1,), (-1,)):
-        # One value for each row, as of argmax.
+        # One value per row, as from argmax.
         array = array.reshape(-1, 1)
     if len(array.shape) != len(dims) or any(w not in (-1, s) for w, s in zip(dims, array.shape, strict=True)):
         raise TritonModelException(
@@ -108,7 +105,7 @@ def _numbers(value: Any, output: Output) -> Array:
         raise TritonModelException(f"predict returned rows of different lengths for output '{output.name}'") from None
     if output.dtype is None or array.dtype == output.dtype.numpy:
         return array
-    # Not float to int: what was meant is not ours to guess.
+    # No conversion from float to int: the intent is unclear.
     if not np.can_cast(array.dtype, output.dtype.numpy, "same_kind"):
         raise TritonModelException(
             f"predict returned {array.dtype} for output '{output.name}', which is {output.dtype.name}: convert it with "
@@ -118,7 +115,7 @@ def _numbers(value: Any, output: Output) -> Array:
 
 
 def _text(value: Any, output: Output) -> Array:
-    # As objects from the start: numpy's own byte strings lose zeros at their ends.
+    # Objects from the start: numpy's own byte strings lose trailing zeros.
     given = value if isinstance(value, np.ndarray) else np.array(value, dtype=object)
     array = np.empty(given.size, dtype=object)
     try:

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission webhooks: what the API server asks of us before it keeps a document of our kinds.
+"""Admission webhooks: default and validate custom resources before the API server stores them.
 
-`Webhooks` of `running` is started by `program`, in every replica of the operator, the leading one or not. Lives here: what
-is answered (`reviews`, `defaults`, `patching`: pure), the certificates that the answers are served with (`certificates`
-makes them, `keeping` has them in a Secret), the server (`serving`) and the configurations that send the API server here
-(`registering`). May not live here: what is wrong with a document, which is `admission`'s.
+`server` runs in every replica of the operator, the leader or not. `reviews` answers a request, `certificates` issues the TLS
+certificate, `registration` writes the webhook configurations. `admission` has the rules.
 
-**Why failures are ignored.** The controller checks every document again, and tells in a condition what it cannot do. An
-operator that is down costs a late answer, then, and must not keep anybody from editing; deletions are never asked about.
+**Why the failure policy is Ignore.** The controller validates every document again, and reports problems in a condition. An
+operator that is down delays that answer, but must not keep anyone from editing. Deletions are never sent to the webhooks.
 `Fail` can be chosen where a late answer is worse than none.
 
-**What is refused, and what only warned of.** Refused is what is wrong with a document in itself, or beside one that is
-there: a disabled runtime, a rival. That a document names another one that is *not* there is a warning: files come in any
-order, and a model that was applied a moment before its service may not have been seen yet. The controller waits for it, and
-says so. An edit is refused for what it makes wrong, not for what was wrong before it: who takes a label away need not repair
-the rest.
+**What is refused, and what is a warning.** Refused: what is wrong with a document itself, or with its relation to an
+existing one, such as a disabled runtime. A reference to a document that does *not* exist is a warning: files come in any
+order, and a model that was just applied may not be in the cache yet. The controller waits for it, and says so. An edit is
+refused only for problems that it adds.
 
-**Before the cluster has been seen,** right after the start, only what needs no other document is checked, and no default is
-written; the controller fills in the same ones whenever it plans.
+**Before the cache is synced,** right after the start, only rules that need no other document are checked, and no defaults
+are written; the controller fills in the same defaults whenever it plans.
 """

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An authority of our own, and the certificate that it signs for the webhooks' server. No I/O; the time is a parameter.
-
-Called by `keeping`. An authority is replaced in two steps, a look apart: first the API server is told of the new one beside
-the old, then a certificate is signed by it. Whoever verifies knows the signer at every moment. Of an authority that was
-replaced only the certificate is kept, and that until its end.
-"""
+"""The certificate authority and the server certificate of the webhooks, kept in a Secret that all replicas share."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import ipaddress
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -21,92 +17,93 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from headrace.fleet.cluster.webhooks.settings import Lifetimes
-from headrace.fleet.words import Document, text
+from headrace.fleet.cluster.webhooks.settings import SECRET, SECRETS, Lifetimes, WebhookSettings
+from headrace.platforms.kubernetes_client.api import ApiClient, ApiError
+from headrace.platforms.kubernetes_client.objects import Document, get_str
 
-_BACK = timedelta(hours=1)
-"""For clocks that are behind ours."""
+_CLOCK_SKEW = timedelta(hours=1)
+"""Tolerance for clocks that are behind."""
 _FIELDS = {"authorities": "ca.crt", "authority_key": "ca.key", "certificate": "tls.crt", "key": "tls.key"}
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """All that is kept, in PEM."""
+    """The certificates and keys of the webhooks, in PEM."""
 
     authorities: str
-    """The newest, and those before it that have not ended."""
+    """The newest authority, and older ones that have not expired."""
     authority_key: str
-    """Of the newest."""
+    """Private key of the newest authority."""
     certificate: str
     key: str
 
     @property
     def identity(self) -> bytes:
-        """What a server needs: key and certificate."""
+        """Key and certificate of the server."""
         return (self.key + self.certificate).encode()
 
     @property
-    def ends(self) -> datetime:
-        """The end of the server's certificate."""
-        return _loaded(self.certificate)[0].not_valid_after_utc
+    def expiry(self) -> datetime:
+        """Expiry of the server's certificate."""
+        return _load(self.certificate)[0].not_valid_after_utc
 
     def data(self) -> dict[str, str]:
-        """As a Secret has it."""
-        return {name: base64.b64encode(getattr(self, ours).encode()).decode() for ours, name in _FIELDS.items()}
+        """Return the data of the Secret."""
+        return {name: base64.b64encode(getattr(self, field).encode()).decode() for field, name in _FIELDS.items()}
 
 
-def kept_in(secret: Document) -> Certificates | None:
-    """What a Secret has; None where something is missing, is no certificate, or does not belong to the rest."""
+def read_secret(secret: Document) -> Certificates | None:
+    """Read the certificates of a Secret; None if something is missing, invalid or does not match."""
     try:
-        found = Certificates(
-            **{ours: base64.b64decode(text(secret, "data", name)).decode() for ours, name in _FIELDS.items()}
+        certificates = Certificates(
+            **{field: base64.b64decode(get_str(secret, "data", name)).decode() for field, name in _FIELDS.items()}
         )
-        authorities, leaf = _loaded(found.authorities), _loaded(found.certificate)[0]
-        pairs = ((authorities[0], found.authority_key), (leaf, found.key))
-        if any(each.public_key() != _key(pem).public_key() for each, pem in pairs):
+        authorities, leaf = _load(certificates.authorities), _load(certificates.certificate)[0]
+        pairs = ((authorities[0], certificates.authority_key), (leaf, certificates.key))
+        if any(pair.public_key() != _key(pem).public_key() for pair, pem in pairs):
             return None
-        return found if any(_signed(leaf, each) for each in authorities) else None
+        return certificates if any(_signed(leaf, authority) for authority in authorities) else None
     except (ValueError, TypeError, IndexError, UnicodeDecodeError, binascii.Error):
         return None
 
 
-def made(names: Iterable[str], now: datetime, lifetimes: Lifetimes) -> Certificates:
-    """An authority and a certificate, both new."""
-    authority, key = _authority(now, lifetimes)
-    certificate, own = _leaf(authority, key, names, now, lifetimes)
+def issue(names: Iterable[str], now: datetime, lifetimes: Lifetimes) -> Certificates:
+    """Issue a new authority and a new certificate."""
+    authority, key = _issue_authority(now, lifetimes)
+    certificate, own = _issue_certificate(authority, key, names, now, lifetimes)
     return Certificates(_pem(authority), _pem_key(key), _pem(certificate), _pem_key(own))
 
 
-def renewed(
+def renew(
     kept: Certificates, names: Iterable[str], now: datetime, lifetimes: Lifetimes, *, known: bool
 ) -> Certificates:
-    """What is kept, with what ends soon replaced; the same object if nothing does.
+    """Renew what expires soon; return the same object if nothing does.
 
-    known: the API server has been told of all authorities that are kept, and had the time to hear it.
+    known: all stored authorities are registered, and API servers have had time to notice.
     """
     wanted = tuple(dict.fromkeys(names))
-    authorities, leaf = _loaded(kept.authorities), _loaded(kept.certificate)[0]
-    lasting = [authorities[0], *(each for each in authorities[1:] if each.not_valid_after_utc > now)]
+    authorities, leaf = _load(kept.authorities), _load(kept.certificate)[0]
+    lasting = [authorities[0], *(old for old in authorities[1:] if old.not_valid_after_utc > now)]
     if lasting[0].not_valid_after_utc <= now:
-        return made(wanted, now, lifetimes)  # nobody was here for years; there is nothing left to verify by
+        return issue(wanted, now, lifetimes)  # all authorities have expired
     if lasting[0].not_valid_after_utc - now < lifetimes.authority_left:
-        authority, key = _authority(now, lifetimes)
+        authority, key = _issue_authority(now, lifetimes)
         return replace(kept, authorities="".join(map(_pem, [authority, *lasting])), authority_key=_pem_key(key))
     missing = not set(wanted) <= _names(leaf)
     ends = leaf.not_valid_after_utc - now < lifetimes.certificate_left
     if (ends or missing) and (known or len(lasting) == 1 or leaf.not_valid_after_utc <= now):
-        # Another replica may be reached by another name; it need not ask for its own again each time.
+        # Keep the names of the old certificate: another replica may have another name.
         both = wanted if ends else (*wanted, *sorted(_names(leaf) - set(wanted)))
-        certificate, own = _leaf(lasting[0], _key(kept.authority_key), both, now, lifetimes)
+        certificate, own = _issue_certificate(lasting[0], _key(kept.authority_key), both, now, lifetimes)
         kept = replace(kept, certificate=_pem(certificate), key=_pem_key(own))
     if len(lasting) < len(authorities):
         kept = replace(kept, authorities="".join(map(_pem, lasting)))
     return kept
 
 
-def _authority(now: datetime, lifetimes: Lifetimes) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def _issue_authority(now: datetime, lifetimes: Lifetimes) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     key = ec.generate_private_key(ec.SECP256R1())
-    # Two authorities of one name could be taken for each other.
+    # Two authorities with the same name could be confused.
     number = x509.random_serial_number()
     name = _name(f"headrace webhooks {number % 16**8:08x}")
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
@@ -117,7 +114,7 @@ def _authority(now: datetime, lifetimes: Lifetimes) -> tuple[x509.Certificate, e
     return builder.sign(key, hashes.SHA256()), key
 
 
-def _leaf(
+def _issue_certificate(
     authority: x509.Certificate,
     signer: ec.EllipticCurvePrivateKey,
     names: Iterable[str],
@@ -132,19 +129,19 @@ def _leaf(
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(usage, critical=True).add_extension(signed_by, critical=False)
     builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    builder = builder.add_extension(x509.SubjectAlternativeName([_general(each) for each in names]), critical=False)
+    builder = builder.add_extension(x509.SubjectAlternativeName([_general(name) for name in names]), critical=False)
     return builder.sign(signer, hashes.SHA256()), key
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, lasts: timedelta
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, validity: timedelta
 ) -> x509.CertificateBuilder:
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
-    return builder.not_valid_before(now - _BACK).not_valid_after(now + lasts)
+    return builder.not_valid_before(now - _CLOCK_SKEW).not_valid_after(now + validity)
 
 
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
 def _general(name: str) -> x509.GeneralName:
@@ -155,8 +152,8 @@ def _general(name: str) -> x509.GeneralName:
 
 
 def _names(certificate: x509.Certificate) -> set[str]:
-    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return {str(each.value) for each in found}
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return {str(name.value) for name in names}
 
 
 def _signed(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
@@ -167,14 +164,14 @@ def _signed(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     return True
 
 
-def _loaded(pem: str) -> list[x509.Certificate]:
+def _load(pem: str) -> list[x509.Certificate]:
     return x509.load_pem_x509_certificates(pem.encode())
 
 
 def _key(pem: str) -> ec.EllipticCurvePrivateKey:
     key = serialization.load_pem_private_key(pem.encode(), None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise TypeError("not a key that we make")
+        raise TypeError("unexpected key type")
     return key
 
 
@@ -185,3 +182,69 @@ def _pem(certificate: x509.Certificate) -> str:
 def _pem_key(key: ec.EllipticCurvePrivateKey) -> str:
     form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     return key.private_bytes(serialization.Encoding.PEM, form, plain).decode()
+
+
+log = logging.getLogger("headrace.operator")
+
+_TRIES = 5
+
+
+class CertificateStore:
+    """Reads the Secret of the certificates, and writes it."""
+
+    def __init__(self, api: ApiClient, settings: WebhookSettings, now: Callable[[], datetime]) -> None:
+        self._api = api
+        self._settings = settings
+        self._now = now
+
+    async def refresh(self, *, leads: bool, known: str) -> Certificates:
+        """Return the certificates to serve, issued or renewed if needed. Raises ApiError or Unreachable.
+
+        known: the authorities that are registered, and that API servers have had time to notice.
+        """
+        for _ in range(_TRIES):
+            secret = await self._api.get(SECRETS, self._settings.namespace, SECRET)
+            kept = read_secret(secret) if secret is not None else None
+            wanted = self._wanted(kept, leads=leads, known=known)
+            if wanted is kept:
+                return wanted
+            try:
+                await self._write(secret, wanted)
+            except ApiError as error:
+                if error.code != 409:  # another replica was faster
+                    raise
+                continue
+            log.info("wrote new webhook certificates to the Secret %s/%s", self._settings.namespace, SECRET)
+            return wanted
+        raise ApiError(409, "Conflict", f"the Secret {SECRET} is written by other processes all the time")
+
+    def _wanted(self, kept: Certificates | None, *, leads: bool, known: str) -> Certificates:
+        settings, now = self._settings, self._now()
+        if kept is None:
+            return issue(settings.names, now, settings.lifetimes)
+        if not leads:
+            return kept
+        return renew(kept, settings.names, now, settings.lifetimes, known=known == kept.authorities)
+
+    async def _write(self, secret: Document | None, wanted: Certificates) -> None:
+        body: dict[str, object] = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": SECRET},
+            "type": "Opaque",
+            **(secret or {}),
+            "data": wanted.data(),
+        }
+        if secret is None:
+            try:
+                await self._api.create(SECRETS, self._settings.namespace, body)
+            except ApiError as error:
+                if error.code == 403:
+                    log.error(
+                        "there is no Secret %s/%s and no permission to create it: apply the operator's manifests again",
+                        self._settings.namespace,
+                        SECRET,
+                    )
+                raise
+        else:
+            await self._api.replace(SECRETS, self._settings.namespace, SECRET, body)

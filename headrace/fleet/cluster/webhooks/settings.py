@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and numbers of the webhooks. The manifests have the same names."""
+"""Settings and resource names of the webhooks, shared with the manifests."""
 
 from __future__ import annotations
 
@@ -8,70 +8,71 @@ from datetime import timedelta
 from urllib.parse import urlsplit
 
 from headrace.core.errors import InvalidArgument
-from headrace.fleet.cluster.resources import BENCHMARKS, FACTS, SERVICES, Resource, Served
+from headrace.fleet.cluster.resources import BENCHMARKS, FACTS, SERVICES
 from headrace.fleet.names import GROUP, VERSION
 from headrace.net.sockets import Address
+from headrace.platforms.kubernetes_client.objects import Resource, ServedResource
 
 SERVICE = "headrace-operator-webhook"
-"""The Service that the API server finds us by."""
+"""Name of the Service in front of the webhooks."""
 SERVICE_PORT = 443
 PORT = 9443
-SECRET = "headrace-webhook-certificate"  # noqa: S105  its name
+SECRET = "headrace-webhook-certificate"  # noqa: S105  a name
 CONFIGURATION = "headrace-operator"
-"""Both webhook configurations."""
+"""Name of both webhook configurations."""
 OPT_OUT = "ome.io/webhooks"
-"""Label of a namespace, `disabled`: its documents are not sent to us."""
+"""Label of a namespace: with `disabled`, its documents are not sent to the webhooks."""
 READY_PATH = "/readyz"
 POLICIES = ("Ignore", "Fail")
 
-CHECKED = (SERVICES, *FACTS, BENCHMARKS)
-"""The kinds that are checked. Services get their defaults written, too."""
+VALIDATED_KINDS = (SERVICES, *FACTS, BENCHMARKS)
+"""The kinds that are validated. Services are mutated, too."""
 
-SECRETS = Served(Resource("", ("v1",), "Secret", "secrets"), "v1")
-NAMESPACES = Served(Resource("", ("v1",), "Namespace", "namespaces", False), "v1")
+SECRETS = ServedResource(Resource("", ("v1",), "Secret", "secrets"), "v1")
+NAMESPACES = ServedResource(Resource("", ("v1",), "Namespace", "namespaces", False), "v1")
 _REGISTRATION = "admissionregistration.k8s.io"
-MUTATING = Served(
+MUTATING = ServedResource(
     Resource(_REGISTRATION, ("v1",), "MutatingWebhookConfiguration", "mutatingwebhookconfigurations", False), "v1"
 )
-VALIDATING = Served(
+VALIDATING = ServedResource(
     Resource(_REGISTRATION, ("v1",), "ValidatingWebhookConfiguration", "validatingwebhookconfigurations", False), "v1"
 )
 
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """How long certificates last, and how long before their end they are replaced."""
+    """Validity of certificates, and how long before expiry they are replaced."""
 
     authority: timedelta = timedelta(days=730)
     authority_left: timedelta = timedelta(days=180)
-    """More than a certificate lasts, so that none outlives the authority that signed it."""
+    """Longer than a certificate is valid, so that none outlives its authority."""
     certificate: timedelta = timedelta(days=90)
     certificate_left: timedelta = timedelta(days=30)
 
 
 @dataclass(frozen=True)
 class WebhookSettings:
-    """Where webhooks are served, and how the API server gets there."""
+    """Where webhooks are served, and how the API server reaches them."""
 
     address: str
     """`host:port` to listen on."""
     namespace: str
-    """The operator's own: where its Secret and its Service are."""
+    """The operator's namespace, with its Secret and Service."""
     url: str = ""
-    """`https://host:port`, for an operator that no Service leads to; "": by the Service."""
+    """`https://host:port` of an operator without a Service; "": use the Service."""
     failure_policy: str = "Ignore"
-    look_seconds: float = 60.0
-    """How often to look whether certificates end soon, and whether the configurations are as they should be."""
+    refresh_seconds: float = 60.0
+    """Interval at which certificates and configurations are checked."""
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the certificate is for: names and addresses."""
+        """Names and addresses of the certificate."""
         service = f"{SERVICE}.{self.namespace}.svc"
         return (service, f"{service}.cluster.local", *((urlsplit(self.url).hostname or "",) if self.url else ()))
 
     def checked(self) -> WebhookSettings:
-        """The settings, if they can be used. Raises InvalidArgument."""
+        """Return the settings if they are valid. Raises InvalidArgument."""
         Address.parse(self.address)
         if self.failure_policy not in POLICIES:
             raise InvalidArgument(f"--webhook-failure-policy {self.failure_policy}: write Ignore or Fail")
@@ -79,7 +80,7 @@ class WebhookSettings:
             try:
                 parts = urlsplit(self.url)
                 fits = parts.scheme == "https" and bool(parts.hostname) and (parts.port or 443) > 0
-            except ValueError:  # a port that is no number, brackets around no address
+            except ValueError:  # an invalid port or IPv6 address
                 fits = False
             if not fits or parts.query or parts.fragment or parts.username:
                 raise InvalidArgument(
@@ -88,6 +89,6 @@ class WebhookSettings:
         return self
 
 
-def path_of(kind: str, deed: str) -> str:
-    """`/validate-ome-io-v1beta1-inferenceservice`; OME has the same paths."""
-    return f"/{deed}-{GROUP.replace('.', '-')}-{VERSION}-{kind.lower()}"
+def webhook_path(kind: str, operation: str) -> str:
+    """Return `/validate-ome-io-v1beta1-inferenceservice`; OME has the same paths."""
+    return f"/{operation}-{GROUP.replace('.', '-')}-{VERSION}-{kind.lower()}"

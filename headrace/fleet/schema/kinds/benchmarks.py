@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BenchmarkJob: load on a service, once, and where its numbers go."""
+"""Table of BenchmarkJob: a load test of a service, and where its results go."""
 
 from __future__ import annotations
 
@@ -7,100 +7,100 @@ from headrace.fleet.schema.fields import (
     INT64,
     Column,
     Kind,
-    anything,
+    any_value,
     choice,
-    many,
+    integer,
+    list_of,
     mapping,
     record,
     reference,
-    renamed,
-    text,
-    whole,
+    rename_field,
+    string,
 )
+from headrace.fleet.schema.kinds.components import ENV, MOUNTS, POD_FIELDS, RESOURCES
 from headrace.fleet.schema.kinds.models import STORAGE
-from headrace.fleet.schema.kinds.pods import ENV, MOUNTS, POD, RESOURCES
 
 _POD_FIELDS = ("nodeSelector", "tolerations", "affinity", "volumes")
 
 _SPEC = record(
     "spec",
-    "What is measured.",
+    "Definition of the benchmark.",
     record(
         "endpoint",
-        "The service or the address to ask: one of them.",
+        "The service or the URL to test: one of them.",
         record(
             "inferenceService",
             "",
             reference("name", "", required=True),
-            text("namespace"),
+            string("namespace"),
         ),
         record(
             "endpoint",
             "",
-            text("url", pattern=r"https?://.+", example="http://host:8080", required=True),
+            string("url", pattern=r"https?://.+", example="http://host:8080", required=True),
             choice("apiFormat", "", "openai", "oci-cohere", "cohere"),
-            text("modelName"),
+            string("modelName"),
         ),
         required=True,
     ),
     choice(
         "task",
-        "What is asked.",
+        "Task of the requests.",
         "text-to-text",
         "image-to-text",
         "text-to-embeddings",
         "image-to-embeddings",
         required=True,
     ),
-    many(
+    list_of(
         "trafficScenarios",
         "Sizes of prompts and answers.",
-        text("", pattern=r"[NDUEI]\([0-9, ]+\)(/\([0-9, ]+\))?", example="D(100,100)"),
+        string("", pattern=r"[NDUEI]\([0-9, ]+\)(/\([0-9, ]+\))?", example="D(100,100)"),
     ),
-    many("numConcurrency", "Requests at a time, one run each.", whole("", least=1)),
-    whole("maxTimePerIteration", "Minutes.", least=1, required=True),
-    whole("maxRequestsPerIteration", "Requests.", least=1, required=True),
-    mapping("additionalRequestParams", "For every request.", anything("")),
-    renamed(STORAGE, "dataset", "Where prompts come from."),
+    list_of("numConcurrency", "Numbers of concurrent requests, one run each.", integer("", minimum=1)),
+    integer("maxTimePerIteration", "Minutes per run.", minimum=1, required=True),
+    integer("maxRequestsPerIteration", "Requests per run.", minimum=1, required=True),
+    mapping("additionalRequestParams", "Parameters of every request.", any_value("")),
+    rename_field(STORAGE, "dataset", "Where prompts come from."),
     record("outputLocation", "Where results go.", *STORAGE.fields, required=True),
-    text("resultFolderName"),
+    string("resultFolderName"),
     record(
         "serviceMetadata",
         "About the service, for the report.",
-        text("engine"),
-        text("version"),
-        text("gpuType"),
-        whole("gpuCount", least=0),
+        string("engine"),
+        string("version"),
+        string("gpuType"),
+        integer("gpuCount", minimum=0),
     ),
     record(
         "podOverride",
-        "For the job's pod.",
-        text("image"),
+        "Overrides of the job's pod.",
+        string("image"),
         ENV,
-        many("envFrom", "", record("", "")),
+        list_of("envFrom", "", record("", "")),
         MOUNTS,
         RESOURCES,
-        *(row for row in POD if row.name in _POD_FIELDS),
+        *(row for row in POD_FIELDS if row.name in _POD_FIELDS),
     ),
-    record("huggingFaceSecretReference", "", text("name", "", required=True)),
+    record("huggingFaceSecretReference", "", string("name", "", required=True)),
 )
 
 BENCHMARK_JOB = Kind(
     "BenchmarkJob",
     "benchmarkjobs",
     True,
-    "Load on a service, and what came of it.",
+    "A load test of a service, and its result.",
     _SPEC,
     record(
         "status",
-        "How far it is.",
+        "State of the benchmark.",
         choice("state", "", "Pending", "Running", "Completed", "Failed"),
-        text("startTime"),
-        text("completionTime"),
-        text("lastReconcileTime"),
-        text("failureMessage"),
-        text("details"),
-        whole("observedGeneration", least=0, most=INT64),
+        string("startTime"),
+        string("completionTime"),
+        string("lastReconcileTime"),
+        string("failureMessage"),
+        string("details"),
+        integer("observedGeneration", minimum=0, maximum=INT64),
     ),
     columns=(Column("Age", ".metadata.creationTimestamp", "date"), Column("Status", ".status.state")),
 )

@@ -1,97 +1,235 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine, decoder and router: the same rows in an InferenceService and, as `engineConfig` and the like, in a runtime."""
+"""Tables of engine, decoder and router, in an InferenceService and in a runtime, and of their pods and containers."""
 
 from __future__ import annotations
 
-from headrace.fleet.schema.fields import INT64, Field, choice, mapping, number, record, share, text, texts, truth, whole
-from headrace.fleet.schema.kinds.pods import POD, RUNNER
+from headrace.fleet.names import MAIN_CONTAINER
+from headrace.fleet.schema.fields import (
+    INT64,
+    LABEL,
+    Field,
+    any_value,
+    boolean,
+    choice,
+    int_or_percent,
+    integer,
+    list_of,
+    mapping,
+    number,
+    quantity,
+    record,
+    string,
+    strings,
+)
 
+RESOURCES = record(
+    "resources",
+    "CPU, memory and accelerators.",
+    mapping("requests", "", quantity("")),
+    mapping("limits", "", quantity("")),
+)
+
+ENV = list_of(
+    "env",
+    "Environment variables.",
+    record(
+        "",
+        "",
+        string("name", required=True, pattern=r"[^=]+", example="MODEL_PATH"),
+        string("value"),
+        any_value("valueFrom"),
+    ),
+)
+
+MOUNTS = list_of(
+    "volumeMounts",
+    "Where volumes are mounted.",
+    record(
+        "",
+        "",
+        string("name", required=True),
+        string("mountPath", required=True),
+        boolean("readOnly"),
+        string("subPath"),
+    ),
+)
+
+PORTS = list_of(
+    "ports",
+    "Ports the container listens on.",
+    record(
+        "",
+        "",
+        string("name"),
+        integer("containerPort", minimum=1, maximum=65535, required=True),
+        integer("hostPort", minimum=0, maximum=65535),
+        choice("protocol", "", "TCP", "UDP", "SCTP"),
+    ),
+)
+
+
+def probe(name: str) -> Field:
+    """Return the fields of a probe that a local fleet reads; the kubelet reads all."""
+    return record(
+        name,
+        "",
+        integer("initialDelaySeconds", minimum=0),
+        integer("periodSeconds", minimum=1),
+        integer("timeoutSeconds", minimum=1),
+        integer("successThreshold", minimum=1),
+        integer("failureThreshold", minimum=1),
+        own_checks=True,
+    )
+
+
+def container_fields(*, named: bool) -> tuple[Field, ...]:
+    """Return the fields of a container. A runner needs no name: it is the main container."""
+    return (
+        string("name", "Name of the container.", required=named, max_length=63, pattern=LABEL, example=MAIN_CONTAINER),
+        string("image", "Image to run."),
+        choice("imagePullPolicy", "", "Always", "Never", "IfNotPresent"),
+        strings("command", "Command, instead of the image's."),
+        strings("args", "Arguments."),
+        string("workingDir"),
+        ENV,
+        list_of("envFrom", "", record("", "")),
+        RESOURCES,
+        MOUNTS,
+        PORTS,
+        probe("livenessProbe"),
+        probe("readinessProbe"),
+        probe("startupProbe"),
+        record("lifecycle", ""),
+        record("securityContext", ""),
+        boolean("stdin"),
+        boolean("tty"),
+        string("terminationMessagePath"),
+        choice("terminationMessagePolicy", "", "File", "FallbackToLogsOnError"),
+    )
+
+
+CONTAINER = record("", "", *container_fields(named=True), own_checks=True)
+RUNNER = record("runner", "The main container. Merged with the runtime's.", *container_fields(named=False))
+
+POD_FIELDS: tuple[Field, ...] = (
+    string("serviceAccountName", "Service account of the pods."),
+    mapping("nodeSelector", "Required node labels."),
+    list_of("tolerations", "Tolerated taints.", record("", "", string("key"), string("operator"), string("effect"))),
+    record("affinity", "Affinity and anti-affinity of the pods."),
+    list_of("volumes", "Additional volumes.", record("", "", string("name", required=True))),
+    list_of("containers", "Additional containers.", CONTAINER),
+    list_of("initContainers", "Containers that run before the others.", CONTAINER),
+    list_of("imagePullSecrets", "Secrets for registries.", record("", "", string("name"))),
+    string("schedulerName"),
+    string("priorityClassName"),
+    string("runtimeClassName"),
+    string("hostname"),
+    string("subdomain"),
+    string("nodeName"),
+    choice("restartPolicy", "", "Always", "OnFailure", "Never"),
+    choice("dnsPolicy", "", "ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
+    record("dnsConfig", ""),
+    boolean("hostNetwork"),
+    boolean("hostIPC"),
+    boolean("hostPID"),
+    boolean("shareProcessNamespace"),
+    boolean("automountServiceAccountToken"),
+    boolean("enableServiceLinks"),
+    integer("terminationGracePeriodSeconds", minimum=0),
+    integer("activeDeadlineSeconds", minimum=1),
+    record("securityContext", ""),
+    list_of("hostAliases", "", record("", "", string("ip", required=True), strings("hostnames"))),
+    list_of("topologySpreadConstraints", "", record("", "", string("topologyKey"), integer("maxSkew", minimum=1))),
+)
+"""Fields of a pod spec, as part of a component. `containers` may be absent."""
 POLICIES = ("BestFit", "Cheapest", "MostCapable", "FirstAvailable")
 OPERATORS = ("GreaterThan", "GreaterThanOrEqual", "LessThan", "LessThanOrEqual")
 
 KEDA = record(
     "kedaConfig",
     "Autoscaling by KEDA.",
-    truth("enableKeda", "Scale by KEDA."),
-    text(
+    boolean("enableKeda", "Enable KEDA."),
+    string(
         "promServerAddress", "URL of the Prometheus server.", pattern=r"https?://[^\s/]+.*", example="http://prom:9090"
     ),
-    text("customPromQuery", "Query to scale by; every %s becomes the full name of the component, NAME-engine."),
-    text(
+    string("customPromQuery", "Query to scale by; every %s becomes the full name of the component, NAME-engine."),
+    string(
         "scalingThreshold",
-        "What the query is compared with.",
+        "Threshold of the query.",
         pattern=r"[+-]?[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?",
         example='"0.5"',
     ),
-    choice("scalingOperator", "How it is compared.", *OPERATORS),
+    choice("scalingOperator", "Comparison operator.", *OPERATORS),
     record(
         "authenticationRef",
         "Credentials for Prometheus.",
-        text("name", "Name of the TriggerAuthentication.", required=True),
+        string("name", "Name of the TriggerAuthentication.", required=True),
         choice("kind", "", "TriggerAuthentication", "ClusterTriggerAuthentication", default="TriggerAuthentication"),
     ),
-    text("authModes", "How KEDA shows them: a comma list of basic, tls, bearer, custom."),
+    string("authModes", "Authentication modes of KEDA: a comma list of basic, tls, bearer, custom."),
 )
 
 CONSTRAINTS = record(
     "constraints",
-    "What an accelerator must have.",
-    whole("minMemory", "GB.", least=0, most=INT64),
-    whole("maxMemory", "GB.", least=0, most=INT64),
-    number("minComputePerformanceTFLOPS", "", least=0),
-    text("minArchitectureVersion", 'Compute capability, "9.0".'),
-    texts("requiredFeatures"),
-    texts("excludedClasses", "Classes never taken."),
-    texts("architectureFamilies", "`vendor-family` or `family`."),
-    texts("preferredPrecisions"),
+    "Required properties of an accelerator.",
+    integer("minMemory", "GB.", minimum=0, maximum=INT64),
+    integer("maxMemory", "GB.", minimum=0, maximum=INT64),
+    number("minComputePerformanceTFLOPS", "", minimum=0),
+    string("minArchitectureVersion", 'Compute capability, "9.0".'),
+    strings("requiredFeatures"),
+    strings("excludedClasses", "Classes to exclude."),
+    strings("architectureFamilies", "`vendor-family` or `family`."),
+    strings("preferredPrecisions"),
 )
 
 ACCELERATOR_SELECTOR = record(
     "acceleratorSelector",
     "Which accelerators to run on.",
-    text("acceleratorClass", "Name of the AcceleratorClass."),
+    string("acceleratorClass", "Name of the AcceleratorClass."),
     CONSTRAINTS,
     choice("policy", "How to choose among several.", *POLICIES),
 )
 
-EXTENSION: tuple[Field, ...] = (
-    whole("minReplicas", "Least number of replicas; 0 scales to zero.", least=0),
-    whole("maxReplicas", "Largest number of replicas.", least=1),
-    choice("scaleMetric", "What to scale by.", "cpu", "memory", "concurrency", "rps"),
-    whole("scaleTarget", "Value of the metric to hold: percent for cpu and memory.", least=1),
-    whole("containerConcurrency", "Requests at a time in one container; 0 is no limit.", least=0, most=INT64),
-    whole("timeoutSeconds", "Longest time a request may take.", least=1, most=INT64),
-    whole("canaryTrafficPercent", "Share of the requests that the newest revision gets.", least=0, most=100),
-    mapping("labels", "For the pods and all objects."),
-    mapping("annotations", "For the pods and all objects."),
-    share("minAvailable", "Pods that stay up while nodes are drained."),
-    share("maxUnavailable", "Pods that may be down while nodes are drained."),
+SCALING_FIELDS: tuple[Field, ...] = (
+    integer("minReplicas", "Minimum number of replicas; 0 scales to zero.", minimum=0),
+    integer("maxReplicas", "Maximum number of replicas.", minimum=1),
+    choice("scaleMetric", "Metric to scale by.", "cpu", "memory", "concurrency", "rps"),
+    integer("scaleTarget", "Target value of the metric: percent for cpu and memory.", minimum=1),
+    integer("containerConcurrency", "Concurrent requests per container; 0: unlimited.", minimum=0, maximum=INT64),
+    integer("timeoutSeconds", "Maximum duration of a request.", minimum=1, maximum=INT64),
+    integer(
+        "canaryTrafficPercent", "Share of the requests for the newest revision, in percent.", minimum=0, maximum=100
+    ),
+    mapping("labels", "Added to the pods and all objects."),
+    mapping("annotations", "Added to the pods and all objects."),
+    int_or_percent("minAvailable", "Pods that stay available while nodes are drained."),
+    int_or_percent("maxUnavailable", "Pods that may be unavailable while nodes are drained."),
     record(
         "deploymentStrategy",
-        "How pods are replaced (RawDeployment).",
+        "Update strategy of the pods (RawDeployment).",
         choice("type", "", "RollingUpdate", "Recreate"),
-        record("rollingUpdate", "", share("maxSurge"), share("maxUnavailable")),
+        record("rollingUpdate", "", int_or_percent("maxSurge"), int_or_percent("maxUnavailable")),
     ),
     KEDA,
 )
-"""How a component scales and is replaced."""
+"""How a component scales and is updated."""
 
-LEADER = record("leader", "The first node of a group (MultiNode).", *POD, RUNNER)
+LEADER = record("leader", "The first node of a group (MultiNode).", *POD_FIELDS, RUNNER)
 WORKER = record(
     "worker",
     "The other nodes of a group (MultiNode).",
-    *POD,
-    whole("size", "Number of workers, the leader not counted.", least=0),
+    *POD_FIELDS,
+    integer("size", "Number of workers, without the leader.", minimum=0),
     RUNNER,
 )
 
 
-def served(name: str, says: str) -> Field:
-    """An engine or a decoder."""
-    override = record("acceleratorOverride", "In place of the service's.", *ACCELERATOR_SELECTOR.fields)
-    return record(name, says, *POD, *EXTENSION, RUNNER, LEADER, WORKER, override)
+def model_component(name: str, description: str) -> Field:
+    """Return the field of an engine or a decoder."""
+    override = record("acceleratorOverride", "Overrides that of the service.", *ACCELERATOR_SELECTOR.fields)
+    return record(name, description, *POD_FIELDS, *SCALING_FIELDS, RUNNER, LEADER, WORKER, override)
 
 
-def routed(name: str, says: str) -> Field:
-    """A router."""
-    return record(name, says, *POD, *EXTENSION, RUNNER, mapping("config", "Settings of the router."))
+def router_component(name: str, description: str) -> Field:
+    """Return the field of a router."""
+    return record(name, description, *POD_FIELDS, *SCALING_FIELDS, RUNNER, mapping("config", "Settings of the router."))

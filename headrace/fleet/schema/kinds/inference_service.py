@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""InferenceService: which model, by which runtime, as which components."""
+"""Table of InferenceService: a model, its runtime and its components."""
 
 from __future__ import annotations
 
@@ -10,66 +10,74 @@ from headrace.fleet.schema.fields import (
     Column,
     Field,
     Kind,
+    boolean,
     choice,
-    many,
+    integer,
+    list_of,
     mapping,
     number,
     record,
     reference,
-    renamed,
-    text,
-    texts,
-    truth,
-    whole,
+    rename_field,
+    string,
+    strings,
 )
-from headrace.fleet.schema.kinds.components import ACCELERATOR_SELECTOR, EXTENSION, KEDA, WORKER, routed, served
-from headrace.fleet.schema.kinds.pods import POD, container
+from headrace.fleet.schema.kinds.components import (
+    ACCELERATOR_SELECTOR,
+    KEDA,
+    POD_FIELDS,
+    SCALING_FIELDS,
+    WORKER,
+    container_fields,
+    model_component,
+    router_component,
+)
 
 _SPEC = record(
     "spec",
-    "What is asked for.",
+    "Desired state of the service.",
     record(
         "model",
         "The model to serve.",
         reference("name", "Name of the BaseModel or ClusterBaseModel.", required=True),
         choice("kind", "Kind of the model.", "ClusterBaseModel", "BaseModel", default="ClusterBaseModel"),
         choice("apiGroup", "", "ome.io", default="ome.io"),
-        texts("fineTunedWeights", "Fine-tuned weights on top; one at most."),
+        strings("fineTunedWeights", "Fine-tuned weights on top; one at most."),
     ),
     record(
         "runtime",
-        "The runtime to serve it with; chosen by the model if absent.",
+        "The runtime to serve it with; selected by the model if absent.",
         reference("name", "Name of the ServingRuntime or ClusterServingRuntime.", required=True),
         choice(
             "kind", "Kind of the runtime.", "ClusterServingRuntime", "ServingRuntime", default="ClusterServingRuntime"
         ),
         choice("apiGroup", "", "ome.io", default="ome.io"),
     ),
-    served("engine", "Answers requests; with a decoder, the prefill half."),
-    served("decoder", "The decode half of a disaggregated service."),
-    routed("router", "Spreads requests over the engines."),
+    model_component("engine", "Serves requests; with a decoder, only the prefill."),
+    model_component("decoder", "The decode part of a disaggregated service."),
+    router_component("router", "Distributes requests over the engines."),
     KEDA,
     ACCELERATOR_SELECTOR,
     record(
         "predictor",
         "Deprecated: becomes engine, model and runtime.",
-        *POD,
-        *EXTENSION,
+        *POD_FIELDS,
+        *SCALING_FIELDS,
         record(
             "model",
             "",
-            text("baseModel"),
-            text("runtime"),
-            text("storageUri"),
-            text("protocolVersion"),
-            texts("fineTunedWeights"),
-            *container(named=False),
+            string("baseModel"),
+            string("runtime"),
+            string("storageUri"),
+            string("protocolVersion"),
+            strings("fineTunedWeights"),
+            *container_fields(named=False),
         ),
-        renamed(WORKER, "workerSpec"),
+        rename_field(WORKER, "workerSpec"),
     ),
 )
 
-_URL = text("url")
+_URL = string("url")
 _STATES = ("", "Pending", "Standby", "Loading", "Loaded", "FailedToLoad")
 FAILURES = (
     "BaseModelNotReady",
@@ -83,81 +91,81 @@ FAILURES = (
 )
 TRANSITIONS = ("", "UpToDate", "InProgress", "BlockedByFailedLoad", "InvalidSpec")
 
-CONDITIONS: Field = many(
+CONDITIONS: Field = list_of(
     "conditions",
-    "What is so, and why.",
+    "Conditions of the object.",
     record(
         "",
         "",
-        text("type", required=True),
+        string("type", required=True),
         choice("status", "", "True", "False", "Unknown", required=True),
-        text("reason"),
-        text("message"),
-        text("severity"),
-        text("lastTransitionTime"),
-        whole("observedGeneration", least=0, most=2**63 - 1),
+        string("reason"),
+        string("message"),
+        string("severity"),
+        string("lastTransitionTime"),
+        integer("observedGeneration", minimum=0, maximum=2**63 - 1),
     ),
 )
 
 _COMPONENT = record(
     "",
     "",
-    text("mode", "How it is run."),
-    whole("replicas", "Pods that it should have.", least=0),
-    whole("readyReplicas", "Pods that answer.", least=0),
-    text("latestReadyRevision"),
-    text("latestCreatedRevision"),
-    text("previousRolledoutRevision"),
-    text("latestRolledoutRevision"),
-    many("revisions", "Revisions that have a name.", record("", "", text("name"), text("digest", "Of their pods."))),
+    string("mode", "Deployment mode."),
+    integer("replicas", "Desired number of pods.", minimum=0),
+    integer("readyReplicas", "Number of ready pods.", minimum=0),
+    string("latestReadyRevision"),
+    string("latestCreatedRevision"),
+    string("previousRolledoutRevision"),
+    string("latestRolledoutRevision"),
+    list_of("revisions", "Named revisions.", record("", "", string("name"), string("digest", "Digest of their pods."))),
     record(
         "rollout",
-        "How far a rollout by steps is.",
-        text("revision", "Digest of the pods that come."),
-        choice("phase", "Where it is.", *PHASES),
-        many("steps", "Shares of the requests, in percent.", whole("", least=1, most=99)),
-        whole("step", "The one it is at, from 1.", least=1),
-        whole("percent", "The share that it is given.", least=0, most=100),
-        text("since", "When the step began, or the rollout ended."),
-        text("message", "In words."),
-        text("command", "The last one that was seen."),
-        many(
+        "State of a rollout by steps.",
+        string("revision", "Digest of the new pods."),
+        choice("phase", "Phase of the rollout.", *PHASES),
+        list_of("steps", "Shares of the requests, in percent.", integer("", minimum=1, maximum=99)),
+        integer("step", "Current step, from 1.", minimum=1),
+        integer("percent", "Current share of the requests, in percent.", minimum=0, maximum=100),
+        string("since", "When the step began, or the rollout ended."),
+        string("message", "Explanation of the state."),
+        string("command", "The last command that was executed."),
+        list_of(
             "counts",
-            "What routers had counted when the step began.",
+            "Statistics of the routers when the step began.",
             record(
                 "",
                 "",
-                text("router"),
-                text("revision"),
-                whole("requests", least=0, most=INT64),
-                whole("errors", least=0, most=INT64),
+                string("router"),
+                string("revision"),
+                integer("requests", minimum=0, maximum=INT64),
+                integer("errors", minimum=0, maximum=INT64),
                 number("seconds"),
-                text("times", "How many took how long, by bucket."),
+                string("times", "Number of requests per latency bucket."),
             ),
         ),
     ),
-    many(
+    list_of(
         "traffic",
         "",
         record(
             "",
             "",
-            text("revisionName"),
-            text("configurationName"),
-            whole("percent", least=0, most=100),
-            truth("latestRevision"),
-            text("tag"),
+            string("revisionName"),
+            string("configurationName"),
+            integer("percent", minimum=0, maximum=100),
+            boolean("latestRevision"),
+            string("tag"),
             _URL,
         ),
     ),
     _URL,
-    text("restURL"),
+    string("restURL"),
     record("address", "", _URL),
     record(
         "selectedAccelerator",
         "",
-        text("acceleratorClass"),
-        text("reason"),
+        string("acceleratorClass"),
+        string("reason"),
         mapping("nodeSelector"),
         record("resourceRequests", ""),
     ),
@@ -165,7 +173,7 @@ _COMPONENT = record(
 
 _MODEL_STATUS = record(
     "modelStatus",
-    "How far the model is.",
+    "State of the model.",
     choice("transitionStatus", "", *TRANSITIONS),
     record(
         "modelRevisionStates",
@@ -176,33 +184,39 @@ _MODEL_STATUS = record(
     record(
         "lastFailureInfo",
         "",
-        text("location"),
+        string("location"),
         choice("reason", "", *FAILURES),
-        text("message"),
-        text("modelRevisionName"),
-        text("time"),
-        whole("exitCode"),
+        string("message"),
+        string("modelRevisionName"),
+        string("time"),
+        integer("exitCode"),
     ),
-    record("modelCopies", "", whole("failedCopies", least=0), whole("totalCopies", least=0)),
+    record("modelCopies", "", integer("failedCopies", minimum=0), integer("totalCopies", minimum=0)),
 )
 
 _STATUS = record(
     "status",
-    "What is.",
+    "Observed state of the service.",
     CONDITIONS,
-    whole("observedGeneration", least=0, most=2**63 - 1),
+    integer("observedGeneration", minimum=0, maximum=2**63 - 1),
     mapping("annotations"),
     record("address", "", _URL),
     _URL,
     record(
         "runtime",
-        "The runtime that was chosen.",
-        text("name"),
-        text("kind"),
-        text("reason", "Why this one."),
+        "The selected runtime.",
+        string("name"),
+        string("kind"),
+        string("reason", "Why it was selected."),
     ),
-    record("model", "The model that is served.", text("name"), text("kind"), text("path", "Where it is on the nodes.")),
-    mapping("components", "By engine, decoder, router.", _COMPONENT),
+    record(
+        "model",
+        "The served model.",
+        string("name"),
+        string("kind"),
+        string("path", "Its folder on the nodes."),
+    ),
+    mapping("components", "Status by component: engine, decoder, router.", _COMPONENT),
     _MODEL_STATUS,
 )
 
@@ -212,13 +226,13 @@ INFERENCE_SERVICE = Kind(
     "InferenceService",
     "inferenceservices",
     namespaced=True,
-    says="A model that is served: which, by which runtime, with how many replicas.",
+    description="A served model, with its runtime and components.",
     spec=_SPEC,
     status=_STATUS,
     short=("isvc",),
-    named=r"[a-z]([-a-z0-9]*[a-z0-9])?",
+    name_pattern=r"[a-z]([-a-z0-9]*[a-z0-9])?",
     # The name is the value of a label on all objects, and the name of a Service.
-    longest_name=LONGEST_LABEL,
+    max_name_length=LONGEST_LABEL,
     columns=(
         Column("URL", ".status.url"),
         Column("Ready", ".status.conditions[?(@.type=='Ready')].status"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ServingRuntime and ClusterServingRuntime: a way to serve models of some formats and sizes."""
+"""Tables of ServingRuntime and ClusterServingRuntime: how to serve models of some formats and sizes."""
 
 from __future__ import annotations
 
@@ -7,84 +7,83 @@ from headrace.fleet.schema.fields import (
     INT64,
     Column,
     Kind,
+    boolean,
     choice,
-    many,
+    integer,
+    list_of,
     mapping,
     number,
     record,
-    text,
-    texts,
-    truth,
-    whole,
+    string,
+    strings,
 )
-from headrace.fleet.schema.kinds.components import routed, served
-from headrace.fleet.schema.kinds.models import DIFFUSION, SIZE, versioned
-from headrace.fleet.schema.kinds.pods import POD
+from headrace.fleet.schema.kinds.components import POD_FIELDS, model_component, router_component
+from headrace.fleet.schema.kinds.models import DIFFUSION, SIZE, versioned_field
 
 _ACCELERATED = record(
     "",
     "",
-    number("minMemoryPerBillionParams", "GB.", least=0),
+    number("minMemoryPerBillionParams", "GB.", minimum=0),
     record(
         "tensorParallelismOverride",
         "",
-        whole("tensorParallelSize", least=1, most=INT64),
-        whole("pipelineParallelSize", least=1, most=INT64),
-        whole("dataParallelSize", least=1, most=INT64),
+        integer("tensorParallelSize", minimum=1, maximum=INT64),
+        integer("pipelineParallelSize", minimum=1, maximum=INT64),
+        integer("dataParallelSize", minimum=1, maximum=INT64),
     ),
-    texts("runtimeArgsOverride", "Arguments that replace or join the runner's."),
+    strings("runtimeArgsOverride", "Arguments that replace or join the runner's."),
     mapping("environmentOverride", "Variables that replace or join the runner's."),
 )
 
 _FORMAT = record(
     "",
     "",
-    text("name"),
-    versioned("modelFormat", "Format of the files."),
-    versioned("modelFramework", "Framework of the model."),
-    text("modelArchitecture"),
-    text("quantization"),
+    string("name"),
+    versioned_field("modelFormat", "Format of the files."),
+    versioned_field("modelFramework", "Framework of the model."),
+    string("modelArchitecture"),
+    string("quantization"),
     DIFFUSION,
-    truth("autoSelect", "Take this runtime for services that name none."),
-    whole("priority", "Among several that fit, the highest is taken.", least=1),
-    text("version"),
-    text("modelType", "Deprecated."),
-    mapping("acceleratorConfig", "By AcceleratorClass.", _ACCELERATED),
+    boolean("autoSelect", "Select this runtime for services that name none."),
+    integer("priority", "The highest priority among matching runtimes wins.", minimum=1),
+    string("version"),
+    string("modelType", "Deprecated."),
+    mapping("acceleratorConfig", "Settings by AcceleratorClass.", _ACCELERATED),
 )
 
 _SPEC = record(
     "spec",
-    "What it can serve, and how.",
-    many("supportedModelFormats", "What it can serve.", _FORMAT),
+    "Models it can serve, and how.",
+    list_of("supportedModelFormats", "Supported model formats.", _FORMAT),
     record(
         "modelSizeRange",
-        "Parameters of the models it is made for.",
-        text("min", pattern=SIZE, example="7B"),
-        text("max", pattern=SIZE, example="70B"),
+        "Supported model sizes, in parameters.",
+        string("min", pattern=SIZE, example="7B"),
+        string("max", pattern=SIZE, example="70B"),
     ),
-    truth("disabled", "Not to be taken."),
-    many(
+    boolean("disabled", "Must not be selected."),
+    list_of(
         "protocolVersions",
-        "Protocols it speaks.",
+        "Supported protocols.",
         choice("", "", "openAI", "openInference-v1", "openInference-v2", "cohere"),
     ),
-    served("engineConfig", "Base of the service's engine."),
-    served("decoderConfig", "Base of the service's decoder."),
-    routed("routerConfig", "Base of the service's router."),
+    model_component("engineConfig", "Base of the service's engine."),
+    model_component("decoderConfig", "Base of the service's decoder."),
+    router_component("routerConfig", "Base of the service's router."),
     record(
         "acceleratorRequirements",
-        "What it runs on.",
-        texts("acceleratorClasses"),
-        whole("minMemory", "GB.", least=0, most=INT64),
-        number("minComputePerformanceTFLOPS", "", least=0),
-        text("minArchitectureVersion"),
-        texts("requiredFeatures"),
-        texts("preferredPrecisions"),
+        "Required accelerators.",
+        strings("acceleratorClasses"),
+        integer("minMemory", "GB.", minimum=0, maximum=INT64),
+        number("minComputePerformanceTFLOPS", "", minimum=0),
+        string("minArchitectureVersion"),
+        strings("requiredFeatures"),
+        strings("preferredPrecisions"),
     ),
-    *POD,
+    *POD_FIELDS,
     mapping("labels"),
     mapping("annotations"),
-    record("workers", "Deprecated: use engineConfig.worker.", *POD, whole("size", "Number of workers.")),
+    record("workers", "Deprecated: use engineConfig.worker.", *POD_FIELDS, integer("size", "Number of workers.")),
 )
 
 _COLUMNS = (

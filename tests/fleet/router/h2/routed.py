@@ -15,9 +15,8 @@ import grpc
 
 from headrace.core.limits import Limits
 from headrace.fleet.router.backends import Backends
-from headrace.fleet.router.h2.proxy import GrpcProxy
-from headrace.fleet.router.h2.settings import GrpcProxySettings
-from headrace.fleet.router.settings import BackendAddress, RouterSettings
+from headrace.fleet.router.grpc.proxy import GrpcProxy
+from headrace.fleet.router.settings import BackendAddress, GrpcProxySettings, RouterSettings
 from headrace.net.site import Site
 from headrace.net.tls import TlsFiles
 from support.serving import Serving, serving

@@ -96,7 +96,7 @@ def test_a_circle_of_routers_is_broken(channel: grpc.Channel) -> None:
     assert unary(channel)(b"x", metadata=(passed,), timeout=SECONDS) == b"x"
     error = raised(lambda: unary(channel)(b"x", metadata=(passed, passed), timeout=SECONDS))
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "circle" in error.details()
+    assert "loop" in error.details()
 
 
 def test_requests_that_are_not_grpc_go_to_the_routes(router: Routing) -> None:

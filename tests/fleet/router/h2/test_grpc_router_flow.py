@@ -12,7 +12,7 @@ import pytest
 from routed import SECONDS, Routing, channel_to, routing, unary
 
 from headrace.net.grpc.call import GrpcCall
-from headrace.net.http.exchange import Buffer
+from headrace.net.http.heads import Buffer
 from headrace.net.site import Site
 from support.serving import EchoCalls, Serving, echo_site, serving
 from support.waiting import eventually

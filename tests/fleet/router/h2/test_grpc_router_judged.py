@@ -24,10 +24,9 @@ import uvloop
 
 from headrace.core.limits import Limits
 from headrace.fleet.router.backends import Backends
-from headrace.fleet.router.h2.connection import UpstreamConnection
-from headrace.fleet.router.h2.proxy import GrpcProxy
-from headrace.fleet.router.h2.settings import GrpcProxySettings
-from headrace.fleet.router.settings import BackendAddress, RouterSettings
+from headrace.fleet.router.grpc.connections import GrpcConnection
+from headrace.fleet.router.grpc.proxy import GrpcProxy
+from headrace.fleet.router.settings import BackendAddress, GrpcProxySettings, RouterSettings
 from headrace.net.http2.connection import Http2Connection
 from headrace.net.negotiation import feed
 from headrace.net.site import Site
@@ -128,7 +127,7 @@ class _World:
         self.proxy = GrpcProxy(self.backends, settings, grpc)
         self.site = Site(services=self.proxy.services, limits=Limits(stream_window_bytes=65_535))
         pool = self.proxy.pools[self.backends.all[0]]
-        upstream = UpstreamConnection(self.proxy.site, pool)
+        upstream = GrpcConnection(self.proxy.site, pool)
         self.back = _Side(self.random, upstream, client=False)
         self.front = _Side(self.random, Http2Connection(self.site), client=True)
         pool._ready.append(upstream)

@@ -16,7 +16,7 @@ import tritonclient.grpc
 import trustme
 from routed import SECONDS, channel_to, raised, routing, unary
 
-from headrace.net.grpc.health import HealthService
+from headrace.net.grpc.standard_services import HealthService
 from headrace.net.site import Site
 from headrace.net.sockets import Address
 from headrace.net.tls import TlsFiles
@@ -72,8 +72,8 @@ def test_grpcio_behind_the_router(grpcio: int) -> None:
         assert [future.result() for future in futures] == [b"%d" % number for number in range(500)]
         # What repeats is decoded once: the backend keeps no table of headers for us.
         (connection,) = [each for each in router.connections() if each.load == 0][:1]
-        assert connection._answers._heads
-        assert connection._answers._tails
+        assert connection._response_headers._heads
+        assert connection._response_headers._tails
 
 
 async def _v2_site() -> Site:

@@ -11,8 +11,7 @@ import pytest
 from rough_backend import Peer, Rough, rough_backend
 from routed import SECONDS, channel_to, raised, routing, unary
 
-from headrace.fleet.router.h2.settings import GrpcProxySettings
-from headrace.fleet.router.settings import RetrySettings, TimeoutSettings
+from headrace.fleet.router.settings import GrpcProxySettings, RetrySettings, TimeoutSettings
 from headrace.net.http2 import frames
 from headrace.net.http2.frames import ErrorCode
 from support.ports import free_port
@@ -105,7 +104,7 @@ def test_a_lost_connection_is_not_tried_again(echo: Serving) -> None:
                     results.append(unary(channel)(b"x", timeout=SECONDS))
                 except grpc.RpcError as error:
                     results.append((error.code(), error.details()))
-    lost = (_UNAVAILABLE, "the backend closed the connection; the call may or may not have been acted on")
+    lost = (_UNAVAILABLE, "the backend closed the connection; the call may or may not have been processed")
     assert sorted(results, key=str) == sorted([lost, lost, b"x", b"x"], key=str)
     assert len(rough.said) == 2
 
@@ -147,7 +146,7 @@ def test_a_backend_that_speaks_http_1_is_told_apart(echo: Serving) -> None:
     with rough_backend(http1) as rough, routing(rough.port) as router, channel_to(router) as channel:
         error = raised(lambda: unary(channel)(b"x", timeout=SECONDS))
         assert error.code() is _UNAVAILABLE
-        assert "broke HTTP/2" in error.details()
+        assert "violated HTTP/2" in error.details()
 
 
 def test_the_deadline_is_shorter_after_a_wait() -> None:

@@ -84,7 +84,7 @@ def test_a_broken_connection_is_closed(fault: str) -> None:
     with rough_backend(script) as rough, routing(rough.port) as router, channel_to(router) as channel:
         error = raised(lambda: unary(channel)(b"x", timeout=SECONDS))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert "the backend broke HTTP/2" in error.details()
+        assert "the backend violated HTTP/2" in error.details()
         assert unary(channel)(b"x", timeout=SECONDS) == b"rough"
         assert rough.connections == 2
         assert router.backend(0).stats.failed == 1

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of an embedding model: the parameters of its model configuration, and the files of its folder.
+
+parameters
+pooling            mean, cls, max or lasttoken: how the token vectors become one. Default: the folder's
+`1_Pooling/config.json`, else lasttoken for causal models and mean for others
+normalize          true: vectors of length 1. Default: the folder's configuration, else true
+truncate           true: truncate a text that is too long; false (default): refuse it
+max_model_len      maximum tokens of a text, if lower than the model's limit
+prompt_name        which prompt of `config_sentence_transformers.json` is put before each input
+dtype              auto (float32 on a CPU, the folder's on a GPU), float32, bfloat16 or float16
+threads            PyTorch threads on a CPU; 0 (default): PyTorch's choice
+trust_remote_code  true: run Python code of the model's folder
+
+files, as sentence-transformers writes them
+modules.json                         the modules in order: Transformer, Pooling, Dense, Normalize
+sentence_bert_config.json            max_seq_length, do_lower_case
+1_Pooling/config.json                how the token vectors become one
+2_Dense/config.json                  size and activation of a linear layer
+config_sentence_transformers.json    prompts to put before an input
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from headrace.backends.model_config import number_of
+from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
+
+POOLINGS = ("mean", "cls", "max", "lasttoken")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+MODULES = "modules.json"
+_MAX_CONFIG_BYTES = 16 << 20
+_POOLING_FLAGS = {
+    # In the order in which sentence-transformers concatenates them.
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu"}
+_NOT_EMBEDDING = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForConditionalGeneration",
+    "ForImageClassification",
+    "ForObjectDetection",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSettings:
+    """The parameters of an embedding model. None: the folder's configuration decides."""
+
+    pooling: str | None = None
+    normalize: bool | None = None
+    truncate: bool = False
+    max_model_len: int | None = None
+    prompt_name: str = ""
+    dtype: str = "auto"
+    threads: int = 0
+    trust_remote_code: bool = False
+
+
+def read_settings(parameters: Mapping[str, str]) -> EmbeddingSettings:
+    """Read and validate the parameters of a model configuration."""
+    return EmbeddingSettings(
+        pooling=_parse_choice(parameters, "pooling", POOLINGS),
+        normalize=_parse_bool(parameters, "normalize"),
+        truncate=_parse_bool(parameters, "truncate") or False,
+        max_model_len=number_of(parameters, "max_model_len", 0, 1 << 22) or None,
+        prompt_name=parameters.get("prompt_name", ""),
+        dtype=_parse_choice(parameters, "dtype", _DTYPES) or "auto",
+        threads=number_of(parameters, "threads", 0, 1024),
+        trust_remote_code=_parse_bool(parameters, "trust_remote_code") or False,
+    )
+
+
+def _parse_choice(parameters: Mapping[str, str], key: str, allowed: tuple[str, ...]) -> str | None:
+    text = parameters.get(key)
+    if text is None or text in allowed:
+        return text
+    raise InvalidArgument(f"parameter {key} is '{text[:32]}': use one of {', '.join(allowed)}")
+
+
+def _parse_bool(parameters: Mapping[str, str], key: str) -> bool | None:
+    text = parameters.get(key)
+    if text is None:
+        return None
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use true or false")
+    return text.lower() in ("true", "1")
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """A linear layer after the pooling."""
+
+    folder: Path
+    size: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingPipeline:
+    """The modules of a sentence-transformers folder; a folder without `modules.json` is a plain transformers model."""
+
+    transformer: Path
+    """The folder of the transformers model."""
+    poolings: tuple[str, ...]
+    """Several are concatenated. Empty: depends on the kind of model."""
+    dense: tuple[DenseLayer, ...] = ()
+    normalize: bool = True
+    max_tokens: int | None = None
+    lower_case: bool = False
+    prompt: str = ""
+
+
+def is_embedding_model(folder: Path, task: str = "") -> bool:
+    """Return whether a folder has an embedding model. The parameter `task` overrides the folder's configuration."""
+    if task not in ("", "embed", "generate"):
+        raise InvalidArgument(f"parameter task is '{task[:32]}': use embed or generate, or leave it out")
+    if task:
+        return task == "embed"
+    if (folder / MODULES).is_file():
+        return True
+    path = folder / "config.json"
+    architectures = _read_object(path).get("architectures") if path.is_file() else None
+    if not isinstance(architectures, list) or not architectures:
+        return False
+    return not str(architectures[0]).endswith(_NOT_EMBEDDING)
+
+
+def read_pipeline(folder: Path, settings: EmbeddingSettings) -> EmbeddingPipeline:
+    """Read the modules of a folder. The settings override it. Paths in its files must stay inside the folder."""
+    chosen = (settings.pooling,) if settings.pooling else ()
+    if not (folder / MODULES).is_file():
+        normalize = True if settings.normalize is None else settings.normalize
+        return EmbeddingPipeline(folder, chosen, normalize=normalize, prompt=_read_prompt(folder, settings.prompt_name))
+    transformer, normalize = folder, False
+    poolings: tuple[str, ...] = ()
+    dense: list[DenseLayer] = []
+    for position, module in enumerate(_read_modules(folder)):
+        kind, subfolder = str(module.get("type", "")).rpartition(".")[2], _subfolder(folder, module.get("path"))
+        if (position == 0) is not (kind == "Transformer"):
+            raise Unimplemented(_unknown_module(folder, kind))
+        if kind == "Transformer":
+            transformer = subfolder
+        elif kind == "Pooling":
+            poolings = _read_poolings(subfolder)
+        elif kind == "Dense":
+            dense.append(_read_dense(subfolder))
+        elif kind == "Normalize":
+            normalize = True
+        else:
+            raise Unimplemented(_unknown_module(folder, kind))
+    path = transformer / "sentence_bert_config.json"
+    config = _read_object(path) if path.is_file() else {}
+    max_tokens = config.get("max_seq_length")
+    return EmbeddingPipeline(
+        transformer,
+        chosen or poolings,
+        tuple(dense),
+        normalize if settings.normalize is None else settings.normalize,
+        max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else None,
+        config.get("do_lower_case") is True,
+        _read_prompt(folder, settings.prompt_name),
+    )
+
+
+def _unknown_module(folder: Path, kind: str) -> str:
+    return (
+        f"'{folder.name}/{MODULES}' has a module '{kind[:64]}' that is not supported there: this server supports a "
+        "Transformer, then Pooling, Dense and Normalize"
+    )
+
+
+def _read_modules(folder: Path) -> list[dict[str, Any]]:
+    modules = _read_json(folder / MODULES)
+    if not isinstance(modules, list) or not modules or not all(isinstance(module, dict) for module in modules):
+        raise FailedPrecondition(f"'{folder.name}/{MODULES}' is not a list of modules: save the model again")
+    return modules
+
+
+def _read_poolings(folder: Path) -> tuple[str, ...]:
+    config = _read_object(folder / "config.json")
+    named = config.get("pooling_mode")
+    if named is None:
+        modes = tuple(mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag) is True)
+    else:
+        modes = tuple(map(str, named)) if isinstance(named, list) else (str(named),)
+    for mode in modes:
+        if mode not in POOLINGS:
+            raise Unimplemented(
+                f"'{folder.name}/config.json' asks for pooling '{mode[:64]}': this server supports {', '.join(POOLINGS)}. "
+                "Choose one with parameter pooling"
+            )
+    return modes
+
+
+def _read_dense(folder: Path) -> DenseLayer:
+    config = _read_object(folder / "config.json")
+    activation = str(config.get("activation_function", "torch.nn.modules.linear.Identity")).rpartition(".")[2]
+    size = config.get("out_features")
+    if activation not in _ACTIVATIONS or not isinstance(size, int) or not 0 < size < 1 << 20:
+        raise Unimplemented(
+            f"'{folder.name}/config.json' describes an unsupported layer: it needs out_features, and an "
+            f"activation_function of {', '.join(_ACTIVATIONS)}"
+        )
+    return DenseLayer(folder, size, config.get("bias") is not False, _ACTIVATIONS[activation])
+
+
+def _read_prompt(folder: Path, name: str) -> str:
+    path = folder / "config_sentence_transformers.json"
+    config = _read_object(path) if path.is_file() else {}
+    prompts = config.get("prompts")
+    known = prompts if isinstance(prompts, dict) else {}
+    if name and name not in known:
+        raise InvalidArgument(
+            f"parameter prompt_name is '{name[:64]}', and the model knows {', '.join(map(str, known)) or 'no prompts'}: use "
+            "one of these, or leave it out"
+        )
+    return str(known.get(name or config.get("default_prompt_name"), ""))
+
+
+def _subfolder(folder: Path, path: object) -> Path:
+    relative = PurePosixPath(path) if isinstance(path, str) else PurePosixPath("..")
+    if relative.is_absolute() or ".." in relative.parts:
+        raise FailedPrecondition(f"'{folder.name}/{MODULES}' names a path outside its folder: save the model again")
+    return folder / relative
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    config = _read_json(path)
+    if not isinstance(config, dict):
+        raise FailedPrecondition(f"'{path.parent.name}/{path.name}' is not a JSON object: save the model again")
+    return config
+
+
+def _read_json(path: Path) -> Any:
+    shown = f"'{path.parent.name}/{path.name}'"
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise FailedPrecondition(f"{shown} is too large: save the model again")
+        return json.loads(path.read_bytes())
+    except OSError:
+        raise FailedPrecondition(f"{shown} is missing or cannot be read: copy the whole model folder") from None
+    except (ValueError, RecursionError):
+        raise FailedPrecondition(f"{shown} is not JSON: copy or save the model again") from None

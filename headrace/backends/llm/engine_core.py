@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core: the thread that schedules steps, runs them and publishes new text. One per model instance.
+
+Requests come from any thread by `add`; replies go to the event loop with one call per step. With async scheduling (see
+`ModelRunner.async_scheduling`) a step is launched before the tokens of the previous one are read: a sequence that turns out
+to have ended then has computed one token too many, which is dropped. An error in a step ends the requests of that step,
+not the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from time import monotonic_ns
+
+import torch
+
+from headrace.backends.llm.metrics import VersionMetrics
+from headrace.backends.llm.model_runner.runner import ModelRunner, PromptInputs, Step
+from headrace.backends.llm.page_pool import PagePool
+from headrace.backends.llm.request_state import Choice, Reply, RequestState
+from headrace.backends.llm.sampling.sampler import Sampler, TokenLogprobs
+from headrace.backends.llm.sampling.state import SamplingState
+from headrace.backends.llm.scheduler import Chunk, Scheduler, Sequence
+from headrace.backends.llm.tokenizer import Tokenizer
+from headrace.backends.llm.vision.inputs import MultimodalProcessor, MultimodalPrompt
+from headrace.core.errors import INTERNAL_TEXT, HeadraceError, Internal, NotFound, Unavailable
+
+log = logging.getLogger("headrace.backends.llm")
+
+_STOP_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits on requests to one instance."""
+
+    max_model_len: int
+    default_max_tokens: int | None
+    max_open: int
+    """Requests that run or wait."""
+
+
+@dataclass(slots=True)
+class EngineComponents:
+    """The parts that an engine core runs; created in its thread."""
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    sampler: Sampler
+    limits: RequestLimits
+    multimodal_processor: MultimodalProcessor | None = None
+    """None for a text-only model."""
+    encode_images: Callable[[MultimodalPrompt, str], PromptInputs] | None = None
+    """With `multimodal_processor`: run the image encoder for a prompt and an adapter. In the engine's thread."""
+    check_adapter: Callable[[str], None] | None = None
+    """Raises for an unknown adapter; None for a model without adapters."""
+    kv_fingerprint: str = ""
+    """What a server must have in common with this one to use its KV pages; "" without KV transfer."""
+    close: Callable[[], None] = lambda: None
+    """Called last, in the engine's thread."""
+
+
+@dataclass(slots=True)
+class _PendingStep:
+    """A step that was launched and whose tokens were not read."""
+
+    chunks: list[Chunk]
+    step: Step
+    rows: list[SamplingState]
+    greedy: bool
+
+
+class EngineCore:
+    """Generates for one instance."""
+
+    def __init__(
+        self,
+        name: str,
+        make_components: Callable[[], EngineComponents],
+        tokenizer: Tokenizer,
+        metrics: VersionMetrics,
+        publish: Callable[[list[Reply]], None],
+    ) -> None:
+        self._name = name
+        self._make_components = make_components
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._publish = publish
+        """Called with the replies of a step, in the engine's thread."""
+        self._inbox: SimpleQueue[RequestState | None] = SimpleQueue()
+        """New requests; None stops the thread."""
+        self._requests: dict[RequestState, None] = {}
+        self._pending_steps: deque[_PendingStep] = deque()
+        self._replies: list[Reply] = []
+        self._reported = (0, 0, 0)
+        self._components: EngineComponents
+        self._thread = threading.Thread(target=self._main, name=f"llm {name}", daemon=True)
+        self._ready: Future[None] = Future()
+
+    def start(self) -> None:
+        """Start the thread and wait until it has created its components; raises the error if that failed."""
+        self._thread.start()
+        self._ready.result()
+
+    def add(self, request: RequestState) -> None:
+        """Queue a request. From any thread."""
+        self._inbox.put(request)
+
+    def close(self) -> None:
+        """Fail open requests, stop the thread and free everything. Not from the engine's thread."""
+        self._inbox.put(None)
+        self._thread.join(_STOP_SECONDS)
+        if self._thread.is_alive():
+            log.error("The engine of model instance '%s' does not stop.", self._name)
+
+    @property
+    def limits(self) -> RequestLimits:
+        """Limits on requests. After `start`."""
+        return self._components.limits
+
+    @property
+    def multimodal_processor(self) -> MultimodalProcessor | None:
+        """None for a text-only model. After `start`."""
+        return self._components.multimodal_processor
+
+    @property
+    def kv_fingerprint(self) -> str:
+        """See `EngineComponents.kv_fingerprint`. After `start`."""
+        return self._components.kv_fingerprint
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler, for reading only."""
+        return self._components.scheduler
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The model runner, for reading only."""
+        return self._components.runner
+
+    # In the engine's thread
+
+    def _main(self) -> None:
+        try:
+            self._components = self._make_components()
+        except BaseException as error:
+            self._metrics.close()
+            self._ready.set_exception(error)
+            return
+        self._ready.set_result(None)
+        try:
+            while self._accept_new():
+                self._run_step()
+        except BaseException:
+            log.exception("The engine of model instance '%s' failed.", self._name)
+            self._fail_all(Internal(INTERNAL_TEXT))
+            while (request := self._inbox.get()) is not None:
+                request.finish(self._replies, Internal(INTERNAL_TEXT))
+                self._publish_replies()
+        finally:
+            self._fail_all(Unavailable(f"model instance '{self._name}' is being unloaded"))
+            self._pending_steps.clear()
+            # Both refer to the model, whose memory must be freed.
+            self._components.encode_images = self._components.multimodal_processor = None
+            self._components.close()
+            self._components.runner.close()
+            self._metrics.close()
+
+    def _accept_new(self) -> bool:
+        """Admit new requests; wait for one if there is nothing else to do. False: the engine is to stop."""
+        try:
+            wait = not self._requests and not self._pending_steps
+            while True:
+                request = self._inbox.get() if wait else self._inbox.get_nowait()
+                if request is None:
+                    return False
+                wait = False
+                self._admit(request)
+        except Empty:
+            return True
+
+    def _admit(self, request: RequestState) -> None:
+        adapter, prompt_inputs = request.parsed.adapter, None
+        components = self._components
+        try:
+            if adapter:
+                if components.check_adapter is None:
+                    raise NotFound(f"unknown adapter '{adapter[:64]}': this model has no adapters")
+                components.check_adapter(adapter)
+            if request.multimodal_prompt is not None and components.encode_images is not None:
+                prompt_inputs = components.encode_images(request.multimodal_prompt, adapter)
+            first, *others = request.create_sequences(self._tokenizer, prompt_inputs=prompt_inputs)
+        except HeadraceError as error:
+            request.finish(self._replies, error)
+        except Exception:
+            log.exception("A request to model instance '%s' could not be started.", self._name)
+            request.finish(self._replies, Internal(INTERNAL_TEXT))
+        else:
+            self._requests[request] = None
+            components.scheduler.add(first, others)
+            self._metrics.prompt_tokens.add(first.prompt_length)
+
+    def _run_step(self) -> None:
+        """Launch one step, and read the previous one (async scheduling) or this one."""
+        self._drop_cancelled()
+        scheduler, runner = self._components.scheduler, self._components.runner
+        ahead = runner.async_scheduling and all(
+            sequence.owner.sampling_state.argmax_only for sequence in scheduler.running
+        )
+        if not ahead:
+            self._read_all()
+        chunks = scheduler.schedule()
+        if chunks:
+            self._launch(chunks)
+        if self._pending_steps and (len(self._pending_steps) > ahead or not chunks):
+            self._read(self._pending_steps.popleft())
+        self._update_metrics()
+        self._publish_replies()
+
+    def _drop_cancelled(self) -> None:
+        for request in [request for request in self._requests if request.work.cancelled]:
+            request.finish(self._replies, None)
+            self._remove(request)
+
+    def _remove(self, request: RequestState) -> None:
+        self._components.scheduler.finish(request.sequences)
+        self._requests.pop(request, None)
+
+    def _launch(self, chunks: list[Chunk]) -> None:
+        rows = [chunk.sequence.owner.sampling_state for chunk in chunks if chunk.samples]
+        greedy = Sampler.all_argmax_only(rows)
+        try:
+            step = self._components.runner.launch(chunks, greedy=greedy)
+        except Exception as error:
+            self._read_all()
+            self._step_failed(chunks, error)
+        else:
+            self._metrics.steps.add()
+            self._pending_steps.append(_PendingStep(chunks, step, rows, greedy))
+
+    def _read_all(self) -> None:
+        while self._pending_steps:
+            self._read(self._pending_steps.popleft())
+
+    def _read(self, pending: _PendingStep) -> None:
+        logprobs: list[TokenLogprobs | None] | None = None
+        try:
+            if pending.greedy:
+                tokens = pending.step.tokens()
+            else:
+                sampled = self._components.sampler.sample(pending.step.logits, pending.rows)
+                tokens, logprobs = sampled.tokens, sampled.logprobs
+        except Exception as error:
+            later, self._pending_steps = self._pending_steps, deque()
+            for step in later:  # they continue from tokens that are lost
+                self._fail_chunks(step.chunks, Internal(INTERNAL_TEXT))
+            self._step_failed(pending.chunks, error, may_roll_back=not later)
+            return
+        scheduler, metrics, replies = self._components.scheduler, self._metrics, self._replies
+        now = monotonic_ns()
+        grown = scheduler.commit(pending.chunks, tokens)
+        metrics.tokens.add(len(grown))
+        for number, sequence in grown:
+            choice: Choice = sequence.owner
+            request = choice.request
+            if request.done:
+                continue  # another choice of it failed in this step
+            if request.on_prefilled is not None:
+                self._finish_prefill(request, request.on_prefilled, sequence)
+                continue
+            if choice.last_token_ns:
+                metrics.next_token.observe((now - choice.last_token_ns) / 1e9)
+            elif not choice.index:
+                metrics.first_token.observe((now - request.arrived_ns) / 1e9)
+            choice.last_token_ns = now
+            choice.append(tokens[number], None if logprobs is None else logprobs[number], replies)
+            if choice.request.done:
+                self._remove(request)
+            elif choice.finished:
+                scheduler.finish((sequence,))
+
+    def _finish_prefill(
+        self, request: RequestState, on_prefilled: Callable[[RequestState, Sequence], None], sequence: Sequence
+    ) -> None:
+        """Finish a prefill-only request: its prompt is computed, and another server decodes."""
+        request.done = True
+        try:
+            on_prefilled(request, sequence)
+        except Exception:
+            log.exception("The KV pages of a prompt of model instance '%s' could not be saved.", self._name)
+            self._replies.append((request.work, Internal(INTERNAL_TEXT), True, {}))
+        self._remove(request)
+
+    def _step_failed(self, chunks: list[Chunk], error: Exception, *, may_roll_back: bool = True) -> None:
+        """Handle a failed step: make steps smaller if memory was short, else fail its requests."""
+        if not _out_of_memory(error):
+            log.error("A step of model instance '%s' failed.", self._name, exc_info=error)
+            self._fail_chunks(chunks, Internal(INTERNAL_TEXT))
+            return
+        log.warning("A step of model instance '%s' ran out of memory.", self._name)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if not may_roll_back or not self._components.scheduler.roll_back(chunks):
+            self._fail_chunks(
+                chunks, Unavailable("there is not enough memory for this request: retry later, or send less")
+            )
+
+    def _fail_chunks(self, chunks: list[Chunk], error: HeadraceError) -> None:
+        for sequence in self._components.scheduler.abort(chunks):
+            request = sequence.owner.request
+            request.finish(self._replies, error)
+            self._remove(request)
+
+    def _update_metrics(self) -> None:
+        scheduler, metrics = self._components.scheduler, self._metrics
+        metrics.running.set(len(scheduler.running))
+        metrics.waiting.set(len(scheduler.waiting))
+        metrics.cache_use.set(scheduler.pool.used / scheduler.pool.pages)
+        totals = (scheduler.prefix_hits, scheduler.prefix_queries, scheduler.preemptions)
+        if totals != self._reported:
+            hits, queries, preemptions = self._reported
+            metrics.prefix_hits.add(totals[0] - hits)
+            metrics.prefix_queries.add(totals[1] - queries)
+            metrics.preemptions.add(totals[2] - preemptions)
+            self._reported = totals
+
+    def _publish_replies(self) -> None:
+        if self._replies:
+            replies, self._replies = self._replies, []
+            self._publish(replies)
+
+    def _fail_all(self, error: HeadraceError) -> None:
+        for request in tuple(self._requests):
+            request.finish(self._replies, error)
+            self._remove(request)
+        try:
+            while (queued := self._inbox.get_nowait()) is not None:
+                queued.finish(self._replies, error)
+            self._inbox.put(None)  # the main loop still has to read it
+        except Empty:
+            pass
+        self._publish_replies()
+
+
+def make_scheduler(runner: ModelRunner, *, max_running: int, max_step_tokens: int, prefix_cache: bool) -> Scheduler:
+    """Return a scheduler over the pages of a runner's KV cache."""
+    pool = PagePool(runner.cache.pages, runner.page_size, prefix_cache=prefix_cache)
+    return Scheduler(pool, max_running=max_running, max_step_tokens=max_step_tokens)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # PyTorch's message on a CPU

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page store of a prefill server: KV pages in shared memory until a decode server fetches them, or they expire.
+
+    /dev/shm/headrace-handing-<user>/key             the key of all servers of this user, unless one is configured
+    /dev/shm/headrace-handing-<user>/gate            a lock, held to create or clean up a server's folder
+    /dev/shm/headrace-handing-<user>/<server>/lock   held by a server while it runs
+    /dev/shm/headrace-handing-<user>/<server>/<id>   the pages of one prompt
+
+Only the owner can read the folder. The process that reads a file removes it; a file that is not read expires; the next
+server that starts removes the files of a killed server, whose lock is free. Files are written and read, not mapped: a full
+file system is then an error, not a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.core.errors import FailedPrecondition
+from headrace.core.kv_transfer import MIN_KEY_BYTES
+
+log = logging.getLogger("headrace.backends.llm")
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the folder in it is checked and private to the owner
+_KEY_BYTES = 32
+
+
+class StoreFull(Exception):
+    """The store has no space for more pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPages:
+    """The pages of one prompt."""
+
+    id: str
+    pages: int
+    bytes: int
+    expires: float
+
+
+def user_folder(root: Path = _SHARED_MEMORY) -> Path:
+    """Return this user's folder, created if missing. Raises FailedPrecondition if it is not private to this user."""
+    folder = root / f"headrace-handing-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        raise FailedPrecondition(
+            f"{folder} cannot be created: give this server a /dev/shm that it may write to"
+        ) from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise FailedPrecondition(f"{folder} is not private to this user: remove it")
+    return folder
+
+
+def machine_key(folder: Path) -> bytes:
+    """Return the key that all servers of this user on this machine share; the first one creates it."""
+    path = folder / "key"
+    try:
+        with _folder_lock(folder):
+            key = path.read_bytes() if path.exists() else b""
+            if len(key) < MIN_KEY_BYTES:
+                key, new_path = secrets.token_bytes(_KEY_BYTES), folder / "key.new"
+                with open(os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+                    stream.write(key)
+                new_path.replace(path)
+    except OSError:
+        message = f"{path} cannot be written: free space in /dev/shm, or name a key with --handing-key-file"
+        raise FailedPrecondition(message) from None
+    return key
+
+
+@contextlib.contextmanager
+def _folder_lock(folder: Path) -> Iterator[None]:
+    """Let one server at a time create or remove folders here, so that each folder is complete and locked, or stale."""
+    gate = os.open(folder / "gate", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(gate)
+
+
+class PageStore:
+    """The pages that one server keeps. Thread-safe."""
+
+    def __init__(self, folder: Path, *, max_bytes: int, seconds: float) -> None:
+        """Create the server's folder. Raises FailedPrecondition if that fails."""
+        self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._folder = folder / self.name
+        self._lock = threading.Lock()
+        self._stored: dict[str, StoredPages] = {}
+        self.bytes = 0
+        try:
+            with _folder_lock(folder):
+                _remove_stale(folder)
+                self._folder.mkdir(mode=0o700)
+                self._lock_descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+                fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            message = f"{self._folder} cannot be created: {os.strerror(error.errno or 0)}; free space in /dev/shm"
+            raise FailedPrecondition(message) from None
+
+    def put(self, chunks: Iterable[memoryview], size: int, pages: int, now: float) -> StoredPages:
+        """Store `size` bytes; each chunk is written before the next is requested. Raises StoreFull."""
+        self.evict_expired(now)
+        stored = StoredPages(secrets.token_hex(16), pages, size, now + self._seconds)
+        with self._lock:
+            if self.bytes + stored.bytes > self._max_bytes:
+                raise StoreFull(f"{self.bytes} bytes are waiting to be fetched")
+            self.bytes += stored.bytes
+        path = self._folder / stored.id
+        try:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as stream:
+                for chunk in chunks:
+                    left = chunk
+                    while left:
+                        left = left[stream.write(left) :]
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            with self._lock:
+                self.bytes -= stored.bytes
+            if not isinstance(error, OSError):
+                raise
+            raise StoreFull(f"shared memory is full: {os.strerror(error.errno or 0)}") from None
+        with self._lock:
+            self._stored[stored.id] = stored
+        return stored
+
+    def token_path(self, id: str) -> str:
+        """Return the path of stored pages as a transfer token names it."""
+        return f"{self.name}/{id}"
+
+    def open(self, id: str, now: float) -> tuple[int, StoredPages] | None:
+        """Return a file descriptor, which the caller closes; None if the pages are gone."""
+        stored = self._stored.get(id)
+        if stored is None or now > stored.expires:
+            return None
+        try:
+            return os.open(self._folder / id, os.O_RDONLY | os.O_NOFOLLOW), stored
+        except OSError:
+            return None
+
+    def remove(self, id: str) -> None:
+        """Remove stored pages. Idempotent."""
+        with self._lock:
+            stored = self._stored.pop(id, None)
+            if stored is not None:
+                self.bytes -= stored.bytes
+        (self._folder / id).unlink(missing_ok=True)
+
+    def evict_expired(self, now: float) -> int:
+        """Remove expired pages, and account for files that were fetched; return how many had expired."""
+        evicted = 0
+        with self._lock:
+            all_stored = tuple(self._stored.values())
+        for stored in all_stored:
+            expired = now > stored.expires
+            if expired or not (self._folder / stored.id).exists():
+                evicted += expired and (self._folder / stored.id).exists()
+                self.remove(stored.id)
+        return evicted
+
+    def close(self) -> None:
+        """Remove the server's folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock_descriptor)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove the folders of servers that no longer run. Call with `_folder_lock` held."""
+    for server_folder in folder.iterdir():
+        if server_folder.is_dir() and not _is_running(server_folder):
+            log.info("Removing KV pages of a server that no longer runs: %s", server_folder)
+            shutil.rmtree(server_folder, ignore_errors=True)
+
+
+def _is_running(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False  # killed before it created the lock, or its server is removing it now
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention for steps that are captured as CUDA graphs. The Triton kernels are in `triton_kernels`.
+
+A step's tokens are packed in one row and divided into tiles: a tile is some consecutive tokens of one sequence, `(row of
+the page table, first token, count, position of the first)`. A decoding sequence is a tile of one token. Shapes depend on
+tensor sizes alone and everything else is read on the device, so that a captured step serves any mix of lengths.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+ATTENTION = "headrace_graphs"
+"""The name under which `attention` is registered with transformers."""
+
+
+def tile_tokens(group: int) -> int:
+    """Return the maximum number of tokens in a prompt tile, for `group` query heads per key head."""
+    return tile_rows(group) // group
+
+
+def tile_rows(group: int) -> int:
+    """Return the number of query rows in a prompt tile, over all heads of the group; a power of two."""
+    rows = 64
+    while rows < group:
+        rows *= 2
+    return rows
+
+
+def _attend(
+    query: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    table: torch.Tensor,
+    tiles: torch.Tensor,
+    page_size: int,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    from headrace.backends.llm.model_runner.triton_kernels import attend
+
+    rows = tile_rows(query.shape[1] // keys.shape[1])
+    return attend(query, new_keys, new_values, keys, values, slots, table, tiles, page_size, scale, window, rows)
+
+
+@cache
+def register() -> Any:
+    """Register `attention` with transformers, and the kernels as one opaque operator that torch.compile leaves alone.
+
+    The operator claims to mutate nothing, although it writes to the KV cache: nothing else in a compiled layer reads the
+    cache, and otherwise the compiler might copy all of it.
+    """
+    operator = torch.library.custom_op("headrace::attend_pages", _attend, mutates_args=(), device_types="cuda")
+    operator.register_fake(_shape_of_result)
+    AttentionInterface.register(ATTENTION, attention)
+    return operator
+
+
+def _shape_of_result(query: torch.Tensor, *_others: Any) -> torch.Tensor:
+    return query.new_empty(query.shape)
+
+
+def attach(module: Any) -> None:
+    """Put the parts of the KV cache that `attention` needs into attributes that torch.compile can trace."""
+    cache = module.headrace_cache
+    if cache.keys.shape != cache.values.shape:
+        raise NotImplementedError("keys and values of different sizes")
+    module.headrace_keys, module.headrace_values = cache.keys, cache.values
+    module.headrace_page_size, module.headrace_window = cache.page_size, cache.window or 0
+
+
+def detach(module: Any) -> None:
+    """Undo `attach`."""
+    for name in ("headrace_keys", "headrace_values", "headrace_page_size", "headrace_window"):
+        if hasattr(module, name):
+            delattr(module, name)
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    *,
+    headrace_slots: torch.Tensor,
+    headrace_table: torch.Tensor,
+    headrace_tiles: torch.Tensor,
+    **_others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Implement transformers' attention interface."""
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError("a score cap or attention sinks")
+    out = torch.ops.headrace.attend_pages(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        module.headrace_keys,
+        module.headrace_values,
+        headrace_slots,
+        headrace_table,
+        headrace_tiles,
+        module.headrace_page_size,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        module.headrace_window,
+    )
+    return out[None], None

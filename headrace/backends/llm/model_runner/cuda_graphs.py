@@ -1,0 +1,564 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner for CUDA: steps are replays of captured CUDA graphs.
+
+Launching a model's kernels one by one costs more than computing them. With graphs a step is one copy of a few integers to
+the device, one replay and one copy of tokens back. There is a graph for each of some decode batch sizes, and for each of
+some inputs of prompt tokens; a step uses the next larger one, and its padding rows write to a page and a batch index that
+no sequence has.
+
+The device keeps the last token and the pages of each batch index between steps. A step carries only what changed, so that
+it can be launched before the host knows the tokens of the previous one (async scheduling).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.backends.llm.model_runner import cuda_attention
+from headrace.backends.llm.model_runner.runner import ModelRunner, Step, prepare_input
+from headrace.backends.llm.scheduler import Chunk
+
+log = logging.getLogger("headrace.backends.llm")
+
+_CAPTURE_LOCK = threading.Lock()
+"""Held while graphs are captured: the compiler's settings are global."""
+
+IntArray = npt.NDArray[np.int32]
+StepOutput = tuple[torch.Tensor, torch.Tensor]
+"""Likeliest tokens, and logits."""
+
+TABLE_UPDATES = 256
+"""Changes to the page table that the inputs of a step can carry."""
+MAX_PROMPTS = 16
+"""Prompt chunks in one replay."""
+_PROMPT_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
+STEPS_AHEAD = 2
+"""Steps in flight: their inputs wait in pinned memory until the device reads them."""
+
+
+class CudaGraphStep(Step):
+    """A step of one or more graph replays."""
+
+    __slots__ = ("_arrived", "_host", "_parts", "_used")
+
+    def __init__(self, chunks: Sequence[Chunk], host: torch.Tensor) -> None:
+        self.chunks = chunks
+        self._host = host
+        """Pinned memory for one token per chunk."""
+        self._used = 0
+        self._parts: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []
+        """Per replay: indices of the step's chunks, their tokens on the host, their logits."""
+        self._arrived = torch.cuda.Event(blocking=True)  # waits without spinning
+
+    def add(self, indices: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add the rows of a replay, one per chunk index."""
+        host = self._host[self._used : self._used + len(indices)]
+        self._used += len(indices)
+        host.copy_(tokens, non_blocking=True)
+        self._parts.append((indices, host, logits))
+
+    def launched(self) -> None:
+        """Record that all replays are queued."""
+        self._arrived.record()
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        self._arrived.synchronize()
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """`[rows, vocabulary]` in float32. Valid until the next launch: replays overwrite their outputs."""
+        sampling = self._sampling()
+        if len(self._parts) == 1 and self._parts[0][0] == sampling:
+            return self._parts[0][2][: len(sampling)].float()
+        rows = {index: logits[row] for indices, _, logits in self._parts for row, index in enumerate(indices)}
+        return torch.stack([rows[index] for index in sampling]).float()
+
+    def tokens(self) -> list[int]:
+        """Return the likeliest token of each row that samples. Waits for the device."""
+        self.wait()
+        if len(self._parts) == 1 and all(chunk.samples for chunk in self.chunks):
+            tokens: list[int] = self._parts[0][1].tolist()
+            return tokens
+        by_index: dict[int, int] = {}
+        for indices, host, _ in self._parts:
+            by_index.update(zip(indices, host.tolist(), strict=True))
+        return [by_index[index] for index in self._sampling()]
+
+    def _sampling(self) -> list[int]:
+        return [index for index, chunk in enumerate(self.chunks) if chunk.samples]
+
+
+class CudaGraphRunner(ModelRunner):
+    """A model runner that replays CUDA graphs where possible.
+
+    Decode rows are one replay, prompt chunks are others. Prompts with images and rows of a LoRA adapter are computed by the
+    base class, kernel by kernel.
+    """
+
+    async_scheduling = True
+
+    def __init__(
+        self,
+        model: Any,
+        attention: Any,
+        cache: Any,
+        *,
+        page_size: int,
+        max_running: int,
+        max_length: int,
+        max_step_tokens: int,
+        compiled: bool = True,
+    ) -> None:
+        super().__init__(model, attention, cache, page_size=page_size)
+        self.graphs = CudaGraphs(
+            model,
+            attention.modules,
+            page_size=page_size,
+            max_running=max_running,
+            max_length=max_length,
+            max_step_tokens=max(max_step_tokens, max_running + page_size),  # as in `Scheduler`
+            position_rows=self.position_rows,
+            compiled=compiled,
+        )
+        self._in_flight: deque[CudaGraphStep] = deque()
+        self._hosts = deque(pinned_tensor(max_running, torch.int64) for _ in range(STEPS_AHEAD + 2))
+        """Buffers for the tokens of steps; a step is read before its buffer is used again."""
+
+    def launch(self, chunks: Sequence[Chunk], *, greedy: bool) -> Step:
+        """Queue a step on the device, without waiting for the previous one."""
+        step = self._new_step(chunks)
+        rows: list[int] = []
+        prompts: list[int] = []
+        others: list[int] = []
+        largest = self.graphs.prompts[-1].size
+        for index, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            has_images = sequence.prompt_inputs is not None and chunk.start < sequence.prompt_length
+            if sequence.adapter or has_images or chunk.count > largest:
+                others.append(index)
+            elif chunk.count == 1:
+                rows.append(index)
+            else:
+                prompts.append(index)
+        with torch.inference_mode():
+            if rows:
+                self._launch_rows(step, rows)
+            while prompts:
+                prompts = self._launch_prompts(step, prompts, greedy)
+            if others:
+                self._launch_others(step, others)
+            step.launched()
+        return step
+
+    def _new_step(self, chunks: Sequence[Chunk]) -> CudaGraphStep:
+        """Create a step; wait while too many are in flight, because they use the buffers in current."""
+        while len(self._in_flight) >= STEPS_AHEAD:
+            self._in_flight.popleft().wait()
+        self._hosts.rotate()
+        step = CudaGraphStep(chunks, self._hosts[0])
+        self._in_flight.append(step)
+        return step
+
+    def _launch_rows(self, step: CudaGraphStep, indices: list[int]) -> None:
+        graph = _smallest_fitting(self.graphs.batches, len(indices))
+        size, table = graph.size, self.graphs.table
+        inputs = graph.next_buffer()
+        batch_indices, positions, rotary, given = inputs[: 4 * size].reshape(4, size)
+        count = len(indices)
+        batch_indices[count:] = self.graphs.max_running
+        positions[count:] = 0
+        rotary[count:] = 0
+        given[count:] = 0
+        chunks = [step.chunks[index] for index in indices]
+        sequences = [chunk.sequence for chunk in chunks]
+        for sequence in sequences:
+            table.set(sequence.batch_index, sequence.pages, (sequence.arrived, sequence.preemptions))
+        batch_indices[:count] = [sequence.batch_index for sequence in sequences]
+        positions[:count] = rotary[:count] = [chunk.start for chunk in chunks]
+        given[:count] = [chunk.sequence.tokens[chunk.start] if chunk.known else -1 for chunk in chunks]
+        if self.position_rows > 1:
+            rotary[:count] += [
+                sequence.prompt_inputs.position_delta if sequence.prompt_inputs else 0 for sequence in sequences
+            ]
+        table.write(inputs)
+        graph.replay()
+        step.add(indices, graph.tokens[:count], graph.logits)
+
+    def _launch_prompts(self, step: CudaGraphStep, indices: list[int], greedy: bool) -> list[int]:
+        """Launch as many of these chunks as a graph takes; return the others."""
+        most, taken, tokens = self.graphs.prompts[-1].size, 0, 0
+        for index in indices[:MAX_PROMPTS]:
+            if taken and tokens + step.chunks[index].count > most:
+                break
+            taken += 1
+            tokens += step.chunks[index].count
+        graph = _smallest_fitting(self.graphs.prompts, tokens)
+        inputs = graph.next_buffer()
+        self._write_prompts(inputs, graph, [step.chunks[index] for index in indices[:taken]])
+        self.graphs.table.write(inputs)
+        graph.replay()
+        # Cloned: another replay of the same graph in this step would overwrite the logits.
+        step.add(indices[:taken], graph.tokens[:taken], graph.logits if greedy else graph.logits.clone())
+        return indices[taken:]
+
+    def _write_prompts(self, inputs: IntArray, graph: CudaGraph, chunks: Sequence[Chunk]) -> None:
+        size, padding, length = graph.size, self.graphs.max_running, self.graphs.tile
+        ids, positions, rotary, batch_indices = inputs[: 4 * size].reshape(4, size)
+        tiles = inputs[4 * size : 4 * size + 4 * self.graphs.tiles_of(size)].reshape(-1, 4)
+        sampled_rows, sampled_indices = inputs[4 * size + tiles.size :][: 2 * MAX_PROMPTS].reshape(2, MAX_PROMPTS)
+        first, tile = 0, 0
+        sampled_indices[:] = padding
+        sampled_rows[:] = 0
+        for number, chunk in enumerate(chunks):
+            sequence, here = chunk.sequence, slice(first, first + chunk.count)
+            self.graphs.table.set(sequence.batch_index, sequence.pages, (sequence.arrived, sequence.preemptions))
+            ids[here] = sequence.tokens[chunk.start : chunk.end]
+            positions[here] = rotary[here] = np.arange(chunk.start, chunk.end)
+            batch_indices[here] = sequence.batch_index
+            cuts = np.arange(0, chunk.count, length)
+            cut = tiles[tile : tile + len(cuts)]
+            cut[:, 0] = sequence.batch_index
+            cut[:, 1] = first + cuts
+            cut[:, 2] = np.minimum(chunk.count - cuts, length)
+            cut[:, 3] = chunk.start + cuts
+            tile += len(cuts)
+            first += chunk.count
+            sampled_rows[number] = first - 1
+            sampled_indices[number] = sequence.batch_index
+        tiles[tile:] = 0
+        batch_indices[first:] = padding
+        ids[first:] = positions[first:] = rotary[first:] = 0
+
+    def _launch_others(self, step: CudaGraphStep, indices: list[int]) -> None:
+        """Compute chunks kernel by kernel. Waits for tokens that are not known on the host."""
+        chunks = [step.chunks[index] for index in indices]
+        last = self.graphs.last_tokens
+        unknown = [chunk for chunk in chunks if not chunk.known]
+        for chunk in unknown:
+            chunk.sequence.tokens.append(int(last[chunk.sequence.batch_index]))
+        try:
+            logits = self.forward(prepare_input(chunks, self))
+        finally:
+            for chunk in unknown:
+                chunk.sequence.tokens.pop()
+        sampling = [index for index in indices if step.chunks[index].samples]
+        if not sampling:
+            return
+        tokens = logits.argmax(dim=-1)
+        batch_indices = torch.tensor(
+            [step.chunks[index].sequence.batch_index for index in sampling], device=self.device
+        )
+        last.index_copy_(0, batch_indices, tokens)
+        step.add(sampling, tokens, logits)
+
+    def close(self) -> None:
+        """Free the memory of the host and the device."""
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+        self.graphs.close()
+        del self.graphs
+        super().close()
+
+
+def _smallest_fitting(graphs: Sequence[CudaGraph], size: int) -> CudaGraph:
+    for graph in graphs:
+        if graph.size >= size:
+            return graph
+    raise ValueError(f"a step of {size} is larger than the largest captured graph, {graphs[-1].size}")
+
+
+def batch_sizes(max_running: int) -> list[int]:
+    """Return the decode batch sizes to capture."""
+    sizes = [size for size in (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64) if size < max_running]
+    sizes += range(80, max_running, 16 if max_running <= 128 else 32)
+    return [*sizes, max_running]
+
+
+def prompt_sizes(max_step_tokens: int) -> list[int]:
+    """Return the numbers of prompt tokens to capture."""
+    return [size for size in _PROMPT_SIZES if size < max_step_tokens] + [max_step_tokens]
+
+
+def pinned_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return pinned host memory, which the device reads and writes directly."""
+    return torch.empty(count, dtype=dtype, pin_memory=True)
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return one stream for all models: CUDA libraries keep memory for every stream forever."""
+    return torch.cuda.Stream(device)
+
+
+def capture(step: Callable[[], StepOutput], pool: Any) -> tuple[Any, StepOutput]:
+    """Capture a step as a graph; return it and its output tensors. Other threads may use the device meanwhile."""
+    graph = torch.cuda.CUDAGraph()
+    stream = _capture_stream(torch.cuda.current_device())
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        results = step()
+    return graph, results
+
+
+@dataclass(slots=True)
+class CudaGraph:
+    """A captured step and its input buffers."""
+
+    graph: Any
+    size: int
+    inputs: torch.Tensor
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    buffers: list[torch.Tensor]
+    arrays: list[IntArray]
+    """Views of `buffers`."""
+    current: int = 0
+
+    def next_buffer(self) -> IntArray:
+        """Return the buffer to write the inputs of the next replay to."""
+        self.current = (self.current + 1) % len(self.buffers)
+        return self.arrays[self.current]
+
+    def replay(self) -> None:
+        """Queue the step on the device."""
+        self.inputs.copy_(self.buffers[self.current], non_blocking=True)
+        self.graph.replay()
+
+
+class PageTable:
+    """The page table on the device: the pages of each batch index. The next step carries the changes."""
+
+    def __init__(self, rows: int, pages_per_row: int, padding_page: int, device: torch.device) -> None:
+        self.tensor = torch.full((rows + 1, pages_per_row), padding_page, dtype=torch.int32, device=device)
+        self._written: list[tuple[object, int]] = [(None, 0)] * rows
+        """Per batch index: the version and the number of pages that were written."""
+        self._width = pages_per_row
+        self._padding_entry = (rows + 1) * pages_per_row - 1
+        """An entry of the padding row, which no sequence uses."""
+        self._padding_page = padding_page
+        self._offsets: list[int] = []
+        self._values: list[int] = []
+
+    def set(self, batch_index: int, pages: list[int], version: object) -> None:
+        """Set the pages of a batch index. While the version is the same, pages were only appended."""
+        before, same = self._written[batch_index]
+        count = len(pages)
+        if before != version:
+            same = 0
+        elif same == count:
+            return
+        base = batch_index * self._width
+        self._offsets.extend(range(base + same, base + count))
+        self._values.extend(pages[same:])
+        self._written[batch_index] = (version, count)
+
+    def write(self, inputs: IntArray) -> None:
+        """Write the changes into the last `2 * TABLE_UPDATES` inputs of a step."""
+        count = len(self._offsets)
+        offsets, values = inputs[-2 * TABLE_UPDATES : -TABLE_UPDATES], inputs[-TABLE_UPDATES:]
+        offsets[:] = self._padding_entry
+        values[:] = self._padding_page
+        if not count:
+            return
+        if count > TABLE_UPDATES:
+            device = self.tensor.device
+            self.tensor.view(-1).index_copy_(
+                0,
+                torch.tensor(self._offsets, device=device),
+                torch.tensor(self._values, dtype=torch.int32, device=device),
+            )
+        else:
+            offsets[:count] = self._offsets
+            values[:count] = self._values
+        self._offsets.clear()
+        self._values.clear()
+
+
+class CudaGraphs:
+    """The captured graphs of one model on one device."""
+
+    def __init__(
+        self,
+        model: Any,
+        modules: Sequence[Any],
+        *,
+        page_size: int,
+        max_running: int,
+        max_length: int,
+        max_step_tokens: int,
+        position_rows: int = 1,
+        compiled: bool = True,
+    ) -> None:
+        """`modules` are the attention modules with their `headrace_cache`, whose last page is for padding."""
+        keys = modules[0].headrace_cache.keys
+        self.model = model
+        self.device = keys.device
+        self.page_size = page_size
+        self.max_running = max_running
+        """Also the padding row of the page table and of `last_tokens`."""
+        self.table = PageTable(max_running, -(-max_length // page_size), len(keys) // page_size - 1, self.device)
+        self.group = model.config.get_text_config().num_attention_heads // keys.shape[1]
+        self.tile = cuda_attention.tile_tokens(self.group)
+        self.last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=self.device)
+        self._position_rows = position_rows
+        self._modules = modules
+        self._pool: Any = None
+        cuda_attention.register()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # for this thread, which launches all steps
+        with _CAPTURE_LOCK:
+            try:
+                self._capture_all(max_step_tokens, compiled)
+            except Exception:
+                if not compiled:
+                    raise
+                # No C compiler, or a layer that cannot be traced: graphs alone give most of the speed.
+                log.warning(
+                    "The layers of %s are not compiled: steps take longer.", type(model).__name__, exc_info=True
+                )
+                self._capture_all(max_step_tokens, False)
+
+    # What a step computes. Its inputs are int32: 4 per row of a decode batch; for prompts see `_prompt_inputs_size`.
+
+    def _batch_step(self, size: int, inputs: torch.Tensor) -> StepOutput:
+        batch_indices, positions, rotary, given = inputs[: 4 * size].view(4, size)
+        self._update(inputs)
+        index = batch_indices.long()
+        ids = torch.where(given >= 0, given.long(), self.last_tokens[index])
+        tiles = torch.stack([batch_indices, self._counting(size), torch.ones_like(batch_indices), positions], dim=1)
+        return self._forward(ids, index, positions, rotary, tiles, None, index)
+
+    def _prompt_step(self, size: int, inputs: torch.Tensor) -> StepOutput:
+        ids, positions, rotary, batch_indices = inputs[: 4 * size].view(4, size)
+        tiles = inputs[4 * size : 4 * size + 4 * self.tiles_of(size)].view(-1, 4)
+        sampled_rows, sampled_indices = inputs[4 * size + tiles.numel() :][: 2 * MAX_PROMPTS].view(2, MAX_PROMPTS)
+        self._update(inputs)
+        return self._forward(
+            ids.long(), batch_indices.long(), positions, rotary, tiles, sampled_rows.long(), sampled_indices.long()
+        )
+
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        batch_indices: torch.Tensor,
+        positions: torch.Tensor,
+        rotary: torch.Tensor,
+        tiles: torch.Tensor,
+        sampled_rows: torch.Tensor | None,
+        sampled_indices: torch.Tensor,
+    ) -> StepOutput:
+        pages = self.table.tensor[batch_indices, (positions // self.page_size).long()]
+        rotary = rotary.long()[None]
+        output = self.model(
+            input_ids=ids[None],
+            position_ids=rotary if self._position_rows == 1 else rotary.expand(self._position_rows, 1, -1),
+            logits_to_keep=0 if sampled_rows is None else sampled_rows,
+            use_cache=False,
+            return_dict=True,
+            headrace_slots=pages * self.page_size + positions % self.page_size,
+            headrace_table=self.table.tensor,
+            headrace_tiles=tiles,
+        )
+        logits = output.logits[0]
+        tokens = logits.argmax(dim=-1)
+        self.last_tokens.index_copy_(0, sampled_indices, tokens)
+        return tokens, logits
+
+    def _update(self, inputs: torch.Tensor) -> None:
+        offsets, values = inputs[-2 * TABLE_UPDATES : -TABLE_UPDATES], inputs[-TABLE_UPDATES:]
+        self.table.tensor.view(-1).index_copy_(0, offsets.long(), values)
+
+    def _counting(self, size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.int32, device=self.device)
+
+    def tiles_of(self, size: int) -> int:
+        """Return the number of tiles for `size` prompt tokens."""
+        return -(-size // self.tile) + MAX_PROMPTS
+
+    def _prompt_inputs_size(self, size: int) -> int:
+        return 4 * size + 4 * self.tiles_of(size) + 2 * MAX_PROMPTS
+
+    # Capturing
+
+    def _capture_all(self, max_step_tokens: int, compiled: bool) -> None:
+        """Capture the largest graphs first: smaller ones reuse their memory."""
+        with torch.inference_mode(), self._prepared(compiled):
+            sizes = prompt_sizes(max_step_tokens)[::-1]
+            prompts = [self._capture(size, self._prompt_step, self._prompt_inputs_size(size)) for size in sizes]
+            self.prompts = prompts[::-1]
+            sizes = batch_sizes(self.max_running)[::-1]
+            self.batches = [self._capture(size, self._batch_step, 4 * size) for size in sizes if size > 1][::-1]
+        # For one row, the compiler's tuned matrix-vector kernels are faster than cuBLAS.
+        with torch.inference_mode(), self._prepared(compiled, coordinate_descent_tuning=True):
+            self.batches.insert(0, self._capture(1, self._batch_step, 4))
+
+    @contextmanager
+    def _prepared(self, compiled: bool, **options: Any) -> Iterator[None]:
+        """Use our attention, and compiled layers if wanted, while graphs are captured."""
+        model, config = self.model, self.model.config.get_text_config()
+        before = config._attn_implementation
+        names = set(getattr(model, "_no_split_modules", None) or ())
+        layers = [module for module in model.modules() if type(module).__name__ in names] if compiled else []
+        try:
+            for module in self._modules:
+                cuda_attention.attach(module)
+            config._attn_implementation = cuda_attention.ATTENTION
+            with _compiler_settings() if compiled else nullcontext():
+                for layer in layers:
+                    layer.compile(dynamic=True, options=options)
+                yield
+        finally:
+            for layer in layers:
+                layer._compiled_call_impl = None
+            for module in self._modules:
+                cuda_attention.detach(module)
+            config._attn_implementation = before
+
+    def _capture(self, size: int, step: Any, count: int) -> CudaGraph:
+        inputs = torch.empty(count + 2 * TABLE_UPDATES, dtype=torch.int32, device=self.device)
+        replays = 1 if step == self._batch_step else -(-self.max_running // MAX_PROMPTS) + 2
+        buffers = [pinned_tensor(len(inputs), torch.int32) for _ in range((STEPS_AHEAD + 1) * replays)]
+        padding_inputs = self._padding_inputs(size, step == self._batch_step, len(inputs))
+        inputs.copy_(torch.from_numpy(padding_inputs))
+        step(size, inputs)
+        graph, (tokens, logits) = capture(lambda: step(size, inputs), self._pool)
+        self._pool = self._pool or graph.pool()
+        return CudaGraph(graph, size, inputs, tokens, logits, buffers, [buffer.numpy() for buffer in buffers])
+
+    def _padding_inputs(self, size: int, batch: bool, count: int) -> IntArray:
+        """Return the inputs of a step of padding rows only."""
+        inputs = np.zeros(count, np.int32)
+        if batch:
+            inputs[:size] = self.max_running
+        else:
+            inputs[3 * size : 4 * size] = self.max_running
+            inputs[count - 2 * TABLE_UPDATES - MAX_PROMPTS : count - 2 * TABLE_UPDATES] = self.max_running
+        self.table.write(inputs)
+        return inputs
+
+    def close(self) -> None:
+        """Free the graphs and the model."""
+        self.prompts.clear()
+        self.batches.clear()
+        del self.model, self._modules, self._pool, self.last_tokens, self.table
+
+
+@contextmanager
+def _compiler_settings() -> Iterator[None]:
+    """Configure the compiler to start no processes, and to compile for any number of models of one class."""
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    with inductor.patch(compile_threads=1), dynamo.patch(recompile_limit=1024, accumulated_recompile_limit=1 << 16):
+        yield

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model loader: from a Hugging Face folder to a model runner on a device. Runs in a loader thread.
+
+Weights are read from safetensors only; nothing is downloaded; code of the folder runs only with `trust_remote_code`. Errors
+of transformers go to the log, and clients get our own message.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from headrace.backends.llm.model_runner.attention import PagedAttention
+from headrace.backends.llm.model_runner.kv_cache import KVCache, page_bytes
+from headrace.backends.llm.model_runner.runner import ModelRunner
+from headrace.backends.llm.settings import LlmSettings
+from headrace.backends.torch_import import TRANSFORMERS
+from headrace.core.errors import FailedPrecondition, HeadraceError
+
+log = logging.getLogger("headrace.backends.llm")
+
+_MOST_CONFIG_BYTES = 16 << 20
+
+
+def load_model(settings: LlmSettings, device: torch.device) -> Any:
+    """Load the weights of a transformers model with a language-model head onto a device."""
+    folder = settings.model_path
+    architecture = _check_folder(folder)
+    model_class = (
+        transformers.AutoModelForImageTextToText
+        if architecture.endswith("ForConditionalGeneration")
+        else transformers.AutoModelForCausalLM
+    )
+    transformers_logging.disable_progress_bar()
+    dtype: Any = "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if settings.dtype == "auto" and device.type == "cpu":
+        dtype = torch.float32  # faster and more exact than 16 bits on CPUs
+    try:
+        with TRANSFORMERS:
+            model = model_class.from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=settings.trust_remote_code,
+            )
+    except HeadraceError:
+        raise
+    except Exception as error:
+        log.exception("transformers cannot load %s.", folder)
+        raise FailedPrecondition(_load_error(folder, error, trusts=settings.trust_remote_code)) from None
+    model.requires_grad_(False)
+    model.eval()
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise FailedPrecondition(
+            f"models of class {type(model).__name__} cannot be served by backend 'llm': their forward does not take "
+            "logits_to_keep; serve it with another engine through backend 'openai_proxy'"
+        )
+    return model.to(device)
+
+
+def open_runner(model: Any, settings: LlmSettings, device: torch.device) -> ModelRunner:
+    """Probe a model, allocate its KV cache and return its runner."""
+    attention = PagedAttention(model)
+    try:
+        shapes = attention.probe(model)
+        dtype = next(model.parameters()).dtype
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        size = settings.page_size
+        most = settings.max_running_on(device.type) * -(-context_length(model, settings) // size)
+        pages = min(most, settings.cache_bytes(free) // page_bytes(shapes, size, dtype))
+        if pages < 2:
+            raise FailedPrecondition(
+                f"the KV cache has no space: a page takes {page_bytes(shapes, size, dtype)} bytes; set "
+                "kv_cache_bytes higher, or free memory of the device"
+            )
+        cache = KVCache(shapes, pages, size, dtype, device)
+        attention.attach(cache)
+        return _best_runner(model, attention, cache, settings)
+    except HeadraceError:
+        attention.close()
+        raise
+    except Exception:
+        attention.close()
+        log.exception("The probe of %s failed.", type(model).__name__)
+        raise FailedPrecondition(
+            f"models of class {type(model).__name__} cannot be served by backend 'llm': a trial of two tokens failed, the "
+            "server's log has the details; serve it with another engine through backend 'openai_proxy'"
+        ) from None
+
+
+def context_length(model: Any, settings: LlmSettings) -> int:
+    """Return the maximum sequence length of a model and its configuration, in tokens."""
+    config = model.config.get_text_config()
+    own = getattr(config, "max_position_embeddings", None) or 2**20
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this length such models rotate all positions of a step differently, those of other sequences too.
+        own = min(own, rope.get("original_max_position_embeddings") or own)
+    return min(own, settings.max_model_len or own)
+
+
+def _best_runner(model: Any, attention: PagedAttention, cache: KVCache, settings: LlmSettings) -> ModelRunner:
+    """Return a CUDA graph runner if possible, else a plain one, which is slower and computes the same."""
+    size = settings.page_size
+    if cache.device.type == "cuda" and settings.cuda_graphs:
+        try:
+            from headrace.backends.llm.model_runner.cuda_graphs import (
+                CudaGraphRunner,  # needs Triton, which only PyTorch for CUDA has
+            )
+
+            return CudaGraphRunner(
+                model,
+                attention,
+                cache,
+                page_size=size,
+                max_running=settings.max_running_on("cuda"),
+                max_length=min(context_length(model, settings), cache.pages * size),
+                max_step_tokens=settings.max_step_tokens_on("cuda"),
+                compiled=settings.compile,
+            )
+        except Exception:
+            log.warning("No CUDA graphs for %s: steps take longer.", type(model).__name__, exc_info=True)
+    return ModelRunner(model, attention, cache, page_size=size)
+
+
+def _check_folder(folder: Path) -> str:
+    """Check a model folder; return the name of its architecture."""
+    config = folder / "config.json"
+    try:
+        if config.stat().st_size > _MOST_CONFIG_BYTES:
+            raise FailedPrecondition(f"'{folder.name}/config.json' is too large: save the model again")
+        content = json.loads(config.read_bytes())
+    except OSError:
+        raise FailedPrecondition(
+            f"folder '{folder.name}' has no config.json that can be read: put a Hugging Face model there, or name its "
+            "folder in parameter model_path"
+        ) from None
+    except (ValueError, RecursionError):
+        raise FailedPrecondition(f"'{folder.name}/config.json' is not JSON: copy or save the model again") from None
+    architectures = content.get("architectures") if isinstance(content, dict) else None
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise FailedPrecondition(f"'{folder.name}/config.json' names no architectures: save the model again")
+    if content.get("is_encoder_decoder"):
+        raise FailedPrecondition(
+            f"the model in '{folder.name}' has an encoder and a decoder, which backend 'llm' does not serve: serve it with "
+            "another engine through backend 'openai_proxy'"
+        )
+    if not any(folder.glob("*.safetensors")):
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+        text = (
+            f"has its weights in '{pickles[0]}', a pickle, which could run code: convert them to safetensors "
+            "(model.save_pretrained in transformers does)"
+            if pickles
+            else "has no *.safetensors: copy the whole model"
+        )
+        raise FailedPrecondition(f"folder '{folder.name}' {text}")
+    return architectures[0]
+
+
+def _load_error(folder: Path, error: Exception, *, trusts: bool) -> str:
+    text = str(error)
+    if "trust_remote_code" in text and not trusts:
+        return (
+            f"the model in '{folder.name}' needs Python code of its folder: read that code, and set parameter "
+            "trust_remote_code to true if you trust it"
+        )
+    return (
+        f"transformers {transformers.__version__} cannot load the model in '{folder.name}' ({type(error).__name__}): the "
+        "server's log has the details"
+    )

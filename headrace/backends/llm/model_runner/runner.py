@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner: computes a step, from scheduled chunks of sequences to logits or the likeliest tokens.
+
+Only the engine's thread calls it. The tokens of all chunks are packed into one row (`prepare_input`), the transformers model
+computes it with `attention.PagedAttention` in place of its own attention, and the head is applied only to rows after
+which a token is sampled.
+
+    step = runner.launch(chunks, greedy=True)     # returns when the work is queued on the device
+    ...                                           # with `runner.async_scheduling`: launch the next step
+    tokens = step.tokens()                        # waits; one per chunk that samples, in their order
+    logits = step.logits                          # or these [rows, vocabulary], if the step is not greedy
+
+A sequence may bring `PromptInputs`, created by `vision`. LoRA: `before_forward` is called with the chunks, in the order of
+their rows, before each forward pass. `cuda_graphs.CudaGraphRunner` is the same with CUDA graphs and async scheduling.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headrace.backends.llm.model_runner.attention import AttentionMetadata, DecodeBatch, PagedAttention, PrefillChunk
+from headrace.backends.llm.model_runner.kv_cache import KVCache
+from headrace.backends.llm.scheduler import Chunk
+
+
+@dataclass(slots=True)
+class PromptInputs:
+    """Precomputed model inputs of a prompt, such as image embeddings, on the runner's device and in its dtype."""
+
+    embeddings: torch.Tensor | None = None
+    """`[prompt_length, hidden]`: used in place of the token embeddings."""
+    positions: torch.Tensor | None = None
+    """Position ids, `[3, prompt_length]`."""
+    position_delta: int = 0
+    """The position of token i behind the prompt is i + position_delta, in all three rows."""
+    arguments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """More per-token tensors, `[prompt_length, ...]`: chunked and packed like the tokens, with zeros for other sequences.
+    `ModelRunner.extra_arguments` turns the packed tensors into keyword arguments of the model."""
+
+
+class Step:
+    """A step that was queued on the device."""
+
+    __slots__ = ("_logits", "chunks")
+
+    def __init__(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> None:
+        self.chunks = chunks
+        self._logits = logits
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """`[rows, vocabulary]` in float32, a row per chunk that samples, in their order."""
+        return self._logits.float()
+
+    def tokens(self) -> list[int]:
+        """Return the likeliest token of each row. Waits for the device."""
+        if not len(self._logits):
+            return []
+        tokens: list[int] = self._logits.argmax(dim=-1).tolist()
+        return tokens
+
+
+class ModelRunner:
+    """A model and its KV cache on one device."""
+
+    async_scheduling = False
+    """Whether `launch` takes chunks whose token is not known: then a step can be launched before the last is read."""
+
+    def __init__(self, model: Any, attention: PagedAttention, cache: KVCache, *, page_size: int) -> None:
+        self.model = model
+        """A transformers model with a head; called with `inputs_embeds` or `input_ids`, `position_ids`, `logits_to_keep`."""
+        self.attention = attention
+        self.cache = cache
+        self.page_size = page_size
+        self.device: torch.device = cache.device
+        self.dtype: torch.dtype = cache.dtype
+        self.position_rows = position_rows(model.config)
+        """1, or 3 for models whose positions are time, height and width."""
+        self.before_forward: Callable[[Sequence[Chunk]], None] | None = None
+        """Called before each forward pass with the chunks in the order of their rows. Set for LoRA."""
+        self.extra_arguments: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Any]] | None = None
+        """Turns packed `PromptInputs.arguments` into keyword arguments of the model. Set by the image encoder."""
+        self._embed = model.get_input_embeddings()
+
+    def launch(self, chunks: Sequence[Chunk], *, greedy: bool) -> Step:
+        """Queue a step on the device. Chunks of one token come first.
+
+        With `greedy` the caller does not read `Step.logits`.
+        """
+        with torch.inference_mode():
+            return Step(chunks, self.forward(prepare_input(chunks, self)))
+
+    def forward(self, model_input: ModelInput) -> torch.Tensor:
+        """Return the logits of the rows that sample, without waiting for the device."""
+        if self.before_forward is not None:
+            self.before_forward(model_input.chunks)
+        arguments: dict[str, Any] = {}
+        if model_input.arguments and self.extra_arguments is not None:
+            arguments.update(self.extra_arguments(model_input.arguments))
+        if model_input.embeddings is not None:
+            arguments["inputs_embeds"] = model_input.embeddings
+        else:
+            arguments["input_ids"] = model_input.ids
+        with self.attention.using(model_input.attention):
+            output = self.model(
+                position_ids=model_input.positions,
+                logits_to_keep=model_input.sampled_rows,
+                use_cache=False,
+                return_dict=True,
+                **arguments,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of tokens, `[count, hidden]`."""
+        embeddings: torch.Tensor = self._embed(ids)
+        return embeddings
+
+    def close(self) -> None:
+        """Free the memory of the host and the device."""
+        self.attention.close()
+        self.cache.close()
+        del self.model, self._embed
+        gc.collect()  # transformers models have reference cycles, and are large
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def position_rows(config: Any) -> int:
+    """Return 3 if the model's rotary embedding has sections for time, height and width (M-RoPE), else 1."""
+    text = config.get_text_config()
+    for name in ("rope_parameters", "rope_scaling"):
+        parameters = getattr(text, name, None)
+        if isinstance(parameters, Mapping) and "mrope_section" in parameters:
+            return 3
+    return 1
+
+
+@dataclass(slots=True)
+class ModelInput:
+    """The tensors of one step."""
+
+    chunks: Sequence[Chunk]
+    ids: torch.Tensor
+    """`[1, rows]`."""
+    positions: torch.Tensor
+    """`[1, rows]`, or `[3, 1, rows]`."""
+    embeddings: torch.Tensor | None
+    """`[1, rows, hidden]`, if a sequence brings some."""
+    arguments: Mapping[str, torch.Tensor]
+    """`[1, rows, ...]`: see `PromptInputs.arguments`."""
+    sampled_rows: torch.Tensor
+    """The rows after which a token is sampled."""
+    attention: AttentionMetadata
+
+
+def prepare_input(chunks: Sequence[Chunk], runner: ModelRunner) -> ModelInput:
+    """Pack the tokens of all chunks into one row, in their order. Call in inference mode; waits for nothing."""
+    size, device = runner.page_size, runner.device
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    sampled_rows: list[int] = []
+    decodes: list[tuple[int, Chunk]] = []
+    prefills: list[PrefillChunk] = []
+    has_prompt_inputs = False
+    for chunk in chunks:
+        sequence, start, end = chunk.sequence, chunk.start, chunk.end
+        first, pages = len(ids), sequence.pages
+        if sequence.prompt_inputs is not None:
+            has_prompt_inputs = True
+        if chunk.count == 1:
+            ids.append(sequence.tokens[start])
+            positions.append(start)
+            slots.append(pages[start // size] * size + start % size)
+            decodes.append((first, chunk))
+        else:
+            ids += sequence.tokens[start:end]
+            positions += range(start, end)
+            slots += [pages[index // size] * size + index % size for index in range(start, end)]
+            used = torch.tensor(pages[: (end - 1) // size + 1], device=device)
+            prefills.append(PrefillChunk(first, chunk.count, start, used))
+        if chunk.samples:
+            sampled_rows.append(len(ids) - 1)
+    model_input = ModelInput(
+        chunks,
+        torch.tensor([ids], device=device),
+        torch.tensor([positions], device=device),
+        None,
+        {},
+        torch.tensor(sampled_rows, dtype=torch.long, device=device),
+        AttentionMetadata(torch.tensor(slots, device=device), _decode_batches(decodes, size, device), prefills),
+    )
+    if runner.position_rows > 1:
+        model_input.positions = model_input.positions.expand(runner.position_rows, 1, -1)
+    if has_prompt_inputs:
+        _add_prompt_inputs(model_input, runner)
+    return model_input
+
+
+def _decode_batches(decodes: Sequence[tuple[int, Chunk]], size: int, device: torch.device) -> list[DecodeBatch]:
+    """Batch rows with contexts of similar length, so that short ones are not padded to the longest."""
+    if not decodes:
+        return []
+    counts = [(chunk.end - 1) // size + 1 for _, chunk in decodes]
+    most = max(counts)
+    if most * len(decodes) <= 2 * sum(counts) + 64:
+        return [_decode_batch(decodes, most, device)]
+    groups: dict[int, list[tuple[int, Chunk]]] = {}
+    for entry, count in zip(decodes, counts, strict=True):
+        groups.setdefault((count - 1).bit_length(), []).append(entry)
+    return [
+        _decode_batch(group, max((chunk.end - 1) // size + 1 for _, chunk in group), device)
+        for group in groups.values()
+    ]
+
+
+def _decode_batch(group: Sequence[tuple[int, Chunk]], most: int, device: torch.device) -> DecodeBatch:
+    table = []
+    for _, chunk in group:
+        pages = chunk.sequence.pages[:most]
+        table.append(pages + [0] * (most - len(pages)))
+    numbers = [row for row, _ in group]
+    contiguous = numbers[-1] - numbers[0] == len(numbers) - 1
+    rows = slice(numbers[0], numbers[-1] + 1) if contiguous else torch.tensor(numbers, device=device)
+    lengths = torch.tensor([chunk.end for _, chunk in group], device=device)
+    return DecodeBatch(rows, torch.tensor(table, device=device), lengths)
+
+
+def _add_prompt_inputs(model_input: ModelInput, runner: ModelRunner) -> None:
+    """Put the `PromptInputs` of sequences into their rows."""
+    positions = model_input.positions.clone()
+    embeddings: torch.Tensor | None = None
+    arguments: dict[str, torch.Tensor] = {}
+    rows = model_input.ids.shape[1]
+    row = 0
+    for chunk in model_input.chunks:
+        inputs, prompt = chunk.sequence.prompt_inputs, chunk.sequence.prompt_length
+        prompt_rows = max(0, min(chunk.end, prompt) - chunk.start)
+        target, source = slice(row, row + prompt_rows), slice(chunk.start, chunk.start + prompt_rows)
+        row += chunk.count
+        if inputs is None:
+            continue
+        if prompt_rows < chunk.count:
+            positions[..., row - chunk.count + prompt_rows : row] += inputs.position_delta
+        if not prompt_rows:
+            continue
+        if inputs.positions is not None:
+            positions[:, 0, target] = inputs.positions[:, source]
+        if inputs.embeddings is not None:
+            if embeddings is None:
+                embeddings = runner.embed(model_input.ids).clone()
+            embeddings[0, target] = inputs.embeddings[source].to(embeddings.dtype)
+        for name, tensor in inputs.arguments.items():
+            if name not in arguments:
+                arguments[name] = tensor.new_zeros((1, rows, *tensor.shape[1:]))
+            arguments[name][0, target] = tensor[source]
+    model_input.positions, model_input.embeddings, model_input.arguments = positions, embeddings, arguments

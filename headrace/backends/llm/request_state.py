@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a request while it is generated: its choices, their text, and the replies that stream them.
+
+Created by `instance`; the engine core's thread feeds it token by token. It knows no step and no device. The engine core
+sends the replies of a step to the event loop together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+
+from headrace.backends.contract import Work
+from headrace.backends.llm.detokenizer import Detokenizer, StopStrings
+from headrace.backends.llm.requests import ParsedRequest
+from headrace.backends.llm.sampling.sampler import TokenLogprobs
+from headrace.backends.llm.sampling.state import SamplingState
+from headrace.backends.llm.sampling.structured_output import Constraint
+from headrace.backends.llm.scheduler import Sequence
+from headrace.backends.llm.tokenizer import Tokenizer
+from headrace.backends.llm.vision.inputs import MultimodalPrompt
+from headrace.core.dtypes import BYTES
+from headrace.core.errors import HeadraceError
+from headrace.core.generation import TEXT_OUTPUT
+from headrace.core.requests import NO_PARAMETERS, Parameters
+from headrace.core.tensors import Tensor
+
+Reply = tuple[Work, Several[Tensor] | HeadraceError | None, bool, Parameters]
+"""Arguments of `Work.reply`: outputs or error, whether it is final, parameters."""
+_LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity. OpenAI writes this for a token that is as good as impossible."""
+
+
+class RequestState:
+    """One request and its choices."""
+
+    __slots__ = (
+        "arrived_ns",
+        "choices",
+        "constraint",
+        "done",
+        "multimodal_prompt",
+        "on_prefilled",
+        "parsed",
+        "received_pages",
+        "unfinished",
+        "work",
+    )
+
+    def __init__(
+        self,
+        work: Work,
+        parsed: ParsedRequest,
+        constraint: Constraint | None,
+        arrived_ns: int,
+        multimodal_prompt: MultimodalPrompt | None = None,
+    ) -> None:
+        self.work = work
+        self.parsed = parsed
+        self.constraint = constraint
+        self.arrived_ns = arrived_ns
+        self.multimodal_prompt = multimodal_prompt
+        self.choices: list[Choice] = []
+        self.unfinished = 0
+        """Number of choices that are not finished."""
+        self.done = False
+        """Whether the final reply was made."""
+        self.on_prefilled: Callable[[RequestState, Sequence], None] | None = None
+        """For a prefill-only request: called when the prompt is computed, and replies."""
+        self.received_pages: Any = None
+        """Pages of its prompt that another server computed: see `Sequence.received_pages`."""
+
+    @property
+    def cache_salt(self) -> bytes:
+        """The cache salt of its sequences."""
+        salt = self.parsed.adapter.encode()
+        return salt if self.multimodal_prompt is None else salt + b"\0" + self.multimodal_prompt.media_hash
+
+    def create_sequences(self, tokenizer: Tokenizer, *, prompt_inputs: Any = None) -> list[Sequence]:
+        """Create the choices; return their sequences."""
+        parsed, sampling, tokens, salt = self.parsed, self.parsed.sampling, self.parsed.tokens, self.cache_salt
+        limit = len(tokens) + (sampling.max_tokens or 1)
+        for index in range(sampling.n):
+            constraint = self.constraint.fresh() if self.constraint is not None and index else self.constraint
+            state = SamplingState(sampling, tokens, constraint, tokenizer.eos_ids, index)
+            choice = Choice(self, index, state, tokenizer)
+            choice.sequence = Sequence(
+                tokens, limit, cache_salt=salt, adapter=parsed.adapter, prompt_inputs=prompt_inputs, owner=choice
+            )
+            self.choices.append(choice)
+        self.unfinished = len(self.choices)
+        self.choices[0].sequence.received_pages, self.received_pages = self.received_pages, None
+        return [choice.sequence for choice in self.choices]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences of all choices."""
+        return [choice.sequence for choice in self.choices]
+
+    def finish(self, replies: list[Reply], error: HeadraceError | None) -> None:
+        """Add the final reply, an error or nothing more, unless there was one."""
+        if not self.done:
+            self.done = True
+            replies.append((self.work, error, True, NO_PARAMETERS))
+
+
+class Choice:
+    """One of the `n` texts that are generated for a request."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_pending_logprobs",
+        "_tokenizer",
+        "finished",
+        "index",
+        "last_token_ns",
+        "parameters",
+        "request",
+        "sampling_state",
+        "sequence",
+        "stops",
+        "texts",
+    )
+
+    sequence: Sequence
+
+    def __init__(self, request: RequestState, index: int, state: SamplingState, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.index = index
+        self.sampling_state = state
+        self.stops = StopStrings(request.parsed.sampling.stop)
+        self._detokenizer = Detokenizer(tokenizer)
+        self._tokenizer = tokenizer
+        self.parameters: Parameters = {"index": index}
+        """Parameters of a reply in the middle of a stream; at the end, those of the last reply."""
+        self.texts: list[str] = []
+        """Text that was not sent yet."""
+        self._pending_logprobs: list[tuple[int, TokenLogprobs]] = []
+        """Tokens whose log-probabilities were not sent yet."""
+        self.last_token_ns = 0
+        """Time of its last token; 0 before the first."""
+        self.finished = False
+
+    def append(self, token: int, logprobs: TokenLogprobs | None, replies: list[Reply]) -> None:
+        """Add a token: detokenize it, check the stop conditions, and add a reply where there is text to send."""
+        state, request = self.sampling_state, self.request
+        state.advance(token)
+        if state.error is not None:
+            request.finish(replies, state.error)
+            return
+        if state.is_stop_token(token):
+            self._finish("stop", self._flush(), replies)
+            return
+        if logprobs is not None:
+            self._pending_logprobs.append((token, logprobs))
+        text, stopped = self.stops.push(self._detokenizer.push((token,)))
+        if stopped:
+            self._finish("stop", text, replies)
+        elif state.finished:
+            self._finish("stop", text + self._flush(), replies)
+        elif len(self.sequence.tokens) >= self.sequence.limit:
+            self._finish("length", text + self._flush(), replies)
+        elif not request.parsed.stream:
+            self.texts.append(text)
+        elif text:
+            parameters = self.parameters
+            if self._pending_logprobs:
+                parameters = {**parameters, "logprobs": self._take_logprobs()}
+            replies.append((request.work, (text_tensor(text),), False, parameters))
+
+    def _flush(self) -> str:
+        """Return the text that was held back for an incomplete character or a possible stop string."""
+        text, stopped = self.stops.push(self._detokenizer.finish())
+        return text if stopped else text + self.stops.finish()
+
+    def _take_logprobs(self) -> str:
+        pending, self._pending_logprobs = self._pending_logprobs, []
+        return logprobs_json(self._tokenizer, [token for token, _ in pending], [logprobs for _, logprobs in pending])
+
+    def _finish(self, reason: str, text: str, replies: list[Reply]) -> None:
+        request, sequence = self.request, self.sequence
+        self.finished = True
+        request.unfinished -= 1
+        self.texts.append(text)
+        parameters: dict[str, bool | int | float | str] = {
+            "index": self.index,
+            "finish_reason": reason,
+            "prompt_tokens": sequence.prompt_length,
+            "cached_tokens": sequence.cached,
+            "completion_tokens": len(sequence.tokens) - sequence.prompt_length,
+        }
+        if request.parsed.sampling.logprobs is not None:
+            parameters["logprobs"] = self._take_logprobs()
+        self.parameters = parameters
+        if not request.parsed.single_reply:
+            request.done = not request.unfinished
+            replies.append((request.work, (text_tensor("".join(self.texts)),), request.done, parameters))
+        elif not request.unfinished:
+            request.done = True
+            output = text_tensor(*("".join(choice.texts) for choice in request.choices))
+            replies.append((request.work, (output,), True, _combined_parameters(request.choices)))
+
+
+def _combined_parameters(choices: Several[Choice]) -> Parameters:
+    """Return the first choice's parameters with the token counts of all choices."""
+    combined = dict(choices[0].parameters)
+    del combined["index"]
+    combined["completion_tokens"] = sum(int(choice.parameters["completion_tokens"]) for choice in choices)
+    return combined
+
+
+def text_tensor(*texts: str) -> Tensor:
+    """Return the output tensor of a reply with these texts."""
+    array = np.empty(len(texts), dtype=object)
+    array[:] = [text.encode("utf-8", "replace") for text in texts]
+    return Tensor(TEXT_OUTPUT, BYTES, array)
+
+
+class TokenBytes(Protocol):
+    """The part of the tokenizer that log-probabilities need."""
+
+    def token_bytes(self, id: int) -> bytes:
+        """Return the bytes that a token stands for."""
+
+
+def logprobs_json(tokenizer: TokenBytes, tokens: Several[int], logprobs: Several[TokenLogprobs | None]) -> str:
+    """Return the reply parameter `logprobs` for these tokens: see `core.generation`. Tokens without any are left out."""
+    entries = [
+        {
+            **_logprob_entry(tokenizer, token, token_logprobs.logprob),
+            "top_logprobs": [_logprob_entry(tokenizer, other, logprob) for other, logprob in token_logprobs.top],
+        }
+        for token, token_logprobs in zip(tokens, logprobs, strict=True)
+        if token_logprobs is not None
+    ]
+    return orjson.dumps(entries).decode()
+
+
+def _logprob_entry(tokenizer: TokenBytes, token: int, logprob: float) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token)
+    # Written so that NaN becomes the lowest value, too.
+    shown = logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
+    return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": shown}

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampling state of a sequence: its sampling params and the history that its next token depends on.
+
+Created by the engine core, read by the sampler and the logits processors. It holds numpy arrays, no tensors, so that the
+data of all rows is copied to the device together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.backends.llm.sampling.structured_output import Constraint
+from headrace.core.errors import HeadraceError
+from headrace.core.generation import Sampling
+
+GREEDY_BELOW = 1e-5
+"""Below this temperature only the likeliest token is left, and dividing by it would overflow."""
+
+_MASK = (1 << 64) - 1
+
+
+class SamplingState:
+    """The sampling state of one choice: one row of a step's logits."""
+
+    __slots__ = (
+        "_argmax_only",
+        "_random_key",
+        "_stop_ids",
+        "bias",
+        "constraint",
+        "greedy",
+        "penalised",
+        "position",
+        "sampling",
+        "token_counts",
+    )
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        constraint: Constraint | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        index: int = 0,
+    ) -> None:
+        self.sampling = sampling
+        self.constraint = constraint
+        self.position = 0
+        """Number of generated tokens."""
+        self.greedy = sampling.temperature < GREEDY_BELOW
+        repetition = sampling.repetition_penalty != 1.0
+        self.penalised = repetition or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        self.token_counts = TokenCounts(prompt if repetition else ()) if self.penalised else None
+        self.bias = _bias(sampling) if sampling.logit_bias else None
+        """Token ids and the values added to their logits."""
+        self._stop_ids = eos_ids.union(sampling.stop_token_ids)
+        if sampling.ignore_eos:
+            self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._random_key = _random_key(sampling.seed, index)
+        self._argmax_only = (
+            self.greedy
+            and not self.penalised
+            and self.bias is None
+            and constraint is None
+            and sampling.logprobs is None
+        )
+
+    @property
+    def argmax_only(self) -> bool:
+        """Whether the next token is the likeliest one and nothing else is asked for."""
+        return self._argmax_only and self.position >= self.sampling.min_tokens
+
+    @property
+    def independent(self) -> bool:
+        """Whether the next token depends on the logits alone, so that it can be sampled before the last one is known."""
+        return not self.penalised and self.constraint is None
+
+    @property
+    def finished(self) -> bool:
+        """Whether its constraint is complete and allows no more tokens."""
+        return self.constraint is not None and self.constraint.finished
+
+    @property
+    def error(self) -> HeadraceError | None:
+        """The error that ended its request, if any."""
+        return self.constraint.error if self.constraint is not None else None
+
+    def is_stop_token(self, token: int) -> bool:
+        """Return whether a token ends the choice; it is then not part of the text."""
+        return token in self._stop_ids
+
+    def forbidden_tokens(self, steps_ahead: int = 0) -> frozenset[int]:
+        """Return the stop tokens while the choice has fewer than `min_tokens` tokens."""
+        if self.position + steps_ahead >= self.sampling.min_tokens:
+            return frozenset()
+        return self._stop_ids
+
+    def advance(self, token: int) -> None:
+        """Record a generated token. Never raises: see `error`."""
+        self.position += 1
+        if self.token_counts is not None:
+            self.token_counts.add(token)
+        if self.constraint is not None:
+            self.constraint.advance(token)
+
+    def uniform(self, steps_ahead: int = 0) -> float:
+        """Return the random number from 0 to 1 for the next token.
+
+        It depends on the seed, the choice and the position only: not on the batch, nor on a token that was dropped.
+        """
+        # SplitMix64: passes statistical tests, and takes half a microsecond.
+        mixed = (self._random_key + (self.position + steps_ahead + 1) * 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        return ((mixed ^ (mixed >> 31)) >> 11) * 2.0**-53
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence, and how often the model generated each. Tokens of the prompt alone count 0."""
+
+    __slots__ = ("_counts", "_ids", "_indices", "_used")
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        ids = np.unique(np.asarray(prompt, np.int64)) if len(prompt) else np.empty(0, np.int64)
+        self._used = len(ids)
+        self._indices = {token: index for index, token in enumerate(ids.tolist())}
+        self._ids = np.concatenate([ids, np.zeros(max(64, len(ids)), np.int64)])
+        self._counts = np.zeros(len(self._ids), np.float64)
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """The token ids."""
+        return self._ids[: self._used]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float64]:
+        """The count of each token in `ids`."""
+        return self._counts[: self._used]
+
+    def add(self, token: int) -> None:
+        """Count a generated token."""
+        index = self._indices.setdefault(token, self._used)
+        if index == self._used:
+            if index == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros(index, np.int64)])
+                self._counts = np.concatenate([self._counts, np.zeros(index, np.float64)])
+            self._ids[index] = token
+            self._used += 1
+        self._counts[index] += 1.0
+
+
+def _bias(sampling: Sampling) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    pairs = sampling.logit_bias
+    return np.fromiter(pairs.keys(), np.int64, len(pairs)), np.fromiter(pairs.values(), np.float64, len(pairs))
+
+
+def _random_key(seed: int | None, index: int) -> int:
+    if seed is None:
+        return secrets.randbits(64)
+    return int.from_bytes(hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest(), "little")

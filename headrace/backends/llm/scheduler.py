@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler: chooses the tokens that the next step computes (continuous batching with chunked prefill).
+
+    chunks = scheduler.schedule()        # decode chunks of one token first; may be empty
+    ... the model runner computes them ...
+    scheduler.commit(chunks, tokens)     # in the order of the steps; may come after the next `schedule`
+
+Rules: sequences that decode go first, one token each. The rest of `max_step_tokens` is for prompts, in chunks, oldest
+first; a prompt gets at most half of what is left while others wait behind it, so that a short prompt overtakes a long one. A
+sequence starts when a batch index and pages for its whole prompt are free. When pages run out, the youngest sequence is
+preempted: it frees its pages, keeps its place in the queue and is recomputed later.
+
+Only the engine's thread calls it. It knows no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace.backends.llm.page_pool import PagePool, extend_page_hashes
+
+_RECOVERY_STEPS = 1000
+"""Steps without a memory shortage after which the limits grow again."""
+
+
+class Scheduler:
+    """Waiting and running sequences over one page pool."""
+
+    def __init__(self, pool: PagePool, *, max_running: int, max_step_tokens: int) -> None:
+        self.pool = pool
+        self.max_running = max_running
+        # Every running sequence has a token in every step, and prompts must make progress beside them.
+        self.max_step_tokens = max(max_step_tokens, max_running + pool.page_size)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """Oldest first."""
+        self._free_indices = list(range(max_running - 1, -1, -1))
+        self._arrivals = 0
+        self._steps_in_flight = 0
+        self._configured = (self.max_running, self.max_step_tokens)
+        self._steps_since_shortage = 0
+        self.prefix_hits = 0
+        """Prompt tokens found in the prefix cache."""
+        self.prefix_queries = 0
+        """Prompt tokens looked up in the prefix cache."""
+        self.preemptions = 0
+
+    @property
+    def capacity(self) -> int:
+        """The longest sequence, in tokens, that can run."""
+        return self.pool.pages * self.pool.page_size
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sequence runs or waits."""
+        return not self.running and not self.waiting
+
+    def add(self, sequence: Sequence, children: Iterable[Sequence] = ()) -> None:
+        """Queue a new sequence, whose `limit` is at most the `capacity`.
+
+        Its children have the same prompt and start when the prompt is computed.
+        """
+        if sequence.limit > self.capacity:
+            raise ValueError(f"a sequence of {sequence.limit} tokens does not fit into {self.capacity}")
+        sequence.children = list(children)
+        for member in (sequence, *sequence.children):
+            self._arrivals += 1
+            member.arrived = self._arrivals
+            member.state = Sequence.BLOCKED
+            member.parent = None if member is sequence else sequence
+        self._wait(sequence)
+
+    def finish(self, sequences: Iterable[Sequence]) -> None:
+        """Free the pages and batch indices of sequences that have ended or were cancelled. Idempotent."""
+        for sequence in sequences:
+            if sequence.state == Sequence.RUNNING:
+                self.running.remove(sequence)
+                self._release(sequence)
+            elif sequence.state == Sequence.WAITING:
+                self.waiting.remove(sequence)
+            sequence.state = Sequence.FINISHED
+            self._release_children(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """Return the chunks of the next step. If empty and not `idle`, commit the steps in flight first."""
+        self._admit()
+        chunks: list[Chunk] = []
+        prompts: list[Sequence] = []
+        for sequence in tuple(self.running):
+            if sequence.state != Sequence.RUNNING:
+                continue  # preempted by an older sequence in this loop
+            if not sequence.decoding:
+                if sequence.computed < sequence.length:
+                    prompts.append(sequence)
+            elif sequence.length < sequence.limit:
+                if not self._grow(sequence):
+                    if self._steps_in_flight:
+                        return []  # which sequence to preempt depends on the tokens in flight
+                    continue
+                start = sequence.computed
+                chunks.append(Chunk(sequence, start, 1, samples=True, known=not sequence.pending))
+        self._add_prompts(chunks, [sequence for sequence in prompts if sequence.state == Sequence.RUNNING])
+        for chunk in chunks:
+            chunk.sequence.computed = chunk.end
+            chunk.sequence.pending += chunk.samples
+        if chunks:
+            self._steps_in_flight += 1
+        return chunks
+
+    def commit(self, chunks: list[Chunk], tokens: list[int]) -> list[tuple[int, Sequence]]:
+        """Record a computed step; `tokens` are those of the chunks that sample, in their order.
+
+        Returns the index of each token that counts and the sequence it was appended to: a sequence that finished in the
+        meantime gets none.
+        """
+        self._steps_in_flight -= 1
+        self._steps_since_shortage += 1
+        if self._steps_since_shortage >= _RECOVERY_STEPS:
+            self._recover()
+        grown = []
+        number = 0
+        for chunk in chunks:
+            sequence = chunk.sequence
+            alive = sequence.state == Sequence.RUNNING
+            if chunk.samples:
+                if alive:
+                    sequence.pending -= 1
+                    sequence.tokens.append(tokens[number])
+                    grown.append((number, sequence))
+                number += 1
+            if alive:
+                self._register(sequence, chunk)
+                if sequence.children and chunk.end >= sequence.prompt_length:
+                    self._release_children(sequence)
+        return grown
+
+    def abort(self, chunks: list[Chunk]) -> list[Sequence]:
+        """Finish and return the sequences of a step that failed. No other step may be in flight."""
+        self._steps_in_flight -= 1
+        sequences = [chunk.sequence for chunk in chunks]
+        self.finish(sequences)
+        return sequences
+
+    def roll_back(self, chunks: list[Chunk]) -> bool:
+        """Undo a step that ran out of device memory, and make later steps smaller. No other step may be in flight.
+
+        Returns False, and changes nothing, where steps cannot be smaller. The limits grow again after `_RECOVERY_STEPS`
+        steps without a shortage.
+        """
+        self._steps_since_shortage = 0
+        least = self.max_running + self.pool.page_size
+        large = sum(chunk.count for chunk in chunks) > least
+        if not large and len(self.running) <= 1:
+            return False
+        self._steps_in_flight -= 1
+        for chunk in chunks:
+            chunk.sequence.computed = chunk.start
+            chunk.sequence.pending -= chunk.samples
+        if large:
+            self.max_step_tokens = max(least, self.max_step_tokens // 2)
+            return True
+        self.max_running = max(1, len(self.running) // 2)
+        while len(self.running) > self.max_running:
+            self._preempt(self.running[-1])
+        return True
+
+    def _recover(self) -> None:
+        self._steps_since_shortage = 0
+        running, step_tokens = self._configured
+        self.max_running = min(running, self.max_running * 2)
+        self.max_step_tokens = min(step_tokens, self.max_step_tokens * 2)
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.state = Sequence.WAITING
+        if self.waiting and self.waiting[-1].arrived > sequence.arrived:
+            insort(self.waiting, sequence, key=_arrival)
+        else:
+            self.waiting.append(sequence)
+
+    def _release_children(self, parent: Sequence) -> None:
+        children, parent.children = parent.children, []
+        for child in children:
+            if child.state == Sequence.BLOCKED:
+                self._wait(child)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.max_running:
+            sequence = self.waiting[0]
+            shared = self._cached_pages(sequence)
+            size = self.pool.page_size
+            needed = min(-(-(sequence.length + 1) // size), -(-sequence.limit // size)) - len(shared)
+            # Cached pages that are evictable count as available until they are shared. And each running sequence may need
+            # a page soon: without that reserve a sequence would start, be preempted and start again.
+            reserved = sum(map(self.pool.is_evictable, shared)) + len(self.running)
+            if needed + reserved > self.pool.available:
+                return
+            self.waiting.popleft()
+            for page in shared:
+                self.pool.share(page)
+            sequence.pages = [*shared, *(self.pool.allocate() for _ in range(needed))]
+            sequence.computed = len(shared) * size
+            if sequence.received_pages is not None:
+                self._use_received_pages(sequence, len(shared))
+            if not sequence.preemptions:
+                sequence.tokens = list(sequence.tokens)
+                sequence.cached = len(shared) * size
+                self.prefix_hits += sequence.cached
+                self.prefix_queries += sequence.length
+            sequence.batch_index = self._free_indices.pop()
+            sequence.state = Sequence.RUNNING
+            insort(self.running, sequence, key=_arrival)
+
+    def _cached_pages(self, sequence: Sequence) -> list[int]:
+        """Return the pages that already hold its first tokens, without the last token, whose logits are needed."""
+        pool = self.pool
+        full = (sequence.length - 1) // pool.page_size
+        parent = sequence.parent
+        cached: list[int] = []
+        if parent is not None and parent.pages:
+            ready = min(parent.computed, sequence.prompt_length - 1) // pool.page_size
+            cached = parent.pages[: min(full, ready)]
+        if not pool.prefix_cache or len(cached) == full:
+            return cached
+        page_hashes = extend_page_hashes(
+            sequence.page_hashes, sequence.tokens, pool.page_size, sequence.cache_salt, full
+        )
+        for page_hash in page_hashes[len(cached) : full]:
+            page = pool.find(page_hash)
+            if page is None:
+                break
+            cached.append(page)
+        return cached
+
+    def _use_received_pages(self, sequence: Sequence, shared: int) -> None:
+        """Copy pages that another server computed behind the `shared` pages."""
+        received, sequence.received_pages = sequence.received_pages, None
+        if received is None or not received.first <= shared < received.end:
+            return  # since the transfer was requested, cached pages were evicted or the missing ones were computed
+        pool = self.pool
+        pages = sequence.pages[shared : received.end]
+        if not received.copy_to(shared, pages):
+            return
+        sequence.computed = received.end * pool.page_size
+        page_hashes = extend_page_hashes(
+            sequence.page_hashes, sequence.tokens, pool.page_size, sequence.cache_salt, received.end
+        )
+        for page, page_hash in zip(pages, page_hashes[shared : received.end], strict=True):
+            pool.register(page, page_hash)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Ensure a page for its next token. False: it has to wait, or was preempted itself."""
+        if sequence.computed < len(sequence.pages) * self.pool.page_size:
+            return True
+        while not self.pool.available:
+            if self._steps_in_flight:
+                return False
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        sequence.pages.append(self.pool.allocate())
+        return True
+
+    def _add_prompts(self, chunks: list[Chunk], prompts: list[Sequence]) -> None:
+        left = self.max_step_tokens - len(chunks)
+        for index, sequence in enumerate(prompts):
+            if left <= 0:
+                return
+            others_wait = index + 1 < len(prompts)
+            most = max(left // 2, self.pool.page_size) if others_wait else left
+            count = min(sequence.length - sequence.computed, most, left)
+            end = sequence.computed + count
+            chunks.append(Chunk(sequence, sequence.computed, count, samples=end == sequence.length))
+            left -= count
+
+    def _register(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Add the pages that this chunk has filled to the prefix cache, as far as their tokens are known."""
+        pool = self.pool
+        if not pool.prefix_cache:
+            return
+        full = min(chunk.end, len(sequence.tokens)) // pool.page_size
+        first = chunk.start // pool.page_size
+        if full <= first:
+            return
+        page_hashes = extend_page_hashes(
+            sequence.page_hashes, sequence.tokens, pool.page_size, sequence.cache_salt, full
+        )
+        for index in range(first, full):
+            pool.register(sequence.pages[index], page_hashes[index])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._wait(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.free(reversed(sequence.pages))
+        sequence.pages = []
+        sequence.computed = 0
+        sequence.pending = 0
+        self._free_indices.append(sequence.batch_index)
+        sequence.batch_index = -1
+
+
+class ReceivedPages(Protocol):
+    """Pages of a prompt that another server computed: `kv_transfer.page_layout.ReceivedPages`."""
+
+    first: int
+    """Index of the first received page in the prompt, ..."""
+    end: int
+    """... and of the first page that was not received."""
+
+    def copy_to(self, start: int, pages: list[int]) -> bool:
+        """Fill these pages, the prompt's from index `start` on; False if that failed."""
+
+
+class Sequence:
+    """The tokens of one choice of one request, and their pages. The scheduler never reads `owner` or `prompt_inputs`."""
+
+    __slots__ = (
+        "adapter",
+        "arrived",
+        "batch_index",
+        "cache_salt",
+        "cached",
+        "children",
+        "computed",
+        "limit",
+        "owner",
+        "page_hashes",
+        "pages",
+        "parent",
+        "pending",
+        "preemptions",
+        "prompt_inputs",
+        "prompt_length",
+        "received_pages",
+        "state",
+        "tokens",
+    )
+
+    NEW, BLOCKED, WAITING, RUNNING, FINISHED = range(5)
+
+    def __init__(
+        self,
+        tokens: list[int],
+        limit: int,
+        *,
+        cache_salt: bytes = b"",
+        adapter: str = "",
+        prompt_inputs: Any = None,
+        owner: Any = None,
+        parent: Sequence | None = None,
+    ) -> None:
+        self.tokens = tokens
+        """The prompt and the generated tokens. `pending` counts tokens that were sampled but not read yet.
+
+        Until the sequence first runs, this is the caller's list: waiting choices of one request share their prompt."""
+        self.prompt_length = len(tokens)
+        self.limit = limit
+        """Maximum number of tokens, prompt included."""
+        self.cache_salt = cache_salt
+        """Sequences share pages only if their salts are equal: the adapter's name and a hash of images."""
+        self.adapter = adapter
+        self.prompt_inputs = prompt_inputs
+        """The model runner's `PromptInputs`, if the prompt has images."""
+        self.owner = owner
+        """The engine's `Choice`."""
+        self.parent = parent
+        """Another choice of the same request, whose prompt pages this one shares."""
+        self.children: list[Sequence] = []
+        """The other choices, blocked until this one's prompt is computed."""
+        self.state = self.NEW
+        self.arrived = 0
+        """Arrival number, given by the scheduler: lower is older."""
+        self.batch_index = -1
+        """While it runs: a number below `max_running` that no other running sequence has."""
+        self.pages: list[int] = []
+        self.computed = 0
+        """Tokens whose keys and values are in its pages, or will be after the steps in flight."""
+        self.pending = 0
+        self.cached = 0
+        """Prompt tokens that were in the prefix cache when it first ran."""
+        self.page_hashes: list[bytes] = []
+        """Hashes of its first pages, as far as they were needed."""
+        self.preemptions = 0
+        self.received_pages: ReceivedPages | None = None
+        """Prompt pages that another server computed, until the sequence first runs."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, pending ones included."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def decoding(self) -> bool:
+        """Whether all tokens but the newest are computed."""
+        return self.computed == self.length - 1 and self.computed >= self.prompt_length
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `start` to `start + count` of a sequence, scheduled for one step.
+
+    The token of a decode chunk may still be in flight: it is then the one that the previous step samples, and `known` is
+    False.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+    """Whether a token is sampled after its last row: not in the middle of a prompt."""
+    known: bool = True
+
+    @property
+    def end(self) -> int:
+        """Number of tokens of the sequence that are computed after this chunk."""
+        return self.start + self.count
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrived

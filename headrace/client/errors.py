@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors for callers: the classes of `core.errors` by HTTP status, gRPC code or connection failure.
+
+Every error has `request_id` (the id in the server's log, "" if none was sent) and `status` (the HTTP status, the name of the
+gRPC code, or None when no server answered).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from typing import Any, cast
+
+from headrace.client.sockets import Address
+from headrace.core import errors
+from headrace.core.errors import HeadraceError, Unavailable
+
+HTTP_ERRORS: dict[int, type[HeadraceError]] = {
+    400: errors.InvalidArgument,
+    401: errors.Unauthenticated,
+    403: errors.PermissionDenied,
+    404: errors.NotFound,
+    405: errors.Unimplemented,
+    408: errors.DeadlineExceeded,
+    409: errors.FailedPrecondition,
+    413: errors.TooLarge,
+    429: errors.ResourceExhausted,
+    431: errors.TooLarge,
+    499: errors.Cancelled,
+    500: errors.Internal,
+    501: errors.Unimplemented,
+    502: errors.Unavailable,
+    503: errors.Unavailable,
+    504: errors.DeadlineExceeded,
+}
+
+GRPC_ERRORS: dict[str, type[HeadraceError]] = {
+    "CANCELLED": errors.Cancelled,
+    "UNKNOWN": errors.Internal,
+    "INVALID_ARGUMENT": errors.InvalidArgument,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
+    "NOT_FOUND": errors.NotFound,
+    "ALREADY_EXISTS": errors.AlreadyExists,
+    "PERMISSION_DENIED": errors.PermissionDenied,
+    "RESOURCE_EXHAUSTED": errors.ResourceExhausted,
+    "FAILED_PRECONDITION": errors.FailedPrecondition,
+    "ABORTED": errors.FailedPrecondition,
+    "OUT_OF_RANGE": errors.InvalidArgument,
+    "UNIMPLEMENTED": errors.Unimplemented,
+    "INTERNAL": errors.Internal,
+    "UNAVAILABLE": errors.Unavailable,
+    "DATA_LOSS": errors.Internal,
+    "UNAUTHENTICATED": errors.Unauthenticated,
+}
+
+_PATIENT = (errors.Unavailable, errors.ResourceExhausted)
+_MOST_TEXT = 4096
+
+
+def http_error(status: int, message: str, request_id: str, retry_after: float | None = None) -> HeadraceError:
+    """Return the error for an HTTP status of 300 or more."""
+    known = HTTP_ERRORS.get(status)
+    if known is None:
+        known = errors.InvalidArgument if 400 <= status < 500 else errors.Internal if status >= 500 else Unavailable
+    return with_request_id(known(message[:_MOST_TEXT], retry_after_seconds=retry_after), request_id, status)
+
+
+def grpc_error(code: str, message: str, request_id: str, retry_after: float | None = None) -> HeadraceError:
+    """Return the error for a gRPC code."""
+    kind = GRPC_ERRORS.get(code, errors.Internal)
+    return with_request_id(kind(message[:_MOST_TEXT], retry_after_seconds=retry_after), request_id, code)
+
+
+def with_request_id(error: HeadraceError, request_id: str, status: int | str | None = None) -> HeadraceError:
+    """Set an error's `request_id` and `status`, unless it has them."""
+    own = vars(error)
+    if "request_id" not in own:
+        own["request_id"] = request_id
+        own["status"] = status
+        if request_id and status is not None:
+            error.add_note(f"request id {request_id}: the server's log may have more under this id")
+    return error
+
+
+def is_from_server(error: HeadraceError) -> bool:
+    """Return whether a server returned the error; False for one that the client raised itself."""
+    return vars(error).get("status") is not None
+
+
+def has_retry_after(error: HeadraceError) -> bool:
+    """Return whether the server asked to retry after some time."""
+    return isinstance(error, _PATIENT) and error.retry_after_seconds is not None
+
+
+def connection_error(
+    address: Address, cause: BaseException | str, *, connecting: bool = False, unsent: bool = False
+) -> HeadraceError:
+    """Return the error for a connection that could not be made, or broke."""
+    if isinstance(cause, str):
+        return Unavailable(f"{address}: {cause}")
+    reason = _reason(cause)
+    if isinstance(cause, socket.gaierror):
+        return Unavailable(f"the host of {address} is not known ({reason}): check its name")
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return Unavailable(
+            f"the certificate of {address} is not trusted ({cause.verify_message}): give the file of its authority "
+            "with verify='ca.pem'"
+        )
+    if isinstance(cause, ssl.SSLError):
+        return Unavailable(
+            f"no TLS with {address} ({reason}): check that this port speaks TLS and whether it wants a certificate "
+            "of the client (cert=...)"
+        )
+    if connecting:
+        return Unavailable(
+            f"no server answers at {address} ({reason}): check that one runs there ('headrace serve') and that host "
+            "and port are right"
+        )
+    if unsent:
+        return Unavailable(
+            f"the connection to {address} broke before the whole request was sent ({reason}): look at the server's log"
+        )
+    return Unavailable(
+        f"the connection to {address} broke before the answer came ({reason}): look at the server's log; the request "
+        "may have been computed"
+    )
+
+
+def _reason(cause: BaseException) -> str:
+    """Return the operating system's reason."""
+    # asyncio puts texts of its own into `strerror`, which say less.
+    if type(cause) is not socket.gaierror and not isinstance(cause, ssl.SSLError) and getattr(cause, "errno", None):
+        return os.strerror(cast("OSError", cause).errno or 0)
+    reason: Any = getattr(cause, "reason", None) or getattr(cause, "strerror", None)
+    return str(reason or cause or type(cause).__name__)[:200]

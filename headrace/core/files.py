@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that several processes share: written atomically, locked, read and written as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import FailedPrecondition
+
+_POLL_SECONDS = 0.005
+_ASYNC_POLL_SECONDS = 0.02
+
+
+def write_atomically(path: Path, content: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
+    """Replace a file: a reader sees the old content or the new content, never a part. Raises OSError.
+
+    `durable`: the content survives a power failure. Without it the content survives a killed process only, and the caller
+    does not wait for the disk.
+    """
+    # The name is random and must be new: in a shared folder another user could put a link there.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: Any, *, indent: int | None = None, durable: bool = True) -> None:
+    """Write JSON atomically, readable by its owner alone; creates the folder. Raises FailedPrecondition with the cause."""
+    encoded = json.dumps(content, indent=indent).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(path, encoded, durable=durable)
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "make room on its disk" if is_full else "check its permissions"
+        raise FailedPrecondition(f"{path} cannot be written: {os.strerror(error.errno or 0)}; {advice}") from None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object of a file; None if there is no file, or no JSON object in it."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def list_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders in a folder, sorted by name; none if it does not exist."""
+    if folder.is_dir():
+        yield from sorted(path for path in folder.iterdir() if path.is_dir())
+
+
+class FileLock:
+    """An exclusive `flock` on a file or folder, among threads and processes. The file is created, and never removed here.
+
+    The lock is released when the process ends, however it ends. A lock file may be removed by its holder: a process that
+    waited for the removed file tries again with the new one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    @property
+    def descriptor(self) -> int:
+        """The open lock file. Opens it on first use, without locking it; raises OSError."""
+        if self._descriptor is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            flags = os.O_RDONLY | os.O_DIRECTORY if self.path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            self._descriptor = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
+        return self._descriptor
+
+    def acquire(self, seconds: float | None = None) -> None:
+        """Lock it, waiting at most `seconds` (None: no limit). Raises TimeoutError, or OSError if it cannot be opened."""
+        limit = None if seconds is None else time.monotonic() + seconds
+        while not self.try_acquire(wait=limit is None):
+            if limit is None:
+                continue
+            # Polled rather than blocked in the kernel: the holder may be stopped by a debugger or by Ctrl-Z.
+            if time.monotonic() >= limit:
+                self.release()
+                raise TimeoutError(f"{self.path} is locked by another process")
+            time.sleep(_POLL_SECONDS)
+
+    def try_acquire(self, *, wait: bool = False) -> bool:
+        """Lock it if it is free; return whether it is locked now. `wait`: until its holder releases it. Raises OSError."""
+        try:
+            descriptor = self.descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(self.path).st_ino == os.fstat(descriptor).st_ino:
+                return True
+        except BlockingIOError:
+            return False
+        except FileNotFoundError:
+            pass
+        self.release()  # the file was removed, or replaced, by the process that held the lock
+        return False
+
+    def release(self) -> None:
+        """Unlock it; does nothing if it is not locked."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __enter__(self) -> FileLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, seconds: float | None = None) -> AsyncIterator[None]:
+        """Hold it without blocking the event loop. Raises TimeoutError, OSError."""
+        async with asyncio.timeout(seconds):
+            try:
+                while not self.try_acquire():  # noqa: ASYNC110  # another process holds it
+                    await asyncio.sleep(_ASYNC_POLL_SECONDS)
+            except BaseException:
+                self.release()
+                raise
+        try:
+            yield
+        finally:
+            self.release()

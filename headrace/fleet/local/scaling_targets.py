@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaling targets: the metric, value and windows of a HorizontalPodAutoscaler or a ScaledObject. Pure.
+
+Knative's annotations set the windows, if the service has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace.core.errors import InvalidArgument
+from headrace.fleet.autoscaling.autoscaler import CONCURRENCY, KNATIVE, RPS, UTILISATION, AutoscalerSpec, Windows
+from headrace.fleet.autoscaling.promql import Expression, parse_duration, parse_query
+from headrace.fleet.local.scheduler import pod_requests
+from headrace.fleet.local.workloads import KEDA, autoscaler_of, pod_templates, replica_bounds
+from headrace.fleet.names import COMPONENT_LABEL
+from headrace.platforms.kubernetes_client.objects import (
+    Document,
+    annotations_of,
+    get_int,
+    get_list,
+    get_mapping,
+    get_str,
+    kind_of,
+    labels_of,
+    name_of,
+)
+
+CPU, MEMORY, QUERY = "cpu", "memory", "query"
+WINDOW, PANIC_WINDOW, PANIC_THRESHOLD, TARGET_UTILIZATION = (
+    f"autoscaling.knative.dev/{name}"
+    for name in (
+        "window",
+        "panic-window-percentage",
+        "panic-threshold-percentage",
+        "target-utilization-percentage",
+    )
+)
+_TOLERANCE = 0.1
+"""The tolerance of HorizontalPodAutoscalers."""
+_WINDOW_SECONDS = (1.0, 3600.0)
+_MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class ScalingTarget:
+    """A workload, and the metric that its replicas follow."""
+
+    workload: str
+    component: str
+    metric: str
+    spec: AutoscalerSpec
+    query: Expression | None = None
+    ratio: bool = False
+    """Whether the value is a ratio for the whole workload, not a load that its replicas share: KEDA's metricType Value."""
+
+    def describe(self, average: float, seconds: float) -> str:
+        """Return the load and its target as a text."""
+        target, over = self.spec.target, f"over {seconds:g} s"
+        if self.metric == CPU:
+            return f"cpu {average:.2f} cores {over}, target {target:.2f} per replica"
+        if self.metric == MEMORY:
+            return f"memory {average / _MEBIBYTE:.0f} MiB {over}, target {target / _MEBIBYTE:.0f} MiB per replica"
+        if self.metric == QUERY:
+            return f"query {average:.4g} {over}, target {target:g}"
+        name = "concurrency" if self.metric == CONCURRENCY else "requests/s"
+        return f"{name} {average:.1f} {over}, target {target:g} at {self.spec.utilisation:.0%}"
+
+
+@dataclass(frozen=True)
+class InvalidTarget:
+    """A workload that cannot be scaled by load, and the reason."""
+
+    workload: str
+    component: str
+    reason: str
+    message: str
+
+
+def scaling_target(workload: Document, objects: Sequence[Document]) -> ScalingTarget | InvalidTarget | None:
+    """Return the target of a workload; None if its replicas are fixed, or not scaled here."""
+    autoscaler = autoscaler_of(workload, objects)
+    if autoscaler is None or len(set(replica_bounds(autoscaler))) == 1:
+        return None
+    name, component = name_of(workload), labels_of(workload).get(COMPONENT_LABEL, "")
+    try:
+        annotations = annotations_of(autoscaler)
+        windows, utilization_target = (
+            parse_windows(annotations),
+            _percent(annotations, TARGET_UTILIZATION, 100 * UTILISATION, (1.0, 100.0)) / 100,
+        )
+    except InvalidArgument as error:
+        return InvalidTarget(name, component, "InvalidAnnotation", error.message)
+    minimum, maximum = replica_bounds(autoscaler)
+    if kind_of(autoscaler) == KEDA:
+        return _by_query(autoscaler, name, component, AutoscalerSpec(1.0, maximum, minimum, 1.0, _TOLERANCE, windows))
+    metric_spec: Document = next(iter(get_list(autoscaler, "spec", "metrics")), {})
+    if get_str(metric_spec, "type") == "Pods":
+        target = float(get_str(metric_spec, "pods", "target", "averageValue"))
+        metric = CONCURRENCY if get_str(metric_spec, "pods", "metric", "name") == CONCURRENCY else RPS
+        return ScalingTarget(
+            name, component, metric, AutoscalerSpec(target, maximum, minimum, utilization_target, 0.0, windows)
+        )
+    metric = MEMORY if get_str(metric_spec, "resource", "name") == MEMORY else CPU
+    requests = [pod_requests(template) for template in pod_templates(workload)]
+    requested = sum(request.memory if metric == MEMORY else request.cores for request in requests)
+    if not requested:
+        return InvalidTarget(
+            name,
+            component,
+            "NoResourceRequest",
+            f"{metric} is scaled by a share of the container's request, and it has none: set "
+            f"resources.requests.{metric}, or another scaleMetric",
+        )
+    utilization = (get_int(metric_spec, "resource", "target", "averageUtilization") or 100) / 100
+    return ScalingTarget(
+        name, component, metric, AutoscalerSpec(requested * utilization, maximum, minimum, 1.0, _TOLERANCE, windows)
+    )
+
+
+def _by_query(autoscaler: Document, name: str, component: str, spec: AutoscalerSpec) -> ScalingTarget | InvalidTarget:
+    trigger: Document = next(
+        (item for item in get_list(autoscaler, "spec", "triggers") if get_str(item, "type") == "prometheus"), {}
+    )
+    metadata = get_mapping(trigger, "metadata")
+    try:
+        query = parse_query(get_str(metadata, "query"))
+        target = float(get_str(metadata, "threshold"))
+    except InvalidArgument as error:
+        return InvalidTarget(name, component, "UnsupportedQuery", error.message)
+    except ValueError:
+        return InvalidTarget(name, component, "UnsupportedQuery", "scalingThreshold is not a number")
+    query_spec = AutoscalerSpec(target, spec.max_replicas, spec.min_replicas, 1.0, spec.tolerance, spec.windows)
+    return ScalingTarget(name, component, QUERY, query_spec, query, get_str(trigger, "metricType") == "Value")
+
+
+def parse_windows(annotations: Mapping[str, str]) -> Windows:
+    """Return Knative's windows from annotations. Raises InvalidArgument."""
+    text = annotations.get(WINDOW, "")
+    stable = parse_duration(text) if text else KNATIVE.stable_seconds
+    shortest, longest = _WINDOW_SECONDS
+    if stable is None or not shortest <= stable <= longest:
+        raise InvalidArgument(f"{WINDOW} takes a time from 1s to 1h, not {text[:40]!a}")
+    share = _percent(annotations, PANIC_WINDOW, 10.0, (1.0, 100.0))
+    threshold = _percent(annotations, PANIC_THRESHOLD, 100 * KNATIVE.panic_threshold, (110.0, 1000.0))
+    return Windows(stable, stable * share / 100, threshold / 100)
+
+
+def _percent(annotations: Mapping[str, str], name: str, default: float, bounds: tuple[float, float]) -> float:
+    text = annotations.get(name)
+    try:
+        value = default if text is None else float(text)
+    except ValueError:
+        value = math.nan
+    if not bounds[0] <= value <= bounds[1]:
+        raise InvalidArgument(f"{name} takes percent from {bounds[0]:g} to {bounds[1]:g}, not {(text or '')[:40]!a}")
+    return value

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The autoscaler of a component: a HorizontalPodAutoscaler or a KEDA ScaledObject."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from headrace.fleet.documents import Problem
+from headrace.fleet.merging import Component
+from headrace.fleet.names import (
+    AUTOSCALER_CLASS,
+    AUTOSCALER_METRICS,
+    KEDA_OPERATOR,
+    KEDA_QUERY,
+    KEDA_SERVER_ADDRESS,
+    KEDA_THRESHOLD,
+    MULTI_NODE,
+    RAW,
+    ROUTER,
+    TARGET_UTILIZATION,
+    scaled_object_name,
+    trunc63,
+)
+from headrace.fleet.planning.context import Object, PlanContext, full_name
+from headrace.platforms.kubernetes_client.objects import annotations_of, get_mapping, get_str
+
+HPA = ("autoscaling/v2", "HorizontalPodAutoscaler")
+DEFAULT_UTILIZATION = 80
+REQUEST_METRICS = ("concurrency", "rps")
+"""Metrics that only Knative or our router can count."""
+REQUEST_TARGETS = {"concurrency": 100, "rps": 200}
+COUNTS_REQUESTS = "requests"
+"""Capability of a cluster that provides `REQUEST_METRICS` to autoscalers; a local fleet has it."""
+
+Scaler = Literal["hpa", "keda", "front", "external", "none"]
+
+
+def scales_to_zero(component: Component, mode: str) -> bool:
+    """Whether a component scales to zero without Knative: our router holds requests and scales it up."""
+    return component.extension.min_replicas == 0 and mode in (RAW, MULTI_NODE)
+
+
+def scaler_of(context: PlanContext, component: Component, mode: str) -> Scaler:
+    """Return what scales a component's Deployment or LeaderWorkerSet."""
+    chosen = component.annotations.get(AUTOSCALER_CLASS) or context.annotations.get(AUTOSCALER_CLASS, "")
+    if _uses_keda(context, component, chosen):
+        return "keda"
+    if chosen == "external":
+        return "external"
+    if scales_to_zero(component, mode) and request_metric(component):
+        return "front"
+    if mode == MULTI_NODE and chosen != "hpa" and not component.extension.scale_metric:
+        # The CPU of a leader says little about a group of GPU nodes: an HPA only on request.
+        return "front" if scales_to_zero(component, mode) else "none"
+    return "hpa"
+
+
+def request_metric(component: Component) -> str:
+    """Return `concurrency` or `rps` for a component scaled by requests. Default with scale to zero: concurrency."""
+    metric = component.extension.scale_metric or ("concurrency" if component.extension.min_replicas == 0 else "")
+    return metric if metric in REQUEST_METRICS else ""
+
+
+def scaling_problems(context: PlanContext, component: Component, scaler: Scaler) -> Iterator[Problem]:
+    """Yield what this cluster cannot scale by."""
+    if scaler == "hpa" and request_metric(component) and not context.has(COUNTS_REQUESTS):
+        message = f"a HorizontalPodAutoscaler cannot count {component.extension.scale_metric}"
+        fix = "write cpu or memory, kedaConfig.enableKeda: true, or minReplicas: 0, with which a router counts"
+        yield Problem(f"spec.{component.name}.scaleMetric", message, fix)
+    if scaler == "keda" and not context.has("keda"):
+        message = "KEDA is not installed in this cluster"
+        yield Problem(f"spec.{component.name}.kedaConfig", message, "install KEDA, or set enableKeda: false")
+
+
+def horizontal_pod_autoscaler(
+    context: PlanContext, component: Component, name: str, target: tuple[str, str, str], least: int, most: int
+) -> Object:
+    """Return the HorizontalPodAutoscaler of a workload (API version, kind, name). Its minimum is at least 1."""
+    extension = component.extension
+    metric = extension.scale_metric or component.annotations.get(AUTOSCALER_METRICS) or "cpu"
+    value = component.annotations.get(TARGET_UTILIZATION, "")
+    share = int(value) if value.isdecimal() and value.isascii() else extension.scale_target or DEFAULT_UTILIZATION
+    least = max(1, least)
+    measured: Object = {
+        "type": "Resource",
+        "resource": {"name": metric, "target": {"type": "Utilization", "averageUtilization": share}},
+    }
+    if metric in REQUEST_METRICS:
+        held = {"type": "AverageValue", "averageValue": str(extension.scale_target or REQUEST_TARGETS[metric])}
+        measured = {"type": "Pods", "pods": {"metric": {"name": metric}, "target": held}}
+    spec = {
+        "scaleTargetRef": {"apiVersion": target[0], "kind": target[1], "name": target[2]},
+        "minReplicas": least,
+        "maxReplicas": max(least, most),
+        "metrics": [measured],
+    }
+    return context.new_object(HPA, name, component.labels, component.annotations, spec=spec)
+
+
+def _uses_keda(context: PlanContext, component: Component, chosen: str) -> bool:
+    own = get_mapping(context.service, "spec", component.name)
+    if annotations_of({"metadata": own}).get(AUTOSCALER_CLASS) == "keda":
+        return True
+    if component.name == ROUTER and not get_mapping(own, "kedaConfig") and not _query_names_component(context):
+        return False  # the service's query counts tokens, which a router does not have
+    return chosen == "keda" or component.extension.keda.get("enableKeda") is True
+
+
+def _query_names_component(context: PlanContext) -> bool:
+    """Whether the service's query contains the component's name."""
+    return "%s" in get_str(context.service, "spec", "kedaConfig", "customPromQuery")
+
+
+SCALED_OBJECT = ("keda.sh/v1alpha1", "ScaledObject")
+DEFAULT_THRESHOLD = "10"
+_PENDING_METRICS = (
+    "vllm:num_requests_(running|waiting)|sglang:num_(running|queue)_reqs|nv_inference_pending_request_count"
+)
+"""Running and queued requests, as vLLM, SGLang and Triton or Headrace count them."""
+_MAX_RATIO = 1000
+
+
+def scaled_object(
+    context: PlanContext, component: Component, target: tuple[str, str, str], counted: Mapping[str, str] | None = None
+) -> Object:
+    """Return the ScaledObject of a workload (API version, kind, name). `counted`: the trigger of our router's activity."""
+    keda, extension = component.extension.keda, component.extension
+    metadata = {"serverAddress": prometheus_address(context, component), "query": keda_query(context, component)}
+    metadata["threshold"] = keda_threshold(component)
+    trigger: Object = {"type": "prometheus", "metadata": metadata}
+    if _operator(component).startswith("Less"):
+        threshold = metadata["threshold"]
+        floor = f"({threshold} / {_MAX_RATIO})"
+        metadata["query"] = f"{threshold} / clamp_min(({metadata['query']}), {floor})"
+        metadata["threshold"] = "1"
+        trigger["metricType"] = "Value"
+    if get_str(keda, "authModes"):
+        metadata["authModes"] = get_str(keda, "authModes")
+    reference = get_mapping(keda, "authenticationRef")
+    if get_str(reference, "name"):
+        kind = get_str(reference, "kind") or "TriggerAuthentication"
+        trigger["authenticationRef"] = {"name": get_str(reference, "name"), "kind": kind}
+    triggers = [trigger]
+    if counted:
+        triggers.append({"type": "metrics-api", "metadata": dict(counted)})
+    spec = {
+        "scaleTargetRef": {"apiVersion": target[0], "kind": target[1], "name": target[2]},
+        "minReplicaCount": extension.min_replicas,
+        "maxReplicaCount": max(extension.min_replicas, extension.max_replicas, 1),
+        "triggers": triggers,
+    }
+    name = scaled_object_name(full_name(context, component))
+    return context.new_object(SCALED_OBJECT, name, component.labels, component.annotations, spec=spec)
+
+
+def keda_problems(component: Component) -> Iterator[Problem]:
+    """Yield thresholds that KEDA cannot use."""
+    try:
+        positive = float(keda_threshold(component)) > 0
+    except ValueError:
+        positive = False
+    if not positive:
+        message = f"KEDA divides by the threshold, and it is {keda_threshold(component)}"
+        yield Problem(f"spec.{component.name}.kedaConfig.scalingThreshold", message, "write a number above 0")
+
+
+def prometheus_address(context: PlanContext, component: Component) -> str:
+    """Return the address of the Prometheus to query."""
+    value = component.annotations.get(KEDA_SERVER_ADDRESS) or get_str(component.extension.keda, "promServerAddress")
+    return value or context.facts.settings.prometheus_address
+
+
+def keda_threshold(component: Component) -> str:
+    """Return the threshold of the query per replica."""
+    value = component.annotations.get(KEDA_THRESHOLD) or get_str(component.extension.keda, "scalingThreshold")
+    return value or DEFAULT_THRESHOLD
+
+
+def keda_query(context: PlanContext, component: Component) -> str:
+    """Return the query. `%s` in a user's query becomes the component's full name; other percent signs stay."""
+    query = component.annotations.get(KEDA_QUERY) or get_str(component.extension.keda, "customPromQuery")
+    if query:
+        return query.replace("%s", full_name(context, component))
+    labels = {
+        "__name__": _PENDING_METRICS,
+        "namespace": context.namespace,
+        "ome_io_inferenceservice": trunc63(context.name),
+        "component": component.name,
+    }
+    chosen = ",".join(f'{name}{"=~" if name == "__name__" else "="}"{value}"' for name, value in labels.items())
+    return f"sum({{{chosen}}})"
+
+
+def _operator(component: Component) -> str:
+    return component.annotations.get(KEDA_OPERATOR) or get_str(component.extension.keda, "scalingOperator")

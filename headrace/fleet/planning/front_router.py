@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front router of a service: splits requests between revisions, holds them while pods start from zero, or both.
+
+It is used where neither Knative nor a Gateway does so. Its configuration is a file for `headrace router --config`. In it,
+`activation.targets` are workloads that the router scales from 0 to 1 through their `scale` subresource when a request comes,
+and back to 0 after `idle_seconds` without any; a target with `scale` is also kept at `metric` per replica (concurrency or
+rps), up to `most`. Requests wait for all targets at most `wait_seconds`; at most `held_requests` wait, with `held_bytes`.
+While it is not idle, `/router/status` has `"active": 1`, for KEDA.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from headrace.fleet.merging import Component
+from headrace.fleet.names import APP_LABEL, trunc63
+from headrace.fleet.planning.autoscalers import REQUEST_TARGETS, request_metric
+from headrace.fleet.planning.context import Object, PlanContext, available_replicas, digest_of
+from headrace.fleet.planning.raw_deployment import DEPLOYMENT
+from headrace.fleet.planning.router_component import SERVICE_ACCOUNT, backend_argument, role_objects
+
+FRONT = "front"
+PORT = 8080
+CONFIG_MAP = ("v1", "ConfigMap")
+IDLE_SECONDS = "ome.io/scale-to-zero-idle-seconds"
+"""Annotation: seconds without requests after which a service scales to zero."""
+DEFAULT_IDLE = 300
+WAIT_SECONDS = 900
+HELD_REQUESTS = 1000
+HELD_BYTES = 256 << 20
+_FILE = "router.yaml"
+_FOLDER = "/etc/headrace"
+_CONFIG_DIGEST = "ome.io/config-digest"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A Service that gets a share of the requests."""
+
+    service: str
+    port: int
+    weight: int = 100
+    revision: str = ""
+    """The revision that the router counts its requests under."""
+
+
+@dataclass(frozen=True)
+class ActivationTarget:
+    """A workload that scales to zero."""
+
+    component: Component
+    kind: tuple[str, str]
+    name: str
+    scaled_here: bool
+    """Whether the front router also scales it above one replica."""
+
+
+def front_name(context: PlanContext) -> str:
+    """Return `llama-chat-front`."""
+    return f"{context.name}-{FRONT}"
+
+
+def front_selector(context: PlanContext) -> dict[str, str]:
+    """Return the selector of the front router's pods."""
+    return {APP_LABEL: trunc63(front_name(context))}
+
+
+def front_is_ready(context: PlanContext) -> bool:
+    """Whether the front router has an available replica."""
+    return available_replicas(context.live_object("Deployment", front_name(context))) > 0
+
+
+def front_objects(
+    context: PlanContext,
+    backends: list[Backend],
+    activation_targets: list[ActivationTarget],
+    timeout: int | None,
+    keep_host: bool,
+) -> list[Object]:
+    """Return the front router's Deployment, configuration, and the Role to scale its targets."""
+    name, labels = front_name(context), context.own_labels(FRONT)
+    config = _config(context, backends, activation_targets, timeout, keep_host)
+    objects = [context.new_object(CONFIG_MAP, name, labels, data={_FILE: config})]
+    if activation_targets:
+        objects.append(context.new_object(SERVICE_ACCOUNT, name, labels))
+        objects += role_objects(context, name, name, labels, _scale_rules(activation_targets))
+    pod_labels = {**labels, **front_selector(context)}
+    spec: Object = {
+        # One replica with activation: two would have to know of each other's requests before scaling to zero.
+        "replicas": 1 if activation_targets else 2,
+        "selector": {"matchLabels": front_selector(context)},
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+        "template": {
+            "metadata": {"labels": pod_labels, "annotations": {_CONFIG_DIGEST: digest_of(config)}},
+            "spec": _pod(context, name, bool(activation_targets)),
+        },
+    }
+    return [*objects, context.new_object(DEPLOYMENT, name, labels, spec=spec)]
+
+
+def keda_trigger(context: PlanContext, port: int) -> dict[str, str]:
+    """Return KEDA's metrics-api trigger: whether the front router is active. `port`: that of the service's Service."""
+    url = f"http://{context.host(trunc63(context.name))}:{port}/router/status"
+    return {"url": url, "valueLocation": "active", "targetValue": "1", "activationTargetValue": "0"}
+
+
+def _config(
+    context: PlanContext,
+    backends: list[Backend],
+    activation_targets: list[ActivationTarget],
+    timeout: int | None,
+    keep_host: bool,
+) -> str:
+    settings: Object = {
+        "host": "0.0.0.0",  # noqa: S104  in its pod
+        "port": PORT,
+        "policy": "weighted",
+        "keep_host": keep_host,
+        # No health checks: a Service only routes to ready pods.
+        "health": {"path": ""},
+        "backends": [
+            backend_argument(f"http://{context.host(backend.service)}:{backend.port}", backend.weight, backend.revision)
+            for backend in backends
+            if backend.weight > 0
+        ],
+    }
+    if timeout is not None:
+        settings["timeouts"] = {"response_seconds": timeout, "idle_seconds": timeout}
+    if activation_targets:
+        settings["activation"] = _activation(context, activation_targets)
+    # JSON is YAML, and is written ten times as fast.
+    return json.dumps(settings, indent=1) + "\n"
+
+
+def _activation(context: PlanContext, activation_targets: list[ActivationTarget]) -> Object:
+    value = context.annotations.get(IDLE_SECONDS, "")
+    return {
+        "idle_seconds": int(value) if value.isdecimal() and value.isascii() and len(value) < 8 else DEFAULT_IDLE,
+        "wait_seconds": WAIT_SECONDS,
+        "held_requests": HELD_REQUESTS,
+        "held_bytes": HELD_BYTES,
+        "targets": [_activation_target(context, target) for target in activation_targets],
+    }
+
+
+def _activation_target(context: PlanContext, target: ActivationTarget) -> Object:
+    entry: Object = {
+        "apiVersion": target.kind[0],
+        "kind": target.kind[1],
+        "namespace": context.namespace,
+        "name": target.name,
+    }
+    metric, extension = request_metric(target.component), target.component.extension
+    if target.scaled_here and metric:
+        entry["scale"] = {
+            "metric": metric,
+            "target": extension.scale_target or REQUEST_TARGETS[metric],
+            "most": max(1, extension.max_replicas),
+        }
+    return entry
+
+
+def _scale_rules(activation_targets: list[ActivationTarget]) -> list[Object]:
+    groups: dict[tuple[str, str], list[str]] = {}
+    for target in activation_targets:
+        groups.setdefault((target.kind[0].partition("/")[0], f"{target.kind[1].lower()}s"), []).append(target.name)
+    rules: list[Object] = []
+    for (group, resource), names in groups.items():
+        rules += [
+            {"apiGroups": [group], "resources": [resource], "resourceNames": names, "verbs": ["get", "list", "watch"]},
+            {
+                "apiGroups": [group],
+                "resources": [f"{resource}/scale"],
+                "resourceNames": names,
+                "verbs": ["get", "patch"],
+            },
+        ]
+    return rules
+
+
+def _pod(context: PlanContext, name: str, speaks: bool) -> Object:
+    container = {
+        "name": "router",
+        "image": context.facts.settings.image,
+        "args": ["router", "--config", f"{_FOLDER}/{_FILE}"],
+        "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
+        "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 2},
+        # Time for the cluster to stop routing requests here.
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", "5"]}}},
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "config", "mountPath": _FOLDER, "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  its own volume
+        ],
+    }
+    pod: Object = {
+        "automountServiceAccountToken": speaks,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "terminationGracePeriodSeconds": 60,
+        "containers": [container],
+        "volumes": [{"name": "config", "configMap": {"name": name}}, {"name": "tmp", "emptyDir": {}}],
+    }
+    return {**pod, "serviceAccountName": name} if speaks else pod

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Active health checks: request the health path of each backend at an interval, and report the result to `backends`.
+
+Each check opens a new connection: the check should find out whether that works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from random import Random
+from typing import TYPE_CHECKING
+
+from headrace.fleet.router.responses import BadResponse, parse_status
+from headrace.fleet.router.upstream import backend_tls
+
+if TYPE_CHECKING:
+    from headrace.fleet.router.backend import Backend
+    from headrace.fleet.router.backends import Backends
+    from headrace.fleet.router.settings import RouterSettings
+
+log = logging.getLogger("headrace.router")
+
+_HEAD_BYTES = 16 * 1024
+
+
+class HealthChecker:
+    """Runs one task per backend."""
+
+    def __init__(self, settings: RouterSettings, backends: Backends) -> None:
+        self._settings = settings.health
+        self._backends = backends
+        self._tasks: dict[Backend, asyncio.Task[None]] = {}
+        self._started = False
+        self._tls_settings = settings
+        https = any(backend.address.scheme == "https" for backend in backends.all)
+        self._tls = backend_tls(settings) if https else None
+        self._random = Random()  # noqa: S311 - spreads checks over time, hides nothing
+
+    async def start(self) -> None:
+        """Check every backend once, and start the tasks."""
+        if self._settings.path:
+            await asyncio.gather(*(self._check(backend) for backend in self._backends.all))
+        self._started = True
+        for backend in self._backends.all:
+            self._start_task(backend, at_once=False)
+
+    def add(self, backend: Backend) -> None:
+        """Check a new backend, at once and then at the interval."""
+        if self._started:
+            self._start_task(backend, at_once=True)
+
+    def remove(self, backend: Backend) -> None:
+        """Stop the checks of a backend."""
+        task = self._tasks.pop(backend, None)
+        if task is not None:
+            task.cancel()
+
+    def update_settings(self, settings: RouterSettings) -> None:
+        """Apply new settings, and check every backend again."""
+        self._settings = settings.health
+        for backend in tuple(self._tasks):
+            self.remove(backend)
+        for backend in self._backends.all:
+            self.add(backend)
+
+    async def close(self) -> None:
+        """Stop all checks."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def is_answering(self, backend: Backend) -> bool:
+        """Return whether a backend passes a check now (without a path: accepts a connection). Changes nothing."""
+        return (await self._probe(backend))[0]
+
+    def _start_task(self, backend: Backend, *, at_once: bool) -> None:
+        if self._settings.path:
+            self._tasks[backend] = asyncio.create_task(self._run(backend, at_once=at_once))
+
+    async def _run(self, backend: Backend, *, at_once: bool) -> None:
+        interval = self._settings.interval_seconds
+        if at_once:
+            await self._check(backend)
+        while True:
+            # Not all at the same time, nor in step with other routers.
+            await asyncio.sleep(interval * self._random.uniform(0.8, 1.2))
+            await self._check(backend)
+
+    async def _check(self, backend: Backend) -> None:
+        healthy, why = await self._probe(backend)
+        self._backends.checked(backend, healthy, asyncio.get_running_loop().time(), why)
+
+    async def _probe(self, backend: Backend) -> tuple[bool, str]:
+        seconds = self._settings.timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                status = await self._request(backend)
+        except TimeoutError:
+            return False, f"no answer to its check within {seconds:g} s"
+        except OSError as error:
+            return False, f"cannot be reached: {error.strerror or type(error).__name__}"
+        except (BadResponse, EOFError, asyncio.LimitOverrunError):
+            return False, "its answer to the check is not HTTP/1.1"
+        except Exception:
+            log.exception("A check of %s failed", backend.name)
+            return False, "the check failed; see the router's log"
+        healthy = 200 <= status < 300
+        return healthy, "" if healthy else f"{self._settings.path} answered {status}"
+
+    async def _request(self, backend: Backend) -> int:
+        address = backend.address
+        if address.scheme == "https" and self._tls is None:
+            self._tls = backend_tls(self._tls_settings)
+        tls = self._tls if address.scheme == "https" else None
+        reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls, limit=_HEAD_BYTES)
+        try:
+            if not self._settings.path:
+                return 200
+            host = address.url.partition("://")[2]
+            writer.write(
+                f"GET {self._settings.path} HTTP/1.1\r\nhost: {host}\r\nuser-agent: headrace-router\r\n"
+                "connection: close\r\n\r\n".encode()
+            )
+            return parse_status(await reader.readuntil(b"\r\n\r\n"))
+        finally:
+            writer.transport.abort()

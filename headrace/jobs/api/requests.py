@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parse requests of the job API: JSON bodies, ids and query parameters.
+
+Raises `InvalidArgument`, with TAO's texts where its clients know them. The Content-Type of a body is ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+
+from headrace.core.errors import InvalidArgument
+
+_UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+_ORGANISATION = re.compile(r"[a-zA-Z0-9_-]{1,255}")
+_INTEGER = re.compile(r"[0-9]{1,9}")
+_MAX_TEXT = 4096
+_MAX_PARAMETERS = 64
+
+
+def parse_body(body: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """Return the JSON object of a body; {} for an empty body."""
+    if not len(body):
+        return {}
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"the body is not JSON (line {error.lineno}, column {error.colno})") from None
+    if not isinstance(content, dict):
+        raise InvalidArgument('the body must be a JSON object, such as {"parent_id": "..."}')
+    return content
+
+
+def parse_uuid(text: str, what: str) -> str:
+    """Return an id in lower case. `what` is "Job", "Experiment" or "Workspace"."""
+    if not _UUID.fullmatch(text):
+        raise InvalidArgument(f"{what} ID passed is not a valid UUID")
+    return text.lower()
+
+
+def parse_organisation(text: str) -> str:
+    """Return a valid organisation name."""
+    if not _ORGANISATION.fullmatch(text):
+        raise InvalidArgument("an organisation name has 1 to 255 letters, digits, '_' and '-'")
+    return text
+
+
+def parse_query(query: bytes) -> Mapping[str, str]:
+    """Return the query parameters; the last of each name counts."""
+    if not query:
+        return {}
+    try:
+        return dict(parse_qsl(query.decode(), keep_blank_values=True, errors="strict", max_num_fields=_MAX_PARAMETERS))
+    except ValueError:
+        raise InvalidArgument(
+            f"the query must be NAME=VALUE in UTF-8, with at most {_MAX_PARAMETERS} parameters"
+        ) from None
+
+
+def parse_number(query: Mapping[str, str], name: str) -> int | None:
+    """Return an integer query parameter; None if it is missing."""
+    text = query.get(name)
+    if text is None:
+        return None
+    if not _INTEGER.fullmatch(text):
+        raise InvalidArgument(f"{name} must be an integer of 0 or more")
+    return int(text)
+
+
+class Fields:
+    """The fields of a JSON object, by type; null counts as missing."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+
+    def text(self, *names: str, max_chars: int = _MAX_TEXT) -> str | None:
+        """Return a string, from the first of these names that is present."""
+        for name in names:
+            value = self._given.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise InvalidArgument(f"{name} must be a string")
+            if len(value) > max_chars or "\0" in value:
+                raise InvalidArgument(f"{name} must have at most {max_chars} characters and no NUL")
+            return value
+        return None
+
+    def uuid(self, what: str, *names: str) -> str | None:
+        """Return an id."""
+        value = self.text(*names)
+        return None if value is None else parse_uuid(value, what)
+
+    def flag(self, name: str) -> bool | None:
+        """Return a boolean."""
+        value = self._given.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise InvalidArgument(f"{name} must be true or false")
+        return value
+
+    def number(self, name: str, low: int, high: int) -> int | None:
+        """Return an integer."""
+        value = self._given.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise InvalidArgument(f"{name} must be an integer from {low} to {high}")
+        return value
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        """Return an object."""
+        value = self._given.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise InvalidArgument(f"{name} must be a JSON object")
+        return value
+
+    def rest(self, *taken: str) -> dict[str, Any]:
+        """Return all fields except these."""
+        return {name: value for name, value in self._given.items() if name not in taken}

@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detect the model format of a file or folder by its content, and the files that belong to it."""
+
+from __future__ import annotations
+
+import bz2
+import json
+import lzma
+import mmap
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from headrace.core.errors import InvalidArgument
+from headrace.core.python_source import parse_python
+from headrace.models.config.formats import backend_of, files_of, is_hub_folder
+
+Message = Literal["onnx", "saved_model", "graphdef", "netdef", "init_netdef", ""]
+
+_MOST_FIELDS = 1_000_000
+_MOST_DEPTH = 8
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_WORD = re.compile(rb"[A-Za-z0-9_.>]{1,128}")
+
+_Data = mmap.mmap | bytes
+_Field = tuple[int, int, int, int]
+"""Field number, wire type, and where the content begins and ends; for a varint, its value and 0."""
+
+
+class _Malformed(Exception):
+    """Raised for bytes that are not a protobuf message."""
+
+
+class _CutOff(_Malformed):
+    """Raised for bytes that may be the beginning of a message."""
+
+
+def message_of(path: Path) -> Message:
+    """Return the format of a file; "" if it is none of these."""
+    with _mapped(path) as data:
+        found: list[_Field] = []
+        try:
+            for field in islice(_fields(data, 0, len(data)), _MOST_FIELDS):
+                found.append(field)  # noqa: PERF402  # those before the cut are kept
+        except _CutOff:
+            pass  # Still detected: the backend reports that it is truncated.
+        except _Malformed:
+            return ""
+        kinds = {(number, wire) for number, wire, _, _ in found}
+        if not found or any(number > 31 or wire in (_FIXED64, _FIXED32) for number, wire in kinds):
+            return ""
+        if found[0][:2] == (1, _VARINT):
+            if kinds & {(7, _BYTES), (8, _BYTES)} and found[0][2] < 1000:
+                return "onnx"
+            return "saved_model" if (2, _BYTES) in kinds and found[0][2] == 1 else ""
+        return _net_of(data, found)
+
+
+def _net_of(data: _Data, found: list[_Field]) -> Message:
+    operators = [field for field in found if field[:2] == (2, _BYTES)]
+    types = [_text(data, operator, 4) for operator in operators]
+    # Field 2 of a GraphDef is its library, whose parts have no text in field 4.
+    if operators and all(types) and sum(number == 1 for number, *_ in found) <= 1:
+        return "init_netdef" if all(each.endswith(b"Fill") for each in types) else "netdef"
+    nodes = [field for field in found if field[:2] == (1, _BYTES)]
+    if nodes and _text(data, nodes[0], 1) and _text(data, nodes[0], 2):
+        return "graphdef"
+    return ""
+
+
+def external_files(path: Path) -> list[str]:
+    """Return the files with an ONNX model's external weights, as the model names them."""
+    names: dict[str, None] = {}
+    with _mapped(path) as data:
+        try:
+            for number, wire, start, end in _fields(data, 0, len(data)):
+                if (number, wire) == (7, _BYTES):
+                    _walk_graph(data, start, end, names, 0)
+        except _Malformed:
+            pass  # The backend reports what is wrong.
+    for name in names:
+        parts = PurePosixPath(name)
+        if parts.is_absolute() or ".." in parts.parts or not parts.parts:
+            raise InvalidArgument(
+                f"{path} wants its weights from '{name[:128]}', which is not beside it: save the model again with its "
+                "external data in the same folder"
+            )
+        if not (path.parent / name).is_file():
+            raise InvalidArgument(f"{path} keeps its weights in '{name[:128]}', which is not there: put it beside it")
+    return list(names)
+
+
+# Field numbers of onnx.proto: GraphProto, NodeProto, AttributeProto, TensorProto, StringStringEntryProto.
+
+
+def _walk_graph(data: _Data, start: int, end: int, names: dict[str, None], depth: int) -> None:
+    if depth > _MOST_DEPTH:
+        return
+    for number, wire, begin, stop in _fields(data, start, end):
+        if wire != _BYTES:
+            continue
+        if number == 1:
+            _walk_node(data, begin, stop, names, depth)
+        elif number == 5:
+            _walk_tensor(data, begin, stop, names)
+
+
+def _walk_node(data: _Data, start: int, end: int, names: dict[str, None], depth: int) -> None:
+    for number, wire, begin, stop in _fields(data, start, end):
+        if (number, wire) != (5, _BYTES):
+            continue
+        for inner, kind, first, last in _fields(data, begin, stop):
+            if kind == _BYTES and inner in (5, 10):
+                _walk_tensor(data, first, last, names)
+            elif kind == _BYTES and inner in (6, 11):
+                _walk_graph(data, first, last, names, depth + 1)
+
+
+def _walk_tensor(data: _Data, start: int, end: int, names: dict[str, None]) -> None:
+    for number, wire, begin, stop in _fields(data, start, end):
+        if (number, wire) == (13, _BYTES):
+            entry = {inner: data[first:last] for inner, _, first, last in _fields(data, begin, stop) if last}
+            if entry.get(1) == b"location":
+                names[entry.get(2, b"").decode(errors="replace")] = None
+
+
+def _text(data: _Data, field: _Field, number: int) -> bytes:
+    """Return a text field of a message; b"" if there is none."""
+    try:
+        for inner, wire, start, end in _fields(data, field[2], field[3]):
+            if (inner, wire) == (number, _BYTES):
+                word = data[start : min(end, start + 200)]
+                # Node names have slashes.
+                return word if _WORD.fullmatch(word.replace(b"/", b"_").replace(b":", b"_")) else b""
+    except _Malformed:
+        pass
+    return b""
+
+
+def _fields(data: _Data, start: int, end: int) -> Iterator[_Field]:
+    position = start
+    while position < end:
+        key, position = _varint(data, position, end)
+        number, wire = key >> 3, key & 7
+        if number == 0:
+            raise _Malformed
+        if wire == _VARINT:
+            value, position = _varint(data, position, end)
+            yield number, wire, value, 0
+        elif wire == _BYTES:
+            length, position = _varint(data, position, end)
+            yield number, wire, position, min(end, position + length)
+            position += length
+        elif wire in (_FIXED64, _FIXED32):
+            width = 8 if wire == _FIXED64 else 4
+            yield number, wire, position, min(end, position + width)
+            position += width
+        else:
+            raise _Malformed
+
+
+def _varint(data: _Data, position: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while position < end and shift < 64:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise _CutOff if position >= end else _Malformed
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[_Data]:
+    with path.open("rb") as file:
+        try:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:  # An empty file cannot be mapped.
+            yield b""
+            return
+        try:
+            yield mapped
+        finally:
+            mapped.close()
+
+
+_PICKLE_SUFFIXES = frozenset({".pkl", ".pickle", ".joblib", ".dill"})
+_PEEK = 65_536
+_LZMA_BYTES = 256 << 20
+"""Memory limit for decompressing the beginning of a file; the largest preset needs 65 MiB."""
+
+PICKLED_TORCH = (
+    "is a pickle made by torch.save, which runs whatever it likes when it is opened; it is not served. In the program "
+    "that made it, save the model as torch.export (torch.export.save) or TorchScript (torch.jit.script(model).save), and "
+    "give that file"
+)
+_PICKLE = (
+    "is a pickle, which runs whatever it likes when it is opened; it is not served. In the program that made it, save the "
+    "model in its own format: scikit-learn by skops.io.dump, XGBoost by save_model('model.ubj'), LightGBM by "
+    "save_model('model.txt'), PyTorch by torch.export.save; or export it to ONNX"
+)
+_KERAS = "is a Keras model: load it with Keras and call model.export('model.savedmodel'), then give that folder"
+
+ZIPS: tuple[tuple[str, str], ...] = (
+    ("model.weights.h5", _KERAS),
+    ("MAR-INF/MANIFEST.json", "is an archive for TorchServe: unpack it, and give the .pt or .onnx file that is in it"),
+    ("saved_model.pb", "is a SavedModel in a zip archive: unpack it, and give the folder that has saved_model.pb"),
+)
+"""Formats by a file name in a zip archive."""
+
+_MAGIC: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"\x89HDF\r\n\x1a\n", _KERAS),
+    (0, b"GGUF", "has weights for llama.cpp (GGUF), which has a server of its own; no backend here reads them"),
+    (4, b"TFL3", "is a TensorFlow Lite model: convert the original to ONNX with tf2onnx, or give its SavedModel"),
+    (0, b"binf", "is XGBoost's old binary format: load it with XGBoost below 3 and save_model('model.ubj')"),
+    (0, b"CBM1", "is a CatBoost model: save it with save_model('model.onnx', format='onnx') and give that file"),
+    (0, b"\x93NUMPY", "is an array, not a model"),
+)
+
+
+def refusal(path: Path, head: bytes) -> str:
+    """Return why a file is not served, and what to do; "" if nothing is known."""
+    if _is_pickle(path, head):
+        return _PICKLE if path.suffix not in {".pt", ".pth", ".bin"} else PICKLED_TORCH
+    for place, magic, text in _MAGIC:
+        if head[place : place + len(magic)] == magic:
+            return text
+    # A length, then JSON.
+    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < 1 << 30:
+        return "has weights without a model (safetensors): load them in the model's own program and export that to ONNX"
+    if b"<PMML" in head[:4096]:
+        return "is PMML, which no backend here reads: export the model to ONNX"
+    return ""
+
+
+def _is_pickle(path: Path, head: bytes) -> bool:
+    if _begins_a_pickle(head) or path.suffix in _PICKLE_SUFFIXES:
+        return True
+    openers: tuple[Callable[[], zlib._Decompress | bz2.BZ2Decompressor | lzma.LZMADecompressor], ...] = (
+        lambda: zlib.decompressobj(47),  # zlib or gzip.
+        bz2.BZ2Decompressor,
+        lambda: lzma.LZMADecompressor(memlimit=_LZMA_BYTES),
+    )
+    for opener in openers:
+        try:
+            if _begins_a_pickle(opener().decompress(head[:_PEEK], 16)):
+                return True
+        except (zlib.error, OSError, lzma.LZMAError, ValueError):
+            continue
+    return False
+
+
+def _begins_a_pickle(head: bytes) -> bool:
+    return len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5
+
+
+_HEAD_BYTES = 65_536
+_MOST_NAMES = 200_000
+_XGBOOST_JSON = re.compile(rb'\s*\{\s*"(learner|version)"\s*:')
+_XML_NET = re.compile(rb"<net[\s>]")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file or folder of a model, and its usual name in a version folder."""
+
+    source: Path
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """A detected model."""
+
+    what: str
+    """A description for people: "an ONNX model"."""
+    backend: str
+    platform: str
+    """The configuration's `platform`, if the backend has several formats; else ""."""
+    parts: tuple[Part, ...]
+    """The model file first."""
+    tells: bool = True
+    """Whether the format includes inputs and outputs; otherwise the configuration must have them."""
+
+
+KNOWN = (
+    "ONNX (.onnx), TorchScript (.pt), torch.export and AOTInductor (.pt2), TensorFlow SavedModel (a folder with "
+    "saved_model.pb) and GraphDef (.graphdef, .pb), TensorRT (.plan, .engine), Caffe2 (predict_net.pb with init_net.pb), "
+    "OpenVINO (.xml with .bin), Hugging Face (a folder with config.json and .safetensors), "
+    "XGBoost (.ubj, .json), LightGBM (.txt), scikit-learn by skops (.skops), Python (model.py)"
+)
+
+
+def detect(path: Path) -> Detected:
+    """Detect the model at a path; raise InvalidArgument with the reason if it cannot be served."""
+    try:
+        if path.is_dir():
+            return _folder(path)
+        if path.is_file():
+            return _file(path)
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror}; check its permissions") from None
+    raise InvalidArgument(f"{path} is not there: give a model's file or folder")
+
+
+def _file(path: Path) -> Detected:
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if not head:
+        raise InvalidArgument(f"{path} is empty: copy the model's file again")
+    if head.startswith(b"version https://git-lfs.github.com/"):
+        raise InvalidArgument(f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull")
+    if head.startswith(b"PK\x03\x04"):
+        return _archive(path)
+    why = refusal(path, head)
+    if why:
+        raise InvalidArgument(f"{path} {why}")
+    for look in _LOOKS:
+        found = look(path, head)
+        if found is not None:
+            return found
+    raise InvalidArgument(f"{path} is no format that is known. Known are: {KNOWN}")
+
+
+def _archive(path: Path) -> Detected:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()[:_MOST_NAMES]
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        raise InvalidArgument(f"{path} is a zip archive that is cut off or damaged: copy it again") from None
+    # torch.save puts everything into a folder named like the file.
+    inner = {name.partition("/")[2] for name in names}
+    if any("data/aotinductor/" in name for name in names):
+        return _one("an AOTInductor package, which is machine code", "pytorch", path, "model.pt2", tells=False)
+    if "archive_format" in inner or "serialized_exported_program.json" in names:
+        return _one("a program of torch.export", "pytorch", path, "model.pt2")
+    if "constants.pkl" in inner and any(name.startswith("code/") for name in inner):
+        return _one("a TorchScript model", "pytorch", path, "model.pt", tells=False)
+    if "data.pkl" in inner or any(name.endswith(".pkl") for name in names):
+        raise InvalidArgument(f"{path} {PICKLED_TORCH}")
+    if "schema.json" in names:
+        return _one("a scikit-learn model saved by skops", "sklearn", path, "model.skops")
+    for name, text in ZIPS:
+        if name in names or name in inner:
+            raise InvalidArgument(f"{path} {text}")
+    shown = ", ".join(names[:5])
+    raise InvalidArgument(f"{path} is a zip archive of no format that is known ({shown[:200]}). Known are: {KNOWN}")
+
+
+def _plan(path: Path, head: bytes) -> Detected | None:
+    # The first bytes differ between versions of TensorRT: these are of 7, and of 8 to 10. Others only have the suffix.
+    named = path.suffix in (".plan", ".engine", ".trt")
+    if head[:4] in (b"ptrt", b"ftrt") or (named and not _is_text(head)):
+        return _one("a TensorRT engine", "tensorrt", path, "model.plan")
+    return None
+
+
+def _xgboost(path: Path, head: bytes) -> Detected | None:
+    if _XGBOOST_JSON.match(head):
+        if b'"learner"' not in head:
+            return None
+        return _one("an XGBoost model (JSON)", "xgboost", path, "model.json")
+    # Universal Binary JSON: an object whose first key has its length before it, in 1 or 8 bytes.
+    if head.startswith((b"{L", b"{i", b"{U")) and b"learner" in head[:32]:
+        return _one("an XGBoost model (UBJSON)", "xgboost", path, "model.ubj")
+    return None
+
+
+def _lightgbm(path: Path, head: bytes) -> Detected | None:
+    if head.replace(b"\r\n", b"\n").startswith(b"tree\nversion="):
+        return _one("a LightGBM model", "lightgbm", path, "model.txt")
+    return None
+
+
+def _openvino(path: Path, head: bytes) -> Detected | None:
+    if not head.lstrip(b"\xef\xbb\xbf \r\n").startswith(b"<") or not _XML_NET.search(head):
+        return None
+    weights = path.with_suffix(".bin")
+    if not weights.is_file():
+        raise InvalidArgument(f"{path} is an OpenVINO model without its weights: put {weights.name} beside it")
+    return Detected("an OpenVINO model", "openvino", "", (Part(path, "model.xml"), Part(weights, "model.bin")))
+
+
+def _python(path: Path, _: bytes) -> Detected | None:
+    if path.suffix != ".py":
+        return None
+    try:
+        parse_python(path.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise InvalidArgument(f"{path}:{line}: this is not Python that can be read; correct it") from None
+    return _one("a Python model", "python", path, "model.py")
+
+
+def _protobuf(path: Path, _: bytes) -> Detected | None:
+    message = message_of(path)
+    if message == "onnx":
+        beside = tuple(Part(path.parent / name, name) for name in external_files(path))
+        return Detected("an ONNX model", "onnxruntime", "", (Part(path, "model.onnx"), *beside))
+    if message == "graphdef":
+        return _one("a TensorFlow GraphDef", "tensorflow", path, "model.graphdef", "tensorflow_graphdef")
+    if message == "saved_model":
+        raise InvalidArgument(
+            f"{path} is a part of a TensorFlow SavedModel: give the folder it is in, {path.resolve().parent}"
+        )
+    if message in ("netdef", "init_netdef"):
+        return _netdef(path, is_init=message == "init_netdef")
+    return None
+
+
+_LOOKS: tuple[Callable[[Path, bytes], Detected | None], ...] = (
+    _python,
+    _xgboost,
+    _lightgbm,
+    _openvino,
+    _protobuf,
+    _plan,
+)
+
+
+def _netdef(path: Path, *, is_init: bool) -> Detected:
+    """Return both files of a Caffe2 model; the other one is found by its name, or by being the only one left."""
+    wanted = "netdef" if is_init else "init_netdef"
+    names = [
+        path.name.replace("init", "predict", 1) if is_init else path.name.replace("predict", "init", 1),
+        path.name.removeprefix("init_") if is_init else f"init_{path.name}",
+    ]
+    named = [path.with_name(name) for name in names if name != path.name]
+    others = sorted(other for other in path.parent.iterdir() if other.suffix in (".pb", ".netdef") and other != path)
+    for other in (*named, *others):
+        if other.is_file() and message_of(other) == wanted:
+            net, init = (other, path) if is_init else (path, other)
+            parts = (Part(net, "model.netdef"), Part(init, "init_model.netdef"))
+            return Detected("a Caffe2 model", "netdef", "", parts, tells=False)
+    missing = "network (predict_net.pb)" if is_init else "weights (init_net.pb)"
+    raise InvalidArgument(f"{path} is one half of a Caffe2 model, and its {missing} is not beside it: put it there")
+
+
+def _folder(path: Path) -> Detected:
+    if (path / "saved_model.pb").is_file() or (path / "saved_model.pbtxt").is_file():
+        return _one("a TensorFlow SavedModel", "tensorflow", path, "model.savedmodel", "tensorflow_savedmodel")
+    if (path / "model.py").is_file():
+        _python(path / "model.py", b"")
+        # Everything beside it may be needed: helpers, weights.
+        beside = tuple(
+            Part(each, each.name)
+            for each in sorted(path.iterdir())
+            if each.name not in ("model.py", "__pycache__") and not each.name.startswith((".", "config."))
+        )
+        return Detected("a Python model", "python", "", (Part(path / "model.py", "model.py"), *beside))
+    if is_hub_folder(path):
+        config, *others = sorted(files_of(path), key=lambda each: each.name != "config.json")
+        what = "a Hugging Face model"
+        return Detected(what, backend_of(path), "", tuple(Part(each, each.name) for each in (config, *others)))
+    found: dict[Path, Detected] = {}
+    refused: list[str] = []
+    for each in sorted(path.iterdir()):
+        if each.name.startswith(".") or not (each.is_file() or (each / "saved_model.pb").is_file()):
+            continue
+        try:
+            detected = detect(each)
+        except InvalidArgument as error:
+            refused.append(error.message)
+            continue
+        found.setdefault(detected.parts[0].source, detected)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        names = ", ".join(each.name for each in found)
+        raise InvalidArgument(f"{path} has several models, {names}: give one of them")
+    _refuse_unexported(path)
+    if len(refused) == 1:
+        raise InvalidArgument(refused[0])
+    raise InvalidArgument(f"{path} has no model that is known. Known are: {KNOWN}")
+
+
+def _refuse_unexported(path: Path) -> None:
+    """Refuse a Hugging Face folder without safetensors."""
+    try:
+        kind = json.loads((path / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return
+    if kind:
+        raise InvalidArgument(
+            f"{path} has a model of the library transformers without safetensors: save it again with "
+            "model.save_pretrained(FOLDER), then give FOLDER; or export a graph with "
+            f"`optimum-cli export onnx --model {path} OUT`, and give OUT"
+        )
+
+
+def _one(what: str, backend: str, path: Path, name: str, platform: str = "", *, tells: bool = True) -> Detected:
+    return Detected(what, backend, platform, (Part(path, name),), tells)
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        head[:4096].decode()
+    except UnicodeDecodeError as error:
+        return error.start > 4000
+    return b"\0" not in head[:4096]

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep a local folder in sync with a prefix of an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.core import errors
+from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, Internal, Unavailable
+from headrace.core.telemetry.progress import Progress, silent
+from headrace.models.storage.cache import DownloadProgress, bytes_below, on_disk
+from headrace.models.storage.credentials import CloudCredentials
+from headrace.models.storage.errors import DataDamaged, NoRoom, no_room, readable_bytes
+from headrace.models.storage.locations import ObjectLocation, parse_location
+from headrace.models.storage.object_stores import (
+    Listing,
+    ObjectLimits,
+    ObjectSource,
+    StoredObject,
+    environment_endpoint,
+)
+
+log = logging.getLogger("headrace.storage")
+
+_LOCK, _STATE, _INCOMING, _JOURNAL = ".lock", ".mirror.json", ".incoming", ".incoming.parts"
+_GOING = ".going"
+_OURS = frozenset({_LOCK, _STATE, _INCOMING, _JOURNAL, _GOING})
+_VERSION = re.compile(r"[^/]+/[0-9]+")
+_LIMITS = ObjectLimits(idle_seconds=30.0, retry_seconds=10.0)
+
+
+class Mirror:
+    """One prefix and its local folder."""
+
+    def __init__(
+        self,
+        place: ObjectLocation,
+        folder: Path,
+        credentials: CloudCredentials | None = None,
+        limits: ObjectLimits = _LIMITS,
+        progress: Progress = silent,
+    ) -> None:
+        self.place = place
+        self.folder = folder
+        self._credentials = credentials
+        self._limits = limits
+        self._progress = progress
+        self._stop = threading.Event()
+        self._said = ""
+        # Made at the first sync, which is after a worker was forked.
+        self._source: ObjectSource | None = None
+
+    def start(self) -> None:
+        """Sync for the first time. Raises, unless the store is unreachable and an earlier mirror exists."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"the folder {self.folder} for what lies at {self.place} cannot be made: {error.strerror}"
+            ) from None
+        try:
+            self.build()
+        except Unavailable as error:
+            if not self._state():
+                raise
+            self._say(f"{error.message}; what was mirrored before is served until it answers")
+
+    def refresh(self) -> None:
+        """Apply changes. A problem is logged once; the models go on serving."""
+        try:
+            self.build()
+            if self._said:
+                log.info("%s is followed again", self.place)
+            self._said = ""
+        except Cancelled:
+            pass
+        except HeadraceError as error:
+            self._say(f"{error.message}; the models stay as they are")
+        except OSError as error:
+            self._say(f"{self.folder} cannot be written: {error.strerror}; the models stay as they are")
+
+    def stop(self) -> None:
+        """Cancel a running sync and prevent others: the server is closing."""
+        self._stop.set()
+
+    def build(self) -> None:
+        """Sync the folder with the store."""
+        with self._alone():
+            if self._source is None:
+                self._source = ObjectSource(self.place, self._credentials, self._limits)
+            source = self._source
+            listing = source.look()
+            if listing.is_file:
+                raise FailedPrecondition(f"{self.place} is one object; a repository is a prefix with models below it")
+            folders = {entry.name for entry in listing.objects if _is_empty_version(entry)}
+            files = {entry.name: entry for entry in listing.objects if entry.name not in folders}
+            files = {name: entry for name, entry in files.items() if name.split("/")[0] not in _OURS}
+            known = self._state()
+            changed = [entry for name, entry in files.items() if not self._has(entry, known.get(name))]
+            if changed:
+                self._download(source, changed)
+            self._place_all(changed, folders)
+            marks = {name: _mark(entry) for name, entry in files.items()}
+            if marks != known:
+                self._write_state(marks)
+            self._remove_others(set(files), folders)
+
+    def _has(self, entry: StoredObject, mark: object) -> bool:
+        """Return whether a local file is as in the store."""
+        try:
+            found = os.lstat(self.folder / entry.name)
+        except OSError:
+            return False
+        return mark == _mark(entry) and found.st_size == entry.size
+
+    def _download(self, source: ObjectSource, changed: list[StoredObject]) -> None:
+        incoming, journal = self.folder / _INCOMING, self.folder / _JOURNAL
+        listing = Listing(tuple(changed), is_file=False)
+        if not journal.exists():
+            shutil.rmtree(incoming, ignore_errors=True)
+        incoming.mkdir(exist_ok=True)
+        needed = listing.size - bytes_below(incoming, on_disk)
+        if needed > shutil.disk_usage(self.folder).free:
+            raise NoRoom(no_room(str(self.place), self.folder, needed))
+        log.info("%s: downloading %d files, %s", self.place, len(changed), readable_bytes(listing.size))
+        told = DownloadProgress(self._progress, f"download {self.place}", listing.size)
+        told.say("running")
+        try:
+            source.download(listing, incoming, told.heard, cancelled=self._stop.is_set, journal=journal)
+        except BaseException as error:
+            told.say("failed")
+            if isinstance(error, DataDamaged | NoRoom):
+                shutil.rmtree(incoming, ignore_errors=True)
+                journal.unlink(missing_ok=True)
+            raise
+        told.say("finished")
+
+    def _place_all(self, changed: list[StoredObject], folders: set[str]) -> None:
+        """Move downloaded files into place: new versions as a whole, configurations last."""
+        incoming = self.folder / _INCOMING
+        whole = {
+            version
+            for version in {"/".join(entry.name.split("/")[:2]) for entry in changed if entry.name.count("/") > 1}
+            if _VERSION.fullmatch(version) and not os.path.lexists(self.folder / version)
+        }
+        for version in sorted(whole):
+            self._move(incoming / version, self.folder / version)
+        rest = [entry for entry in changed if not any(entry.name.startswith(f"{version}/") for version in whole)]
+        for entry in sorted(rest, key=lambda entry: (-entry.name.count("/"), entry.name)):
+            self._move(incoming / entry.name, self.folder / entry.name)
+        for name in sorted(folders):
+            path = self.folder / name
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
+                path.mkdir(parents=True, exist_ok=True)
+        (self.folder / _JOURNAL).unlink(missing_ok=True)
+        shutil.rmtree(incoming, ignore_errors=True)
+
+    def _move(self, source: Path, target: Path) -> None:
+        """Replace also a file by a folder, or a folder by a file."""
+        for above in target.parents:
+            if above == self.folder:
+                break
+            if above.is_file():
+                above.unlink()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir() and not source.is_dir():
+            shutil.rmtree(target)
+        source.rename(target)
+
+    def _remove_others(self, files: set[str], folders: set[str]) -> None:
+        """Remove models, versions and files that the store no longer has, and empty folders."""
+        wanted = {"/".join(name.split("/")[:depth]) for name in files | folders for depth in (1, 2)}
+        for path in (*self.folder.glob("*/"), *self.folder.glob("*/*/")):
+            inside = path.relative_to(self.folder)
+            if str(inside) not in wanted and inside.parts[0] not in _OURS and path.exists():
+                self._remove_whole(path)
+        for above, _, names in os.walk(self.folder, topdown=False):
+            inside = Path(above).relative_to(self.folder)
+            if inside.parts and inside.parts[0] in _OURS:
+                continue
+            for name in names:
+                if str(inside / name) not in files and name not in _OURS:
+                    (self.folder / inside / name).unlink(missing_ok=True)
+            if inside.parts and str(inside) not in folders:
+                with contextlib.suppress(OSError):  # Not empty.
+                    os.rmdir(above)
+
+    def _remove_whole(self, path: Path) -> None:
+        """Rename first, so that no process sees half a version."""
+        going = self.folder / _GOING
+        shutil.rmtree(going, ignore_errors=True)
+        path.rename(going)
+        shutil.rmtree(going, ignore_errors=True)
+
+    def _state(self) -> dict[str, object]:
+        try:
+            said = json.loads((self.folder / _STATE).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        if not isinstance(said, dict) or said.get("place") != str(self.place) or not isinstance(said["files"], dict):
+            return {}
+        return dict(said["files"])
+
+    def _write_state(self, marks: dict[str, list[object]]) -> None:
+        fresh = self.folder / f"{_STATE}.new"
+        fresh.write_text(json.dumps({"place": str(self.place), "files": marks}))
+        fresh.replace(self.folder / _STATE)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold a lock against other workers and servers that use the same folder."""
+        descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                if self._stop.is_set():
+                    raise Cancelled(f"following {self.place} was stopped")
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    self._stop.wait(0.2)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            log.warning("repository %s: %s", self.place, text)
+        self._said = text
+
+
+def mirror_folder(base: Path, place: ObjectLocation) -> Path:
+    """Return the folder for a location's mirror, below the folder of all mirrors: the same for the same environment."""
+    text = f"{place}\n{environment_endpoint(place)}"
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{place.bucket}-{place.key}").strip(".-")[:80]
+    return base / f"{name}-{digest}"
+
+
+def _is_empty_version(entry: StoredObject) -> bool:
+    """In a bucket, a version without files is an empty object `model/1/`; obstore shows no slash."""
+    return entry.size == 0 and _VERSION.fullmatch(entry.name) is not None
+
+
+def _mark(entry: StoredObject) -> list[object]:
+    return [entry.size, entry.etag or entry.changed]
+
+
+def mirror_once(place: ObjectLocation, folder: Path) -> None:
+    """Sync a folder once in a child process, with the environment's credentials. Raises what `Mirror.start` does."""
+    log.info("looking at %s", place)
+    done = subprocess.run(  # noqa: S603 - this interpreter, this module, no shell
+        [sys.executable, "-m", __name__, str(place), str(folder)], capture_output=True, text=True, check=False
+    )
+    for line in done.stderr.splitlines():
+        log.info("%s", line)
+    try:
+        said = json.loads(done.stdout)
+        code, message = str(said["code"]), str(said["message"])
+    except (ValueError, KeyError, TypeError):
+        raise Internal(f"{place} could not be mirrored: the process for it ended with {done.returncode}") from None
+    if code:
+        raise _error(code, message)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the child process. Errors are written as JSON for the parent; logs go to stderr."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    code = message = ""
+    try:
+        place = parse_location(arguments[0])
+        if not isinstance(place, ObjectLocation):
+            raise errors.InvalidArgument(f"{place} is not in an object store")
+        Mirror(place, Path(arguments[1])).start()
+    except HeadraceError as error:
+        code, message = error.code.value, error.message
+    print(json.dumps({"code": code, "message": message}))
+    return 0
+
+
+def _error(code: str, message: str) -> HeadraceError:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HeadraceError)]
+    kind = next((kind for kind in kinds if kind is not HeadraceError and kind.code.value == code), Internal)
+    return kind(message)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

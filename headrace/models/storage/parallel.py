@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run several downloads in parallel; the first failure stops the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+
+from headrace.core.errors import Cancelled
+
+Stopped = Callable[[], bool]
+
+
+def run_parallel(works: Iterable[Callable[[Stopped], None]], at_once: int, cancelled: Stopped) -> None:
+    """Run all works and wait for all. Each gets a function that returns whether to stop."""
+    stop = threading.Event()
+
+    def stopped() -> bool:
+        return stop.is_set() or cancelled()
+
+    def one(work: Callable[[Stopped], None]) -> None:
+        try:
+            work(stopped)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(at_once, thread_name_prefix="storage") as pool:
+        try:
+            tasks = [pool.submit(one, work) for work in works]
+            wait(tasks)
+        except BaseException:
+            stop.set()  # A keyboard interrupt must not wait for queued works.
+            raise
+    failures = [failure for task in tasks if (failure := task.exception()) is not None]
+    # Works that were stopped because another failed only report that.
+    first = next((failure for failure in failures if not isinstance(failure, Cancelled)), None)
+    if first is not None or failures:
+        raise first or failures[0]

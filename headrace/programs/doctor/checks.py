@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of checks for the options of `headrace doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.programs.doctor import folders, machine, packages, platforms, servers
+from headrace.programs.doctor.finding import Check, Finding
+
+QUICK_SECONDS = 5.0
+"""Most machines need a fifth of it; only a hanging check takes it all."""
+SERVER_SECONDS = 15.0
+"""With named servers, which may be far away."""
+PLATFORM_SECONDS = 25.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to check besides the machine itself."""
+
+    environ: Mapping[str, str] = field(repr=False)
+    host: str = "127.0.0.1"
+    ports: tuple[servers.Port, ...] = ()
+    repository: Path | None = None
+    servers: tuple[str, ...] = ()
+    gateways: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Time limit for all checks."""
+        if self.platforms:
+            return PLATFORM_SECONDS
+        return SERVER_SECONDS if self.servers or self.gateways else QUICK_SECONDS
+
+
+def checks_of(wanted: Wanted) -> dict[str, Check]:
+    """Return the checks by name, in the order of the output."""
+    environ, repository = wanted.environ, wanted.repository
+    count = len(machine.devices())
+    checks: dict[str, Check] = {
+        "Python": packages.check_python,
+        "ports": lambda: servers.check_ports(wanted.host, wanted.ports),
+        "server": lambda: _servers(wanted),
+    }
+    for each in wanted.gateways:
+        checks[f"gateway {each}"] = lambda url=each: servers.check_gateway(url, environ)  # type: ignore[misc]
+    if repository is not None:
+        checks["repository"] = lambda: folders.check_repository(repository)
+    checks |= {
+        "folders": lambda: folders.check_kept(environ),
+        "disks": lambda: folders.check_room(environ, repository),
+        "memory": machine.check_memory,
+        "cores": lambda: machine.check_cores(environ),
+        "limits": lambda: machine.check_limits(count),
+        "GPUs": lambda: machine.check_gpus(environ),
+        "packages": packages.check_packages,
+        "platforms": lambda: platforms.check_unasked(environ),
+    }
+    if wanted.platforms:
+        del checks["platforms"]
+    for each in wanted.platforms:
+        checks[each] = lambda name=each: platforms.check_platform(name, environ, asked=True)  # type: ignore[misc]
+    return checks
+
+
+def _servers(wanted: Wanted) -> Iterator[Finding]:
+    """Check the named servers; without any, a Headrace server on the first port of this machine."""
+    for url in wanted.servers:
+        yield from servers.check_server(url, wanted.environ)
+    if wanted.servers or not wanted.ports:
+        return
+    port = wanted.ports[0].number
+    holder = servers.holder_of(port) if servers.bind_error(wanted.host, port) else None
+    if holder is not None and holder.is_headrace:
+        yield from servers.check_server(f"http://{wanted.host}:{port}", wanted.environ)

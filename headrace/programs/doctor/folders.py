@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check folders: models can be read, state can be written, and disk space is left."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+from headrace.programs.doctor.finding import Finding, ok, problem, size, warning
+
+_MIB = 1024 * 1024
+_LOW, _LEAST = 1024 * _MIB, 64 * _MIB
+_SHM_LOW = 128 * _MIB
+"""Docker's own /dev/shm has 64 MiB."""
+_ENTRIES = 5000
+"""A repository may have a million files; the first ones tell."""
+_FUTURE_SECONDS = 60.0
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where downloads and mirrors of repositories lie."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+
+
+def state_folder(environ: Mapping[str, str]) -> Path:
+    """Where services and the local fleet have their files."""
+    said = environ.get("HEADRACE_STATE_DIR", "")
+    if said:
+        return Path(said).expanduser()
+    return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "headrace"
+
+
+def check_repository(folder: Path) -> Iterator[Finding]:
+    """That there is something to serve, and that this user can read it."""
+    name = "repository"
+    quoted = shlex.quote(str(folder))
+    if not folder.exists():
+        yield problem(name, f"{folder} does not exist", f"mkdir -p {quoted}")
+        return
+    if not folder.is_dir():
+        yield problem(name, f"{folder} is a file; a repository is a folder", f"headrace models init {quoted}")
+        return
+    if not os.access(folder, os.R_OK | os.X_OK):
+        yield problem(name, f"{folder} cannot be read by this user", f"sudo chmod a+rX {quoted}")
+        return
+    models = [each for each in folder.iterdir() if each.is_dir() and not each.name.startswith(".")]
+    closed = next((each for each in islice(_below(folder), _ENTRIES) if not _readable(each)), None)
+    if closed is not None and not closed.exists() and closed.is_symlink():
+        fix = f"ls -l {shlex.quote(str(closed))}"
+        yield problem(name, f"{closed} is a link to {os.readlink(closed)}, which is not there", fix)
+    elif closed is not None:
+        fix = f"sudo chmod -R a+rX {quoted}"
+        yield problem(name, f"{closed} cannot be read by this user: its model will not load", fix)
+    elif not models:
+        yield warning(name, f"{folder} has no models", f"headrace models init MODEL.onnx --repository {quoted}")
+    else:
+        yield ok(name, f"{folder}: {len(models)} model(s), readable", f"headrace models check {quoted}")
+    late = next((each for each in islice(_below(folder), _ENTRIES) if _ahead(each) > _FUTURE_SECONDS), None)
+    if late is not None:
+        told = f"{late} was written {_ahead(late):.0f} s in the future: this clock, or the one that wrote it, is wrong"
+        yield warning("clock and files", told, "timedatectl status")
+
+
+def check_kept(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The folders that are written to."""
+    for name, folder in (
+        ("cache folder", cache_folder(environ)),
+        ("state folder", state_folder(environ)),
+        ("temporary folder", Path(tempfile.gettempdir())),
+    ):
+        yield _writable(name, folder)
+
+
+def check_room(environ: Mapping[str, str], repository: Path | None, shm: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa: S108
+    """Free bytes and files, once for each disk."""
+    known: set[int] = set()
+    for folder in (repository, cache_folder(environ), state_folder(environ), Path(tempfile.gettempdir())):
+        place = _existing(folder) if folder is not None else None
+        if place is None or place.stat().st_dev in known:
+            continue
+        known.add(place.stat().st_dev)
+        yield _room(place)
+    if not shm.is_dir():
+        yield warning(
+            "shared memory",
+            f"{shm} is not there: clients and processes cannot share tensors",
+            f"sudo mount -t tmpfs shm {shm}",
+        )
+        return
+    total, _, free = shutil.disk_usage(shm)
+    if total >= _SHM_LOW and free >= _SHM_LOW:
+        yield ok("shared memory", f"{size(free)} of {size(total)} are free in {shm}")
+    else:
+        inside = Path("/.dockerenv").exists()
+        fix = "docker run --shm-size 1g ..." if inside else f"sudo mount -o remount,size=1G {shm}"
+        yield warning(
+            "shared memory", f"{size(free)} of {size(total)} are free in {shm}; batches of images need more", fix
+        )
+
+
+def _room(place: Path) -> Finding:
+    found = os.statvfs(place)
+    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    name, message = f"disk of {place}", f"{size(free)} of {size(total)} are free"
+    fix = f"du -xh {shlex.quote(str(place))} 2>/dev/null | sort -rh | head"
+    if found.f_files and not found.f_favail:
+        return problem(name, f"{message}, but no more files can be made (inodes are used up)", "df -i")
+    if free < _LEAST:
+        return problem(name, f"{message}: nothing can be downloaded, and logs stop", fix)
+    return warning(name, f"{message}: too little for most models", fix) if free < _LOW else ok(name, message)
+
+
+def _writable(name: str, folder: Path) -> Finding:
+    place = _existing(folder)
+    if place != folder:
+        may = os.access(place, os.W_OK | os.X_OK) and place.is_dir()
+        if may:
+            return ok(name, f"{folder} is made when it is needed")
+        fix = f"sudo install -d -o $(id -un) {shlex.quote(str(folder))}"
+        return problem(name, f"{folder} cannot be made: {place} is not to be written by this user", fix)
+    if not place.is_dir():
+        return problem(name, f"{folder} is a file", f"mv {shlex.quote(str(folder))} {shlex.quote(str(folder))}.old")
+    if not os.access(place, os.W_OK | os.X_OK):
+        fix = f"sudo chown -R $(id -un) {shlex.quote(str(folder))}"
+        return problem(name, f"{folder} is not to be written by this user", fix)
+    found = place.stat()
+    if found.st_mode & 0o002 and not found.st_mode & 0o1000:
+        return warning(
+            name, f"anybody may write to {folder}, and put files in it", f"chmod o-w {shlex.quote(str(folder))}"
+        )
+    return ok(name, f"{folder} can be written")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    folder = folder.absolute()
+    return next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for base, folders, files in os.walk(folder):
+        for each in (*folders, *files):
+            yield Path(base, each)
+
+
+def _readable(path: Path) -> bool:
+    return os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK)
+
+
+def _ahead(path: Path) -> float:
+    try:
+        return path.stat().st_mtime - time.time()
+    except OSError:
+        return 0.0

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections of the load generator, each with one request in flight, over HTTP/1.1 or gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import httptools
+import orjson
+
+from headrace.client.sockets import Address
+from headrace.client.transport import Options
+from headrace.core.errors import FailedPrecondition, InvalidArgument
+
+Done = Callable[[str, str], None]
+"""Called once for each request: the kind of error and its text, or "" and "" when it was answered well."""
+
+TIMED_OUT = "timeout"
+NO_CONNECTION = "no connection"
+LOST = "connection lost"
+NEVER_SENT = "never sent"
+
+
+class Lane(Protocol):
+    """A connection, or a share of one, with one request at a time. Opens itself, and again when it broke."""
+
+    def ask(self, done: Done) -> None:
+        """Send the request. `done` is called later, never from within."""
+
+    def expire(self, before: float) -> None:
+        """Give up a request that was sent before this time of `time.perf_counter`."""
+
+    def close(self) -> None:
+        """Let go of what is under way, without a word to anyone."""
+
+
+class Target(Protocol):
+    """A server, and the one request that is sent to it."""
+
+    def lane(self) -> Lane:
+        """Another lane."""
+
+    async def close(self) -> None:
+        """End all connections."""
+
+
+_AGAIN_SECONDS = 0.05
+"""How long to wait after a connection that could not be made: a server that is gone need not be asked in a hurry."""
+_CONNECT_SECONDS = 10.0
+_TEXT_BYTES = 4096
+_CUT = "the connection ended before the answer came"
+
+
+class HttpTarget:
+    """See `lanes.Target`. `message` is a whole request."""
+
+    def __init__(self, address: Address, message: bytes, tls: ssl.SSLContext | None = None) -> None:
+        self.address = address
+        self.message = message
+        self.tls = tls
+        self._lanes: list[HttpLane] = []
+
+    def lane(self) -> HttpLane:
+        """See `Target.lane`."""
+        self._lanes.append(HttpLane(self))
+        return self._lanes[-1]
+
+    async def close(self) -> None:
+        """See `Target.close`."""
+        for lane in self._lanes:
+            lane.close()
+        # Transports notice that they were aborted in the next round of the loop.
+        await asyncio.sleep(0)
+
+
+class HttpLane:
+    """See `lanes.Lane`."""
+
+    def __init__(self, target: HttpTarget) -> None:
+        self._target = target
+        self._loop = asyncio.get_running_loop()
+        self._connection: _Connection | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._done: Done | None = None
+        self._sent = 0.0
+
+    def ask(self, done: Done) -> None:
+        """See `Lane.ask`."""
+        self._done = done
+        self._sent = time.perf_counter()
+        if self._connection is not None:
+            self._connection.transport.write(self._target.message)
+        else:
+            self._opening = self._loop.create_task(self._open())
+
+    def expire(self, before: float) -> None:
+        """See `Lane.expire`."""
+        if self._done is not None and self._sent < before:
+            self._drop()
+            self.tell(TIMED_OUT, "no answer came in time")
+
+    def close(self) -> None:
+        """See `Lane.close`."""
+        self._done = None
+        self._drop()
+
+    def tell(self, kind: str, text: str) -> None:
+        """How the request under way ended."""
+        done, self._done = self._done, None
+        if done is not None:
+            done(kind, text)
+
+    def ended(self, connection: _Connection, kind: str, text: str) -> None:
+        """A connection is of no use any more; one that was left before is nobody's loss."""
+        if connection is self._connection:
+            self._connection = None
+            connection.transport.abort()
+            self.tell(kind, text)
+
+    async def _open(self) -> None:
+        address, tls = self._target.address, self._target.tls
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, made = await self._loop.create_connection(
+                    lambda: _Connection(self),
+                    address.host,
+                    address.port,
+                    ssl=tls,
+                    server_hostname=address.host if tls is not None else None,
+                )
+        except (OSError, TimeoutError) as error:
+            await asyncio.sleep(_AGAIN_SECONDS)
+            self._opening = None
+            self.tell(NO_CONNECTION, getattr(error, "strerror", None) or type(error).__name__)
+            return
+        self._opening = None
+        if made.lost or self._done is None:
+            made.transport.abort()
+            self.tell(LOST, _CUT)
+            return
+        self._connection = made
+        made.transport.write(self._target.message)
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.transport.abort()
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.cancel()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection of a lane."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, lane: HttpLane) -> None:
+        self._lane = lane
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._error = b""
+        self.lost = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._lane.ended(self, "no HTTP", "what answers there does not speak HTTP/1.1")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self.lost = True
+        self._lane.ended(self, LOST, _CUT)
+
+    def on_body(self, data: bytes) -> None:
+        """See httptools. Kept only where it tells what is wrong."""
+        if self._parser.get_status_code() != 200 and len(self._error) < _TEXT_BYTES:
+            self._error += data
+
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        status, error = self._parser.get_status_code(), self._error
+        if status < 200:
+            return
+        self._error = b""
+        kind, text = ("", "") if status == 200 else (f"HTTP {status}", _text(error))
+        if self._parser.should_keep_alive():
+            self._lane.tell(kind, text)
+        else:
+            self._lane.ended(self, kind, text)
+
+
+def _text(body: bytes) -> str:
+    """What an error of Headrace or of another v2 server says."""
+    try:
+        document = orjson.loads(body)
+        return str(document["error"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
+
+
+_METHOD = "/inference.GRPCInferenceService/ModelInfer"
+_MOST_CHANNELS = 64
+_CHANNEL = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # A connection for each channel, not one for all that are configured alike.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+class GrpcTarget:
+    """See `lanes.Target`. `message` is a ModelInferRequest."""
+
+    def __init__(self, address: Address, message: bytes, options: Options) -> None:
+        try:
+            self.grpc: Any = importlib.import_module("grpc")
+        except ImportError:
+            raise FailedPrecondition(
+                "gRPC needs grpcio, which is not installed: pip install 'headrace[grpc]', or use http://"
+            ) from None
+        self.message = message
+        self.metadata = options.fields
+        self._address = address
+        self._credentials = _credentials(self.grpc, options) if address.secure else None
+        self._channels: list[Any] = []
+        self._lanes: list[GrpcLane] = []
+
+    def lane(self) -> GrpcLane:
+        """See `Target.lane`."""
+        if len(self._channels) < _MOST_CHANNELS:
+            self._channels.append(self._channel())
+        channel = self._channels[len(self._lanes) % len(self._channels)]
+        self._lanes.append(GrpcLane(self, channel.unary_unary(_METHOD)))
+        return self._lanes[-1]
+
+    def _channel(self) -> Any:
+        target, options = self._address.authority, list(_CHANNEL)
+        if self._credentials is not None:
+            return self.grpc.aio.secure_channel(target, self._credentials, options=options)
+        return self.grpc.aio.insecure_channel(target, options=options)
+
+    async def close(self) -> None:
+        """See `Target.close`."""
+        tasks = [lane.task for lane in self._lanes if lane.task is not None]
+        for lane in self._lanes:
+            lane.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for channel in self._channels:
+            await channel.close()
+
+
+class GrpcLane:
+    """See `lanes.Lane`."""
+
+    def __init__(self, target: GrpcTarget, method: Any) -> None:
+        self._target = target
+        self._method = method
+        self._loop = asyncio.get_running_loop()
+        self._done: Done | None = None
+        self._sent = 0.0
+        self.task: asyncio.Task[None] | None = None
+        """The request under way."""
+
+    def ask(self, done: Done) -> None:
+        """See `Lane.ask`."""
+        self._done = done
+        self._sent = time.perf_counter()
+        self.task = self._loop.create_task(self._work())
+
+    def expire(self, before: float) -> None:
+        """See `Lane.expire`."""
+        if self._done is not None and self._sent < before:
+            done = self._done
+            self.close()
+            done(TIMED_OUT, "no answer came in time")
+
+    def close(self) -> None:
+        """See `Lane.close`."""
+        self._done = None
+        task, self.task = self.task, None
+        if task is not None:
+            task.cancel()
+
+    async def _work(self) -> None:
+        kind = text = ""
+        try:
+            await self._method(self._target.message, metadata=self._target.metadata)
+        except self._target.grpc.RpcError as error:
+            kind, text = f"gRPC {error.code().name}", error.details() or ""
+            if kind == "gRPC UNAVAILABLE" and "connect" in text.lower():
+                kind = NO_CONNECTION
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(_AGAIN_SECONDS)
+        done, self._done = self._done, None
+        if done is not None:
+            done(kind, text)
+
+
+def _credentials(grpc: Any, options: Options) -> Any:
+    if isinstance(options.cert, str):
+        raise InvalidArgument("gRPC needs both --cert and --key")
+    try:
+        authority = _content(options.verify) if isinstance(options.verify, str) else None
+        chain, key = (None, None) if options.cert is None else map(_content, options.cert)
+    except OSError as error:
+        raise InvalidArgument(f"{error.filename}: {error.strerror}; see --ca, --cert and --key") from None
+    return grpc.ssl_channel_credentials(authority, key, chain)
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The channel between the workers of one server: requests and answers in JSON over UNIX sockets.
+
+The sockets are in a folder that the supervisor made for this user only. One request is one connection. Workers trust
+each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from headrace.core.errors import INTERNAL_TEXT, Code, HeadraceError, Internal, Unavailable
+
+log = logging.getLogger("headrace.apps")
+
+_STARTED = "started"
+
+Answerer = Callable[[Any], Awaitable[Any]]
+"""Turns the arguments of a request into an answer; both are JSON."""
+
+
+class Away(Unavailable):
+    """Raised for a worker that is dead, still starting, or busy for too long."""
+
+
+class Busy(Away):
+    """Raised for a worker that does not answer in time."""
+
+
+class WorkerChannel:
+    """One worker's end of the channel. Used in the event loop's thread only."""
+
+    def __init__(self, folder: str | Path, index: int, count: int) -> None:
+        self.folder = Path(folder)
+        self.index = index
+        self.others = [other for other in range(count) if other != index]
+        self._answerers: dict[str, Answerer] = {}
+        self._server: asyncio.AbstractServer | None = None
+
+    def answer(self, question: str, answerer: Answerer) -> None:
+        """Register the handler of a request."""
+        self._answerers[question] = answerer
+
+    def answers(self, question: str) -> bool:
+        """Return whether a request has a handler."""
+        return question in self._answerers
+
+    async def start(self) -> None:
+        """Listen. A socket of a dead predecessor is replaced."""
+        path = self._path(self.index)
+        path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, path=str(path))
+
+    async def close(self) -> None:
+        """Stop answering."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            with contextlib.suppress(OSError):
+                self._path(self.index).unlink()
+
+    async def ask_all(self, question: str, arguments: Any = None, *, seconds: float) -> dict[int, Any]:
+        """Return the answer of every other worker, by its number; an exception for one that has none."""
+        answers = await asyncio.gather(
+            *(self.ask(other, question, arguments, seconds=seconds) for other in self.others), return_exceptions=True
+        )
+        return dict(zip(self.others, answers, strict=True))
+
+    async def ask(self, other: int, question: str, arguments: Any = None, *, seconds: float) -> Any:
+        """Return the answer of one worker. Raises `Away` or `Busy`, or what the worker raised."""
+        try:
+            async with asyncio.timeout(seconds):
+                document = await self._exchange(other, orjson.dumps([question, arguments]))
+        except TimeoutError:
+            raise Busy(f"worker {other} does not answer in time") from None
+        except (OSError, orjson.JSONDecodeError):
+            raise Away(f"worker {other} does not answer") from None
+        if "error" in document:
+            raise _error_of(document)
+        return document["answer"]
+
+    async def _exchange(self, other: int, question: bytes) -> Any:
+        reader, writer = await asyncio.open_unix_connection(str(self._path(other)))
+        try:
+            writer.write(question)
+            writer.write_eof()
+            return orjson.loads(await reader.read())
+        finally:
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            question, arguments = orjson.loads(await reader.read())
+            writer.write(orjson.dumps(await self._answer(question, arguments)))
+            await writer.drain()
+        except (OSError, ValueError) as error:  # The other worker has gone, or has not waited long enough.
+            log.debug("a question of another worker was not answered: %s", error)
+        finally:
+            writer.close()
+
+    async def _answer(self, question: str, arguments: Any) -> dict[str, Any]:
+        answerer = self._answerers.get(question)
+        try:
+            if answerer is None:
+                raise Unavailable(f"worker {self.index} is starting")
+            return {"answer": await answerer(arguments)}
+        except HeadraceError as error:
+            return {"error": error.message, "code": error.code.value}
+        except Exception:
+            log.exception("cannot answer %r to another worker", question)
+            return {"error": INTERNAL_TEXT, "code": Code.INTERNAL.value}
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"worker-{index}.sock"
+
+
+def _error_of(document: dict[str, str]) -> HeadraceError:
+    # Packages have error classes of their own, which others do not know.
+    ours = [kind for kind in HeadraceError.__subclasses__() if kind.__module__ == HeadraceError.__module__]
+    known = {kind.code.value: kind for kind in ours}
+    return known.get(document.get("code", ""), Internal)(document["error"])
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file in one step."""
+    beside = path.with_suffix(".new")
+    beside.write_bytes(content)
+    os.replace(beside, path)
+
+
+@contextlib.contextmanager
+def worker_folder() -> Iterator[str]:
+    """Make a folder for the workers of one server, removed at the end. In the supervisor, before it forks."""
+    usual = tempfile.gettempdir()
+    # The name of a socket may have 107 bytes.
+    place = usual if len(os.fsencode(usual)) < 72 else "/tmp"  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="headrace-", dir=place, ignore_cleanup_errors=True) as folder:
+        write_whole(Path(folder) / _STARTED, repr(time.monotonic()).encode())
+        yield folder
+
+
+def started_at(folder: Path) -> float:
+    """Return when the server was started, by the monotonic clock, which all processes share."""
+    return float((folder / _STARTED).read_text())

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inputs that `CudaGraphRunner` passes to the device, without a GPU: attention in PyTorch, graphs that recompute.
+
+The kernels and real graphs need a GPU: `bench/scenarios/llm_gpu.py` compares their answers with those of transformers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.backends.llm.model_runner import cuda_attention, cuda_graphs
+from headrace.backends.llm.model_runner.attention import PagedAttention
+from headrace.backends.llm.model_runner.kv_cache import KVCache
+from headrace.backends.llm.page_pool import PagePool
+from headrace.backends.llm.scheduler import Scheduler, Sequence
+from support.llm_models import tiny_llama, tiny_mistral
+
+PAGE, SEATS, LENGTH = 8, 5, 160
+
+
+def plain_attention(
+    query: Any, new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any, table: Any, tiles: Any,
+    page_size: int, scale: float, window: int,
+) -> Any:  # fmt: skip
+    """What the kernels do."""
+    keys[slots.long()], values[slots.long()] = new_keys, new_values
+    out = torch.full_like(query, float("nan"))
+    group = query.shape[1] // keys.shape[1]
+    for row, first, count, position in tiles.tolist():
+        places = torch.arange(position + count)
+        slot = table[row].long()[places // page_size] * page_size + places % page_size
+        key, value = (part[slot].repeat_interleave(group, 1) for part in (keys, values))
+        here = position + torch.arange(count)[:, None]
+        seen = (places <= here) & (places > here - (window or 1 << 30))
+        score = torch.einsum("qhd,khd->hqk", query[first : first + count], key) * scale
+        weight = score.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[first : first + count] = torch.einsum("hqk,khd->qhd", weight, value)
+    return out
+
+
+class Again:
+    """In place of a graph: computes the step anew, into the tensors of the first time."""
+
+    def __init__(self, step: Callable[[], Any], results: Any) -> None:
+        self._step = step
+        self._results = results
+
+    def replay(self) -> None:
+        for result, new in zip(self._results, self._step(), strict=True):
+            result.copy_(new)
+
+    def pool(self) -> None:
+        return None
+
+
+class Event:
+    def __init__(self, blocking: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(step: Callable[[], Any], pool: Any) -> Any:
+        results = step()
+        return Again(step, results), results
+
+    cuda_attention.register().register_kernel("cpu")(plain_attention)
+    monkeypatch.setattr(cuda_graphs, "capture", recorded)
+    monkeypatch.setattr(cuda_graphs, "pinned_tensor", lambda count, dtype: torch.zeros(count, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    # Replays compute, so the model must stay as it is while graphs are captured.
+    monkeypatch.setattr(cuda_graphs.CudaGraphs, "_prepared", _prepared_for_good)
+
+
+def _prepared_for_good(self: Any, compiled: bool, **options: Any) -> Any:
+    self.model.config._attn_implementation = cuda_attention.ATTENTION
+    for module in self._modules:
+        cuda_attention.attach(module)
+    return nullcontext()
+
+
+def opened(folder: Path, pages: int = 200, step_tokens: int = 64) -> tuple[Any, cuda_graphs.CudaGraphRunner]:
+    """A model as transformers has it, and a runner of another one with the same weights."""
+    from transformers import AutoModelForCausalLM
+
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for _ in range(2))
+    attention = PagedAttention(ours)
+    with torch.inference_mode():
+        cache = KVCache(attention.probe(ours), pages, PAGE, torch.float32, torch.device("cpu"))
+    attention.attach(cache)
+    runner = cuda_graphs.CudaGraphRunner(
+        ours,
+        attention,
+        cache,
+        page_size=PAGE,
+        max_running=SEATS,
+        max_length=LENGTH,
+        max_step_tokens=step_tokens,
+        compiled=False,
+    )
+    return theirs, runner
+
+
+def wanted(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return list(out[0, len(prompt) :].tolist())
+
+
+def generated(
+    runner: cuda_graphs.CudaGraphRunner,
+    requests: list[tuple[list[int], int]],
+    *,
+    greedy: bool = True,
+    step_tokens: int = 64,
+) -> list[list[int]]:
+    """With the real scheduler; where it is greedy, a step is launched before the last one is read."""
+    pool = PagePool(runner.cache.pages, PAGE, prefix_cache=True)
+    scheduler = Scheduler(pool, max_running=SEATS, max_step_tokens=step_tokens)
+    sequences = [Sequence(list(prompt), len(prompt) + count) for prompt, count in requests]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    flights: list[tuple[Any, Any]] = []
+    while not scheduler.idle:
+        plan = scheduler.schedule()
+        if plan:
+            flights.append((plan, runner.launch(plan, greedy=greedy)))
+        if flights and (not greedy or not plan or len(flights) > 1):
+            plan, step = flights.pop(0)
+            tokens = step.tokens() if greedy else step.logits.argmax(-1).tolist()
+            grown = scheduler.commit(plan, tokens)
+            scheduler.finish([sequence for _, sequence in grown if len(sequence.tokens) == sequence.limit])
+    while flights:
+        scheduler.commit(flights[0][0], flights.pop(0)[1].tokens())
+    assert pool.used == 0
+    return [sequence.tokens[sequence.prompt_length :] for sequence in sequences]
+
+
+def mixture(count: int = 14) -> list[tuple[list[int], int]]:
+    random.seed(4)
+    shared = [random.randrange(8, 500) for _ in range(20)]
+    lengths = [random.choice([1, 2, 5, 17, 40, 90]) for _ in range(count)]
+    prompts = [
+        [*(shared if number % 3 else []), *random.choices(range(8, 500), k=n)] for number, n in enumerate(lengths)
+    ]
+    return [(prompt, random.randrange(1, 30)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("greedy", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_steps_of_graphs_generate_what_transformers_does(no_device: None, tmp_path: Path, greedy: bool) -> None:
+    theirs, runner = opened(tiny_llama(tmp_path / "llama"))
+    requests = mixture()
+    assert generated(runner, requests, greedy=greedy) == [wanted(theirs, *request) for request in requests]
+
+
+@pytest.mark.slow  # quick: test_more_changes_of_pages_than_a_step_carries; without graphs, test_llm_model_runner.py
+def test_a_window_and_few_pages(no_device: None, tmp_path: Path) -> None:
+    """Sequences give way to others here, and come back to other seats and pages."""
+    theirs, runner = opened(tiny_mistral(tmp_path / "mistral", sliding_window=12), pages=24, step_tokens=32)
+    requests = mixture(10)
+    assert generated(runner, requests, step_tokens=32) == [wanted(theirs, *request) for request in requests]
+
+
+def test_more_changes_of_pages_than_a_step_carries(
+    no_device: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "TABLE_UPDATES", 3)
+    theirs, runner = opened(tiny_llama(tmp_path / "llama"))
+    requests = mixture(6)
+    assert generated(runner, requests) == [wanted(theirs, *request) for request in requests]
+
+
+def test_sizes() -> None:
+    assert cuda_graphs.batch_sizes(1) == [1]
+    assert cuda_graphs.batch_sizes(64)[-2:] == [56, 64]
+    assert cuda_graphs.batch_sizes(200)[-3:] == [144, 176, 200]
+    assert cuda_graphs.prompt_sizes(2048)[-2:] == [1536, 2048]
+    assert cuda_graphs.prompt_sizes(40) == [40]
+    assert [cuda_attention.tile_tokens(group) for group in (1, 3, 4, 71)] == [64, 21, 16, 1]
+
+
+def test_attention_that_the_kernels_do_not_know_is_refused() -> None:
+    nothing: dict[str, Any] = dict.fromkeys(("headrace_slots", "headrace_table", "headrace_tiles"))
+    with pytest.raises(NotImplementedError):
+        cuda_attention.attention(None, None, None, None, None, softcap=30.0, **nothing)

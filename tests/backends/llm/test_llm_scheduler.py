@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler and the page pool, over a simulated device that checks the contents of every slot."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.backends.llm.page_pool import PagePool, extend_page_hashes
+from headrace.backends.llm.scheduler import Chunk, Scheduler, Sequence
+
+END = 0
+
+
+def next_token(context: tuple[int, ...]) -> int:
+    """What the model says: the end now and then, otherwise a number that depends on all that came before."""
+    mixed = hash(context) & 0xFFFF
+    return END if mixed % 17 == 0 else 1 + mixed % 3
+
+
+def said_alone(prompt: list[int], limit: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < limit:
+        tokens.append(next_token(tuple(tokens)))
+        if tokens[-1] == END:
+            break
+    return tokens
+
+
+class Memory:
+    """A simulated device: a slot holds all tokens up to its own. Keeps the last token of each batch index."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.size = scheduler.pool.page_size
+        self.slots: dict[int, tuple[int, ...]] = {}
+        self.last: dict[int, int] = {}
+
+    def launch(self, chunks: Several[Chunk]) -> list[int]:
+        pool, said = self.scheduler.pool, []
+        assert sum(chunk.count for chunk in chunks) <= self.scheduler.max_step_tokens
+        assert len({chunk.sequence.batch_index for chunk in chunks}) == len(chunks)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            assert 0 <= sequence.batch_index < self.scheduler.max_running
+            assert chunk.end <= len(sequence.pages) * self.size
+            known = [*sequence.tokens]
+            if not chunk.known:
+                assert chunk.count == 1 and chunk.start == len(known)
+                known.append(self.last[sequence.batch_index])
+            for place in range(chunk.start, chunk.end):
+                page = sequence.pages[place // self.size]
+                assert pool.ref_count(page) == 1, "a page that others read is written to"
+                assert not pool.is_registered(page), "a page that others may find is written to"
+                self.slots[page * self.size + place % self.size] = tuple(known[: place + 1])
+            for place in range(chunk.end):
+                page = sequence.pages[place // self.size]
+                assert self.slots[page * self.size + place % self.size] == tuple(known[: place + 1])
+            if chunk.samples:
+                token = next_token(tuple(known[: chunk.end]))
+                said.append(token)
+                self.last[sequence.batch_index] = token
+        return said
+
+
+def run(memory: Memory, *, ahead: int = 0, each_step: Callable[[int], Any] = lambda step: None) -> int:
+    """Until there is nothing more to do; returns the number of steps."""
+    scheduler, flights, steps, turns = memory.scheduler, deque[tuple[list[Chunk], list[int]]](), 0, 0
+    while not scheduler.idle or flights:
+        turns += 1
+        assert turns < 5000, "no progress"
+        each_step(steps)
+        plan = scheduler.schedule()
+        assert plan or flights or scheduler.idle, "stuck"
+        if plan:
+            steps += 1
+            flights.append((plan, memory.launch(plan)))
+        if flights and (len(flights) > ahead or not plan):
+            done, tokens = flights.popleft()
+            for number, sequence in scheduler.commit(done, tokens):
+                assert sequence.tokens[-1] == tokens[number]
+                if tokens[number] == END or len(sequence.tokens) >= sequence.limit:
+                    scheduler.finish([sequence])
+    return steps
+
+
+def scheduler_of(
+    pages: int = 64, size: int = 4, *, prefix_cache: bool = True, max_running: int = 8, max_step_tokens: int = 16
+) -> Scheduler:
+    return Scheduler(
+        PagePool(pages, size, prefix_cache=prefix_cache), max_running=max_running, max_step_tokens=max_step_tokens
+    )
+
+
+prompts = st.lists(st.integers(1, 2), min_size=1, max_size=24)
+requests = st.lists(
+    st.tuples(prompts, st.integers(1, 16), st.integers(0, 12), st.integers(1, 3), st.booleans(), st.integers(0, 40)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests,
+    st.integers(10, 40),
+    st.integers(1, 6),
+    st.booleans(),
+    st.integers(1, 6),
+    st.integers(1, 20),
+    st.integers(0, 1),
+)
+def test_everyone_gets_what_they_would_alone(
+    asked: list[tuple[list[int], int, int, int, bool, int]],
+    slots: int,
+    size: int,
+    prefix_cache: bool,
+    max_running: int,
+    max_step_tokens: int,
+    ahead: int,
+) -> None:
+    pages = max(2, -(-slots // size))
+    scheduler = scheduler_of(
+        pages, size, prefix_cache=prefix_cache, max_running=max_running, max_step_tokens=max_step_tokens
+    )
+    memory = Memory(scheduler)
+    all_: list[tuple[int, int, list[Sequence]]] = []
+    for prompt, more, arrives, choices, leaves, leaves_at in asked:
+        limit = min(len(prompt) + more, scheduler.capacity)
+        if limit > len(prompt):
+            sequences = [Sequence(list(prompt), limit) for _ in range(choices)]
+            all_.append((arrives, leaves_at if leaves else 10**9, sequences))
+
+    def each_step(step: int) -> None:
+        for arrives, leaves_at, sequences in all_:
+            if sequences[0].state == Sequence.NEW and step >= arrives:
+                scheduler.add(sequences[0], sequences[1:])
+            if step >= leaves_at:
+                scheduler.finish(sequences)
+
+    each_step(0)
+    while any(sequences[0].state == Sequence.NEW for _, _, sequences in all_) or not scheduler.idle:
+        run(memory, ahead=ahead, each_step=each_step)
+        for arrives, _, sequences in all_:
+            if sequences[0].state == Sequence.NEW:
+                each_step(arrives)
+    assert scheduler.pool.used == 0
+    assert not scheduler.running and not scheduler.waiting
+    assert sorted(scheduler._free_indices) == list(range(max_running))
+    for _, leaves_at, sequences in all_:
+        for sequence in sequences:
+            assert sequence.state == Sequence.FINISHED
+            if leaves_at == 10**9:
+                assert sequence.tokens == said_alone(sequence.tokens[: sequence.prompt_length], sequence.limit)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "share", "back", "register"]), st.integers(0, 7)), max_size=80))
+def test_pages_are_free_idle_or_used(deeds: list[tuple[str, int]]) -> None:
+    pool = PagePool(6, 2, prefix_cache=True)
+    held: list[int] = []
+    names: dict[bytes, int] = {}
+    for deed, number in deeds:
+        if deed == "take" and pool.available:
+            page = pool.allocate()
+            assert page not in held, "a page that someone has was given out"
+            assert not pool.is_registered(page)
+            names = {name: other for name, other in names.items() if other != page}
+            held.append(page)
+        elif deed == "share" and (found := pool.find(b"%d" % number)) is not None:
+            assert names[b"%d" % number] == found
+            pool.share(found)
+            held.append(found)
+        elif deed == "back" and held:
+            pool.free([held.pop(number % len(held))])
+        elif deed == "register" and held:
+            page, name = held[number % len(held)], b"%d" % number
+            if pool.find(name) is None and not pool.is_registered(page):
+                names[name] = page
+            pool.register(page, name)
+        assert pool.used == len(set(held))
+        assert pool.available + pool.used == 6
+        assert all(pool.ref_count(page) == held.count(page) for page in range(6))
+    pool.free(held)
+    assert pool.used == 0
+    pool.reset_prefix_cache()
+    assert (pool.evictable, pool.available) == (0, 6)
+
+
+def test_a_page_given_back_twice_is_a_fault_that_shows() -> None:
+    pool = PagePool(2, 2, prefix_cache=True)
+    page = pool.allocate()
+    pool.free([page])
+    with pytest.raises(RuntimeError, match="does not use it"):
+        pool.free([page])
+
+
+def test_the_page_that_was_idle_longest_is_taken_first() -> None:
+    pool = PagePool(2, 2, prefix_cache=True)
+    first, second = pool.allocate(), pool.allocate()
+    pool.register(first, b"first")
+    pool.register(second, b"second")
+    pool.free([first])
+    pool.free([second])
+    assert pool.allocate() == first
+    assert pool.find(b"first") is None
+    assert pool.find(b"second") == second
+
+
+def test_digests_differ_by_salt_by_tokens_and_by_what_came_before() -> None:
+    def page_hashes(tokens: list[int], cache_salt: bytes = b"") -> list[bytes]:
+        return list(extend_page_hashes([], tokens, 2, cache_salt, len(tokens) // 2))
+
+    assert page_hashes([1, 2, 3, 4]) == page_hashes([1, 2, 3, 4])
+    assert page_hashes([1, 2, 3, 4])[0] == page_hashes([1, 2, 9, 9])[0]
+    assert page_hashes([1, 2, 3, 4])[1] != page_hashes([2, 1, 3, 4])[1]
+    assert not set(page_hashes([1, 2, 3, 4])) & set(page_hashes([1, 2, 3, 4], b"adapter"))
+
+
+def test_a_newcomer_gets_its_first_token_in_the_step_that_computes_its_prompt() -> None:
+    scheduler = scheduler_of(200, 4, max_running=8, max_step_tokens=32)
+    memory = Memory(scheduler)
+    for number in range(6):
+        scheduler.add(Sequence([number + 1] * 3, 100))
+    for _ in range(10):
+        plan = scheduler.schedule()
+        scheduler.commit(plan, [1] * len(memory.launch(plan)))
+    newcomer = Sequence([9] * 20, 40)
+    scheduler.add(newcomer)
+    plan = scheduler.schedule()
+    assert [chunk.count for chunk in plan] == [1, 1, 1, 1, 1, 1, 20], "those that generate do not wait for it"
+    assert plan[-1].samples
+    scheduler.commit(plan, [1] * 7)
+    assert len(newcomer.tokens) == 21
+
+
+def test_a_short_prompt_passes_a_long_one() -> None:
+    scheduler = scheduler_of(200, 4, max_running=2, max_step_tokens=16)
+    memory = Memory(scheduler)
+    long, short = Sequence([1] * 200, 300), Sequence([2] * 8, 300)
+    scheduler.add(long)
+    scheduler.add(short)
+    plan = scheduler.schedule()
+    assert [(chunk.sequence, chunk.count) for chunk in plan] == [(long, 8), (short, 8)]
+    scheduler.commit(plan, memory.launch(plan))
+    assert len(short.tokens) == 9
+    counts = [scheduler.schedule()]
+    assert sum(chunk.count for chunk in counts[0]) == 16, "what is left goes to the long one"
+
+
+def test_who_came_first_is_not_preempted_for_who_came_later() -> None:
+    scheduler = scheduler_of(8, 2, prefix_cache=False, max_running=4)
+    memory = Memory(scheduler)
+    sequences = [Sequence([number + 1] * 3, 16) for number in range(2)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while not scheduler.idle:
+        plan = scheduler.schedule()
+        memory.launch(plan)
+        for _, sequence in scheduler.commit(plan, [1] * sum(chunk.samples for chunk in plan)):
+            if len(sequence.tokens) == sequence.limit:
+                scheduler.finish([sequence])
+                assert sequence is sequences[0] or sequences[0].state == Sequence.FINISHED
+    assert sequences[0].preemptions == 0
+    assert sequences[1].preemptions >= 1
+    assert scheduler.pool.used == 0
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    scheduler = scheduler_of(4, 4)
+    with pytest.raises(ValueError, match="does not fit into 16"):
+        scheduler.add(Sequence([1], 17))
+    scheduler.add(Sequence([1], 16))
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_choices_of_a_request_share_the_pages_of_its_prompt(prefix_cache: bool) -> None:
+    scheduler = scheduler_of(100, 4, prefix_cache=prefix_cache, max_step_tokens=64)
+    memory = Memory(scheduler)
+    choices = [Sequence([1, 2, 3, 4] * 4, 30) for _ in range(4)]
+    scheduler.add(choices[0], choices[1:])
+    counts = []
+    for _ in range(2):
+        plan = scheduler.schedule()
+        counts.append([chunk.count for chunk in plan])
+        scheduler.commit(plan, [1] * len(memory.launch(plan)))
+    assert counts == [[16], [1, 4, 4, 4]], "the others compute the last page only"
+    assert {tuple(choice.pages[:3]) for choice in choices} == {tuple(choices[0].pages[:3])}
+    assert len({choice.pages[3] for choice in choices}) == 4
+    scheduler.finish(choices)
+    assert scheduler.pool.used == 0
+
+
+def test_a_prompt_that_was_computed_before_is_found_and_its_last_token_computed() -> None:
+    scheduler = scheduler_of(100, 4, max_step_tokens=64)
+    memory = Memory(scheduler)
+    scheduler.add(Sequence([1, 2] * 8, 17))
+    run(memory)
+    again, other = Sequence([1, 2] * 8, 17), Sequence([1, 2] * 8, 17, cache_salt=b"other")
+    scheduler.add(again)
+    scheduler.add(other)
+    run(memory)
+    assert (again.cached, other.cached) == (12, 0)
+    assert (scheduler.prefix_hits, scheduler.prefix_queries) == (12, 48)
+
+
+def test_a_plan_that_is_undone_is_made_again_in_smaller_steps() -> None:
+    scheduler = scheduler_of(100, 4, max_running=2, max_step_tokens=64)
+    sequences = [Sequence([number + 1] * 40, 60) for number in range(2)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    before = scheduler.schedule()
+    assert scheduler.roll_back(before)
+    after = scheduler.schedule()
+    assert sum(chunk.count for chunk in after) == sum(chunk.count for chunk in before) // 2
+    assert [chunk.start for chunk in after] == [0] * len(after)
+    while scheduler.roll_back(after):
+        after = scheduler.schedule()
+    assert len(scheduler.running) == 1, "it ends with one sequence in the smallest step"
+    assert (scheduler.max_running, scheduler.max_step_tokens) == (1, 5)
+    assert scheduler.abort(after) == [sequences[0]]
+    scheduler.finish(sequences)
+    assert scheduler.pool.used == 0
+    for _ in range(4000):
+        scheduler._steps_in_flight += 1
+        scheduler.commit([], [])
+    assert (scheduler.max_running, scheduler.max_step_tokens) == (2, 64), "it grows again when memory is not short"
+
+
+def test_a_plan_that_failed_ends_its_sequences_and_no_other() -> None:
+    scheduler = scheduler_of(100, 4)
+    failed, other = Sequence([1] * 4, 8), Sequence([2] * 4, 8)
+    scheduler.add(failed)
+    plan = scheduler.schedule()
+    scheduler.add(other)
+    assert scheduler.abort(plan) == [failed]
+    assert failed.state == Sequence.FINISHED
+    run(Memory(scheduler))
+    assert other.tokens == said_alone([2] * 4, 8)

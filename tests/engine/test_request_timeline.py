@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timelines of requests: what they tell, with whom requests were computed, that they end, and that nobody else pays."""
+
+from __future__ import annotations
+
+import asyncio
+import dis
+from collections.abc import Mapping
+from time import monotonic_ns
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.core.dtypes import FP32
+from headrace.core.errors import InvalidArgument, NotFound, ResourceExhausted
+from headrace.core.requests import InferRequest, InferResponse
+from headrace.core.tensors import Tensor
+from headrace.engine.dataplane import DataPlane
+from headrace.engine.express import _express
+from headrace.engine.scheduling.request_timeline import MAX_REQUEST_IDS
+from headrace.engine.versions import ModelVersion
+from headrace.models.config.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
+from headrace.programs.console.request_timelines import Watching, Wish, wish_of
+from support.engines import Asked, config_of, serving_plane
+from support.waiting import eventually_async
+
+ROW = np.arange(4, dtype=np.float32)
+
+
+def config(name: str = "m", **more: Any) -> ModelConfig:
+    settings: dict[str, Any] = {
+        "max_batch_size": 8,
+        "inputs": (InputSpec("INPUT0", FP32, (4,)),),
+        "outputs": (OutputSpec("OUTPUT0", FP32, (4,)),),
+        "scheduling": None,
+    }
+    return config_of(name, **{**settings, **more})
+
+
+def doubled(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"OUTPUT0": inputs["INPUT0"] * 2}
+
+
+def request(id: str = "", rows: int = 1, model: str = "m") -> InferRequest:
+    return InferRequest(model, [Tensor.of("INPUT0", np.tile(ROW, (rows, 1)))], id=id)
+
+
+async def send(plane: DataPlane, asked: InferRequest) -> InferResponse:
+    """Compute a request; raises the error if that is its answer."""
+    caller = Asked()
+    plane.infer(asked, caller)
+    result = await caller.answer()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def seen(watching: Watching) -> list[dict[str, Any]]:
+    """The newest first."""
+    return sorted(watching.document()["requests"].values(), key=lambda each: -each["number"])
+
+
+def names(timeline: dict[str, Any]) -> list[str]:
+    return [phase["name"] for phase in timeline["phases"]]
+
+
+def run(test: Any) -> None:
+    asyncio.run(test())
+
+
+def version_of(plane: DataPlane) -> ModelVersion:
+    version = plane.find("m")
+    assert isinstance(version, ModelVersion)
+    return version
+
+
+def test_a_timeline_has_every_phase_in_order() -> None:
+    async def main() -> None:
+        async with serving_plane([(config(), doubled)]) as plane:
+            received: dict[int, int] = {}
+            watching = Watching(plane, lambda asked: received.get(id(asked)))
+            watching.begin(Wish("m", 2))
+            asked = request("first")
+            received[id(asked)] = monotonic_ns()
+            await send(plane, asked)
+            (told,) = seen(watching)
+            assert (told["id"], told["model"], told["version"], told["rows"]) == ("first", "m", "1", 1)
+            assert (told["outcome"], told["answers"]) == ("ok", 1)
+            assert names(told)[:2] == ["decoded", "queued"]
+            assert names(told)[-1] == "encoded and sent" and "computed" in names(told)
+            ends = [phase["end_us"] for phase in told["phases"]]
+            assert ends == sorted(ends) and ends[-1] == told["total_us"]
+            assert [phase["start_us"] for phase in told["phases"]] == [0.0, *ends[:-1]]
+            assert told["batch"]["reason"] == "one at a time" and told["batch"]["with"] == []
+
+    run(main)
+
+
+def test_who_was_computed_together_is_told_also_of_those_that_were_not_watched() -> None:
+    batching = DynamicBatching(preferred_batch_sizes=(4,), max_queue_delay_microseconds=30_000_000)
+
+    async def main() -> None:
+        async with serving_plane([(config(scheduling=batching), doubled)]) as plane:
+            watching = Watching(plane)
+            watching.begin(Wish("m", 2))
+            await asyncio.gather(
+                *(send(plane, request(name, rows)) for name, rows in zip("abc", (1, 2, 1), strict=True))
+            )
+            second, first = seen(watching)
+            assert (first["id"], second["id"]) == ("a", "b")
+            assert first["batch"]["reason"] == "preferred"
+            assert (first["batch"]["requests"], first["batch"]["rows"]) == (3, 4)
+            assert first["batch"]["with"] == [{"number": 2, "id": "b", "rows": 2}]
+            assert second["batch"]["with"] == [{"number": 1, "id": "a", "rows": 1}]
+            assert first["batch"]["others"] == 1
+
+    run(main)
+
+
+def test_it_ends_with_its_last_request_and_all_is_as_before() -> None:
+    async def main() -> None:
+        async with serving_plane([(config(), doubled)]) as plane:
+            switched: list[bool] = []
+            watching = Watching(plane, switch=switched.append)
+            version = version_of(plane)
+            usual = (version.express, version.tracks_requests, version._special)
+            assert usual[0] is not None and plane.answer(request()) is not None
+            watching.begin(Wish("m", 2))
+            assert plane.answer(request()) is None  # the short way is too short to be watched
+            await send(plane, request())
+            assert watching.document()["watching"]["m"]["left"] == 1
+            await send(plane, request())
+            assert watching.document()["watching"] == {}
+            assert (version.express, version.tracks_requests, version._special) == usual and version.recorder is None
+            assert switched == [True, False]
+            assert plane.answer(request()) is not None
+            assert len(seen(watching)) == 2
+
+    run(main)
+
+
+def test_it_ends_when_its_time_is_over_or_when_it_is_told_to() -> None:
+    async def main() -> None:
+        async with serving_plane([(config(), doubled)]) as plane:
+            watching = Watching(plane, seconds=0.01)
+            watching.begin(Wish("m", 100))
+            await eventually_async(lambda: not watching.document()["watching"])
+            assert version_of(plane).recorder is None
+            watching = Watching(plane)
+            watching.begin(Wish("m", 100))
+            watching.begin(Wish("m", 0))
+            assert version_of(plane).recorder is None
+
+    run(main)
+
+
+def test_one_request_can_be_waited_for_by_its_id() -> None:
+    async def main() -> None:
+        async with serving_plane([(config(), doubled)]) as plane:
+            watching = Watching(plane)
+            watching.begin(Wish("m", id="mine"))
+            for name in ("other", "mine", "mine"):
+                await send(plane, request(name))
+            assert [each["id"] for each in seen(watching)] == ["mine"]
+            for number in range(MAX_REQUEST_IDS):
+                watching.begin(Wish("m", id=f"{number}"))
+            with pytest.raises(ResourceExhausted, match="try again in a minute"):
+                watching.begin(Wish("m", id="one more"))
+
+    run(main)
+
+
+def test_failures_and_refusals_are_told_too() -> None:
+    def fails(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise RuntimeError("no")
+
+    async def main() -> None:
+        async with serving_plane([(config(), fails)]) as plane:
+            watching = Watching(plane)
+            watching.begin(Wish("m", 2))
+            with pytest.raises(InvalidArgument):
+                plane.infer(InferRequest("m", []), lambda _: None)
+            with pytest.raises(Exception, match="model 'm' failed"):
+                await send(plane, request())
+            failed, refused = seen(watching)
+            assert (refused["outcome"], names(refused)) == ("InvalidArgument", ["checked"])
+            assert failed["outcome"] == "Internal" and names(failed)[-1] == "encoded and sent"
+            assert watching.document()["watching"] == {}
+
+    run(main)
+
+
+def test_a_request_that_is_cancelled_in_the_queue_was_queued() -> None:
+    batching = DynamicBatching(max_queue_delay_microseconds=30_000_000)
+
+    async def main() -> None:
+        async with serving_plane([(config(scheduling=batching), doubled)]) as plane:
+            watching = Watching(plane)
+            watching.begin(Wish("m", 1))
+            pending = plane.infer(request(), lambda _: None)
+            assert seen(watching)[0]["outcome"] == ""
+            pending.cancel()
+            (told,) = seen(watching)
+            assert told["outcome"] == "Cancelled" and told["batch"] is None
+
+    run(main)
+
+
+def test_a_stream_is_watched_to_its_last_answer() -> None:
+    async def main() -> None:
+        async with serving_plane([(config(), doubled)]) as plane:
+            watching = Watching(plane)
+            watching.begin(Wish("m", 1))
+            over = asyncio.Event()
+
+            def answered(result: InferResponse | BaseException | None, final: bool) -> None:
+                if final:
+                    over.set()
+
+            plane.infer_stream(request("s"), answered)
+            await over.wait()
+            (told,) = seen(watching)
+            assert (told["outcome"], told["answers"]) == ("ok", 1)
+
+    run(main)
+
+
+def test_a_version_that_retires_while_it_is_watched_gets_no_short_way_back() -> None:
+    async def main() -> None:
+        async with serving_plane([(config(), doubled)]) as plane:
+            watching = Watching(plane)
+            watching.begin(Wish("m", 5))
+            version = version_of(plane)
+            await version.retire(0)
+            watching.begin(Wish("m", 0))
+            assert version.express is None and version.tracks_requests
+
+    run(main)
+
+
+def test_an_unknown_model_is_not_watched() -> None:
+    async def main() -> None:
+        async with serving_plane([(config(), doubled)]) as plane:
+            with pytest.raises(NotFound):
+                Watching(plane).begin(Wish("none", 5))
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b"", "which model"),
+        (b"[1]", "which model"),
+        (b'{"model": 1}', "which model"),
+        (b'{"model": "m", "requests": 201}', "to 200"),
+        (b'{"model": "m", "requests": true}', "to 200"),
+        (b'{"model": "m", "id": 5}', "'id' is a text"),
+        (b'{"model": "m", "count": 5}', "unknown field 'count'"),
+    ],
+)
+def test_a_wrong_wish_is_refused(body: bytes, complaint: str) -> None:
+    with pytest.raises(InvalidArgument, match=complaint):
+        wish_of(body)
+
+
+def test_the_short_way_knows_nothing_of_it() -> None:
+    """Nor does the way of a plain request to its queue: what is watched goes by checks that were there before."""
+
+    def words(code: Any) -> set[str]:
+        inside = [each for each in code.co_consts if hasattr(each, "co_names")]
+        return {*code.co_names, *code.co_freevars, *(word for each in inside for word in words(each))}
+
+    for function in (_express, DataPlane.answer, DataPlane.infer, ModelVersion.infer):
+        assert not [word for word in words(function.__code__) if "recorder" in word], function
+    loaded = [step.argval for step in dis.get_instructions(ModelVersion.infer) if step.opname == "LOAD_ATTR"]
+    assert "recorder" not in loaded

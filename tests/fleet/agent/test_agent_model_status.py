@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the nodes tell of a model, summed up; and what a service's status makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.fleet.agent import node_status
+from headrace.fleet.agent.model_keys import entry_name, is_model_label, key_of, label_of
+from headrace.fleet.agent.model_status import spec_change, status_change
+from headrace.fleet.schema import validate, validate_status
+from headrace.fleet.status.model_status import count_copies, model_status
+
+KEY = ("", "llama")
+CONFIG = {"modelArchitecture": "LlamaForCausalLM", "maxTokens": 8192, "modelFormat": {"name": "safetensors"}}
+READY = node_status.ready_entry(KEY, CONFIG, "abc", "/mnt/models/llama")
+FAILED = node_status.failed_entry(KEY, "the disk is full")
+UPDATING = node_status.updating_entry(KEY, node_status.Progress(5, 10, 1, "2026-11-15T00:00:00Z"))
+
+
+def model(status: Any = None, uri: str = "hf://org/llama", **spec: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {"apiVersion": "ome.io/v1beta1", "kind": "ClusterBaseModel", "metadata": {"name": "llama"}}
+    return {**made, "spec": {"storage": {"storageUri": uri}, **spec}, **({"status": status} if status else {})}
+
+
+def test_states() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "In_Transit"),
+        ({"a": UPDATING}, "In_Transit"),
+        ({"a": UPDATING, "b": FAILED}, "Failed"),
+        ({"a": UPDATING, "b": FAILED, "c": READY}, "Ready"),
+        ({"a": {"status": "Weird"}}, "In_Transit"),
+    ]
+    for nodes, wanted in cases:
+        change = status_change(model(), nodes, counted=True)
+        assert change["state"] == wanted
+        made = model({**change})
+        assert validate_status(made) == [] and status_change(made, nodes, counted=True) == {}
+    full = {"c": READY, "b": FAILED, "a": READY}
+    assert status_change(model(), full, counted=True) == {
+        "state": "Ready",
+        "nodesReady": ["a", "c"],
+        "nodesFailed": ["b"],
+    }
+
+
+def test_where_nobody_counts_nothing_is_said() -> None:
+    assert status_change(model(), {}, counted=False) == {}
+    # The last agent has gone, and took its word with it.
+    left = {"state": "Ready", "nodesReady": ["a"]}
+    assert status_change(model(left), {}, counted=False) == {"state": "In_Transit", "nodesReady": []}
+
+
+def test_claims_are_ready_without_a_node() -> None:
+    assert status_change(model(uri="pvc://claim/x"), {}, counted=False) == {"state": "Ready"}
+    assert status_change(model({"state": "Ready"}, "pvc://claim/x"), {}, counted=True) == {}
+
+
+def test_what_the_author_wrote_stays() -> None:
+    change = spec_change(model(maxTokens=1), {"a": UPDATING, "b": READY})
+    assert change == {"modelArchitecture": "LlamaForCausalLM", "modelFormat": {"name": "safetensors"}}
+    filled = model(**{"maxTokens": 1, **change})
+    assert spec_change(filled, {"b": READY}) == {} and validate(filled) == []
+    skipped = model()
+    skipped["metadata"]["annotations"] = {"ome.oracle.com/skip-config-parsing": "true"}
+    assert spec_change(skipped, {"b": READY}) == {}
+
+
+def test_a_service_tells_where_its_model_is() -> None:
+    waiting = {"engine": count_copies([], [], suspended=False, current=True, revision="1")}
+    for nodes, said in (({"n1": FAILED}, "it is Failed, failed on n1"), ({"n1": UPDATING}, "it is In_Transit")):
+        told = model_status(waiting, model(status_change(model(), nodes, counted=True)))
+        assert told["lastFailureInfo"]["reason"] == "BaseModelNotReady"
+        assert said in told["lastFailureInfo"]["message"]
+    told = model_status(waiting, model(status_change(model(), {"n1": READY}, counted=True)))
+    assert "lastFailureInfo" not in told
+
+
+def test_entries_are_what_was_written() -> None:
+    for each in (READY, FAILED, UPDATING):
+        assert node_status.decode_entry(node_status.encode_entry(each)) == each
+    assert node_status.failed_entry(KEY, "a\nb" + "x" * 9999)["reason"].startswith("a?b")
+    for odd in (None, 3, "", "{", "[]", "null"):
+        assert node_status.entry_state(node_status.decode_entry(odd)) == ""
+
+
+def test_names() -> None:
+    namespaced = {"metadata": {"name": "llama", "namespace": "team"}}
+    assert (entry_name(KEY), label_of(KEY)) == ("clusterbasemodel.llama", "models.ome.io/clusterbasemodel.llama")
+    assert entry_name(key_of(namespaced)) == "team.basemodel.llama"
+    assert is_model_label(label_of(key_of(namespaced))) and not is_model_label("models.ome.io/category")
