@@ -24,7 +24,7 @@ from headrace.api.predict.settings import PredictSettings
 from headrace.backends.contract import Work
 from headrace.core.dtypes import BYTES, FP32
 from headrace.core.errors import InvalidArgument
-from headrace.core.generation import PromptVideo, GenerationRequest, PromptImage
+from headrace.core.generation import GenerationRequest, PromptImage, PromptVideo
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import InputSpec, OutputSpec
 from headrace.net.negotiation import NegotiatingProtocol, feed

@@ -29,7 +29,8 @@ from tool_venvs import ROOT, tool
 
 BUILD_SYSTEM = "build-system"
 LOCKS = {
-    "image": ("onnx", "cloud", "kubernetes", "redis"), "all": ("all",), "test": ("all", "test", "check"), "build": (BUILD_SYSTEM,),
+    "image": ("onnx", "cloud", "kubernetes", "redis"), "all": ("all",), "test": ("all", "test", "check"),
+    "build": (BUILD_SYSTEM,),
 }  # fmt: skip
 """Each file and the extras of pyproject.toml that are in it; or what the package is built with, and nothing else."""
 FOLDER = ROOT / "requirements"

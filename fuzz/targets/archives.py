@@ -10,8 +10,7 @@ from pathlib import Path
 
 from fuzz.target import Check, Target, must
 from headrace.core.errors import HeadraceError
-from headrace.models.storage.archives import unpack
-from headrace.models.storage.archives import UnpackLimits
+from headrace.models.storage.archives import UnpackLimits, unpack
 
 _LIMITS = UnpackLimits(max_bytes=1 << 20, max_files=50)
 

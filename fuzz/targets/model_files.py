@@ -9,10 +9,8 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from fuzz.target import Check, Target, must
-from headrace.backends.netdef.files import Net, Pair, parse_net
-from headrace.backends.netdef.files import caffe2_message
+from headrace.backends.netdef.files import Net, Pair, caffe2_message, extract_weights, parse_net
 from headrace.backends.netdef.translation import InputTensor, translate
-from headrace.backends.netdef.files import set_weights_aside
 from headrace.core.dtypes import FP32
 from headrace.core.errors import HeadraceError
 from headrace.models.config.detection import detect
@@ -42,7 +40,7 @@ def _same_message(data: bytes) -> None:
         whole = message.FromString(data)
     except DecodeError:
         return
-    light, _ = set_weights_aside(data)
+    light, _ = extract_weights(data)
     must(len(message.FromString(light).op) == len(whole.op), "operators are lost")
 
 

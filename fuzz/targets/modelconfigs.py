@@ -10,11 +10,11 @@ from pathlib import Path
 
 from fuzz.target import Check, Target, must
 from headrace.core.errors import HeadraceError
+from headrace.models.config.completion import complete
 from headrace.models.config.drafts import _parsed
-from headrace.models.config.drafts import finish
+from headrace.models.config.messages import to_json, to_text
 from headrace.models.config.problems import ConfigError
 from headrace.models.config.schema_check import Syntax
-from headrace.models.config.messages import to_json, to_text
 
 _FOLDER = Path("/nowhere/model")
 
@@ -32,7 +32,7 @@ def _open(syntax: Syntax) -> Check:
         )
         to_json(draft.message)
         try:
-            finish(draft, None)
+            complete(draft, None)
         except HeadraceError as error:
             must(bool(str(error)), "a refusal without a word")
 

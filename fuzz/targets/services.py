@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 
 from fuzz.target import Check, Target, must
-from headrace.fleet.yaml_documents import ParsedFiles, parse, write
 from headrace.fleet.explain import explain, prepare, shipped_runtimes
+from headrace.fleet.yaml_documents import ParsedFiles, parse, write
 
 
 def _open() -> Check:

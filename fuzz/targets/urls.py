@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 
 from fuzz.target import Check, Target, must
 from headrace.core.errors import HeadraceError
-from headrace.models.storage.locations import parse_location
-from headrace.models.storage.locations import parse_web_url
+from headrace.models.storage.locations import parse_location, parse_web_url
 
 
 def _open() -> Check:

@@ -147,7 +147,9 @@ def test_outputs_are_told_once_the_inputs_are_declared(tmp_path: Path) -> None:
     assert told is not None
     assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in told.output] == [("y", 11, [4])]
     for inputs in ({}, {"data": (None, ())}):
-        with pytest.raises(InvalidArgument, match="model 'test': a NetDef does not contain .* declare 'data' in `input`"):
+        with pytest.raises(
+            InvalidArgument, match="model 'test': a NetDef does not contain .* declare 'data' in `input`"
+        ):
             NetDefBackend().complete(config_of(inputs, {}), files)  # type: ignore[arg-type]
 
 

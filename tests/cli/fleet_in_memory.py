@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet without a cluster, for tests of the verbs: documents in a dictionary, changed as the test says."""
+"""An in-memory fleet for tests of the fleet commands: documents in a dictionary."""
 
 from __future__ import annotations
 

@@ -1,44 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of all options of `headrace serve`, made from their tables. Run it to write the page anew."""
+"""Generate the page with all options of `headrace serve` from their tables. Run it to update the page."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
 
-from headrace.cli.flags import Flag
-from headrace.cli.flags import IGNORED
+from headrace.cli.flags import IGNORED, Flag
 from headrace.cli.options import FLAGS
 
 PAGE = Path(__file__).parents[2] / "docs/guides/serve-options.md"
 
 _HEAD = """# Options of headrace serve
 
-Made from the tables in the code by `python tests/cli/options_page.py`.
+Generated from the tables in the code by `python tests/cli/options_page.py`.
 
-Write `--option value` or `--option=value`; underscores will do for dashes. An option that is true or false may stand alone,
-which is true: `--strict-readiness=false`, `--strict-readiness false`, `--exit-on-error`. A command line of Triton's or of
-its first releases works as it is: the options that mean nothing here are taken with a warning, and the nearest there is is
-told for one that does not exist.
+Write `--option value` or `--option=value`, with dashes or underscores. A boolean option without a value is true:
+`--strict-readiness=false`, `--strict-readiness false`, `--exit-on-error`. Command lines of all Triton releases work
+unchanged: options without effect here log a warning, and the error for an unknown option suggests the nearest known one.
 
-Three defaults are not Triton's. Ports listen on loopback only: `--http-address 0.0.0.0` and `--grpc-address 0.0.0.0` let
-other machines in. Models are followed (`--model-control-mode poll`), as in Triton's first releases. A model that fails to
-load leaves the server up (`--exit-on-error false`).
+Three defaults differ from Triton's. Ports listen on loopback only: `--http-address 0.0.0.0` and `--grpc-address
+0.0.0.0` accept other machines. Changed models are reloaded (`--model-control-mode poll`), as in Triton's first
+releases. The server keeps running if a model fails to load (`--exit-on-error false`).
 """
 
 _OLD = """
 ## Old names
 
-These work too. Written without the dashes in front:
+These still work. The leading dashes are omitted:
 
 | option | meaning |
 | --- | --- |
 """
 
 _IGNORED = """
-## Taken, and without effect
+## Options without effect
 
-Triton has these; here they only lead to a warning. Written without the dashes in front:
+These options of Triton only log a warning. The leading dashes are omitted:
 
 | option | why |
 | --- | --- |
@@ -46,7 +44,7 @@ Triton has these; here they only lead to a warning. Written without the dashes i
 
 
 def page() -> str:
-    """The whole text."""
+    """Return the page."""
     parts = [_HEAD]
     shown = [flag for flag in FLAGS if not flag.old]
     for panel, flags in groupby(shown, key=lambda flag: flag.panel):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace ab` against `headrace serve --workers 2`: a candidate that fails is rolled back everywhere by itself."""
+"""`headrace ab` against `headrace serve --workers 2`: a failing version is rolled back in every worker."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace bench` against a real server: every protocol, both loops, a sweep, pictures, JSON, and what it refuses."""
+"""`headrace bench` against a real server: every protocol, both loops, a sweep, plots, JSON, and invalid options."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace config` shows and checks; `headrace serve --config` does what it shows."""
+"""`headrace config` shows and checks a configuration; `headrace serve --config` uses it."""
 
 from __future__ import annotations
 

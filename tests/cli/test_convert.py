@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace models convert`: Caffe2's files become one of ONNX, whole or not at all."""
+"""`headrace models convert`: convert Caffe2 files to an ONNX file, atomically."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor makes of machines that this one is not: folders that stand for /proc, /dev and control groups."""
+"""Checks of `headrace doctor` on simulated machines: folders replace /proc, /dev and control groups."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from headrace.programs.doctor import machine, machine, packages, folders
-from headrace.programs.doctor.finding import Finding, ok
+from headrace.programs.doctor import folders, machine, packages
+from headrace.programs.doctor.finding import Finding, diagnose, ok
 from headrace.programs.doctor.servers import Holder, holder_of
-from headrace.programs.doctor.finding import diagnose
 
 
 def states(findings: Any) -> dict[str, str]:

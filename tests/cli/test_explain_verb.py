@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace explain`: for people, for programs, with the exit code of what it found."""
+"""`headrace explain`: text and JSON output, and exit codes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace get`, `describe`, `apply`, `delete`, `rollout`: what they print, ask and end with, on a fleet in memory."""
+"""`headrace get`, `describe`, `apply`, `delete`, `rollout`: output, prompts and exit codes, on an in-memory fleet."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read out of documents for people, and what is said of refusals: the pure part of `headrace.fleet.client`."""
+"""Summaries of documents and texts of errors: the pure functions of `headrace.fleet.client`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from headrace.core.errors import (
 from headrace.fleet.client.contract import kinds_named, parse_targets
 from headrace.fleet.client.describe import next_steps
 from headrace.fleet.client.kubernetes import conflicts_with_us, explain_error
-from headrace.fleet.client.manifests import validate, collect, with_documents
+from headrace.fleet.client.manifests import collect, validate, with_documents
 from headrace.fleet.client.readiness import WaitSettings, wait_until_deleted, wait_until_ready
 from headrace.fleet.client.rollouts import promotion, rollback, rollouts_of
-from headrace.fleet.client.tables import age, cells, columns_of, reason_of, summary, progress_of
+from headrace.fleet.client.tables import age, cells, columns_of, progress_of, reason_of, summary
 from headrace.fleet.documents import ClusterFacts, cluster_facts
 from headrace.fleet.schema.kinds import KINDS
 from headrace.fleet.yaml_documents import parse, write

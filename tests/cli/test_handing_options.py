@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of prefill and decode apart: what they become, and what is refused, with what to do instead."""
+"""Options for prefill and decode servers: the resulting settings, and errors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.flags import Given
-from headrace.cli.serve_settings import KEY_VARIABLE, handing_key, kv_transfer_settings
 from headrace.cli.options import BY_NAME
 from headrace.cli.router_settings import router_settings
+from headrace.cli.serve_settings import KEY_VARIABLE, handing_key, kv_transfer_settings
 from headrace.core.errors import InvalidArgument
 from headrace.core.kv_transfer import KvTransferSettings
 

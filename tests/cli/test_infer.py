@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace infer` against a real server: what it sends, shows and writes, and what it says when something is wrong."""
+"""`headrace infer` against a real server: requests, output, files, and error messages."""
 
 from __future__ import annotations
 

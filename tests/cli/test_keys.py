@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace keys`: what it prints, what it writes, and what it refuses."""
+"""`headrace keys`: output, files, and errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands on a terminal while models load, and what is left of it; and the log lines elsewhere."""
+"""Progress bars on a terminal while models load, and log lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `headrace models` makes of a server's answers: sentences about scheduling, numbers of the list."""
+"""Output of `headrace models`: sentences about scheduling, numbers of the list."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from headrace.cli.models_view import list_rows
-from headrace.cli.models_view import WHY, scheduling_lines, show_model
+from headrace.cli.models_view import WHY, list_rows, scheduling_lines, show_model
 from headrace.engine.scheduling.pending_request import BatchReason
 
 BATCHING: dict[str, Any] = {"max_queue_delay_microseconds": 0}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace models init`: from a file to a folder that can be served, whole or not at all."""
+"""`headrace models init`: create a model folder from a file, atomically."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace models convert`: the command around the conversion, which has tests of its own."""
+"""`headrace models convert`: the command; `test_convert` tests the conversion."""
 
 from __future__ import annotations
 

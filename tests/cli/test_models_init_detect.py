@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file is, told by its content. Frameworks' files are imitated as far as is looked at; ONNX's are real."""
+"""Format detection by content. Files of frameworks are imitated as far as they are read; ONNX files are real."""
 
 from __future__ import annotations
 

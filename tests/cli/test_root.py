@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace` above its verbs: its help, what is imported for it, and what every verb has."""
+"""The root command: its help, its imports, and what every command has in common."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from headrace.cli.commands import SECTIONS, CommandSpec
 from headrace.cli.main import app
 from headrace.cli.root import load_command
-from headrace.cli.commands import SECTIONS, CommandSpec
 from support.programs import PLAIN, run
 
 VERBS = [verb for verbs in SECTIONS.values() for verb in verbs]

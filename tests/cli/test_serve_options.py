@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace serve`: what the options become, and which do not go together."""
+"""`headrace serve`: the settings of its options, and options that exclude each other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of options: complete, without doubles, and written down for people."""
+"""The tables of options: complete, without duplicates, and documented."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections import Counter
 
 from options_page import PAGE, page
 
-from headrace.cli.flags import parse
-from headrace.cli.flags import IGNORED
+from headrace.cli.flags import IGNORED, parse
 from headrace.cli.options import FLAGS
 
 SEED = """model-store http-port grpc-port metrics-port allow-http allow-grpc allow-metrics http-thread-count id

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace serve` as a process: which ports it opens, what it says on the way, and how it stops under load."""
+"""`headrace serve` as a process: open ports, log lines, and shutdown under load."""
 
 from __future__ import annotations
 

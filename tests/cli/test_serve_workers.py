@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace serve --workers`: whichever worker is asked answers for all, also when one of them dies."""
+"""`headrace serve --workers`: any worker answers for all, even if one dies."""
 
 from __future__ import annotations
 

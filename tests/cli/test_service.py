@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace service`, over real processes that behave as they are told, without a terminal and as if there were one."""
+"""`headrace service` with controlled processes, with and without a terminal."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that the launcher writes are those that its program reads, and the verb `microservice` reads the same."""
+"""The launcher's arguments are parsed by `service_program` and by the command `microservice` alike."""
 
 from __future__ import annotations
 

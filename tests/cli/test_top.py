@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace top`: what a real server and a real router did between two looks, as a table, as JSON and on a terminal."""
+"""`headrace top`: statistics of a real server and router between two polls, as a table, as JSON and on a terminal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.client import ServerClient
-from headrace.cli.top_view import Snapshot, open_poller, read_metrics
-from headrace.cli.top_view import Row, View, quantile, server_view
+from headrace.cli.top_view import Row, Snapshot, View, open_poller, quantile, read_metrics, server_view
 from headrace.core.errors import HeadraceError
 from support.ports import free_port
 from support.programs import HEADRACE, Program, run

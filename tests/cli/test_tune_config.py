@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tune` writes into configurations: only what it means to, comments and all, or nothing."""
+"""Edits of configurations by `tune`: only the intended values change; comments stay."""
 
 from __future__ import annotations
 

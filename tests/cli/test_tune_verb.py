@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace tune` on real servers: finds a setting that keeps the target, writes it, and leaves a server as it was."""
+"""`headrace tune` on real servers: finds a setting within the target, writes it, and restores the server."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from limits_table import GUIDE, limits_table, table_in
 
 from headrace.api.metrics.collector import _own_names
 from headrace.backends.table import BACKENDS
+from headrace.cli.commands import SECTIONS
 from headrace.cli.flags import IGNORED
 from headrace.cli.root import load_command
-from headrace.cli.commands import SECTIONS
 from support.programs import run
 
 DOCUMENTS = documents()

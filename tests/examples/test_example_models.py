@@ -19,8 +19,8 @@ from headrace.backends.contract import ComputeInstance, EngineServices, ModelFil
 from headrace.backends.python.child import pb_utils
 from headrace.backends.table import backend_named
 from headrace.core.dtypes import DTYPES
-from headrace.models.config.drafts import read_draft
 from headrace.models.config.completion import complete
+from headrace.models.config.drafts import read_draft
 from headrace.models.config.types import DynamicBatching, EnsembleScheduling, ModelConfig
 
 IDENTITIES = [f"identity_{name.lower()}" for name in DTYPES]

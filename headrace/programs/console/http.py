@@ -44,7 +44,8 @@ def console_table() -> dict[tuple[str, str], dict[str, Any]]:
     return {
         ("GET", "/console"): _operation("The console page", {"200": ("The page.", _PAGE)}),
         ("GET", "/console/"): _operation(
-            "The console page, with a trailing slash", {"200": ("The page.", _PAGE), "308": ("It is at /console.", None)}
+            "The console page, with a trailing slash",
+            {"200": ("The page.", _PAGE), "308": ("It is at /console.", None)},
         ),
         ("GET", "/console/assets/{digest}/{file}"): _operation(
             "A file of the page", {"200": ("The file; it never changes under this name.", _ANY)}, 404

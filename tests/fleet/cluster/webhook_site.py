@@ -15,9 +15,9 @@ from unittest.mock import patch
 import httpx2
 from controller_site import CountingTransport, at_rest, until
 
-from headrace.fleet.cluster import program
 from headrace.fleet.cluster.webhooks.settings import CONFIGURATION, SECRET, WebhookSettings
 from headrace.platforms.kubernetes_client.api import ApiClient, connect
+from headrace.programs import operator as program
 from headrace.programs.operator import Controller, OperatorSettings
 from support.ports import free_port
 

@@ -37,9 +37,9 @@ from headrace.core.telemetry.logs import configure_logging
 configure_logging("info", "text")
 more = json.loads(sys.argv[4])
 if more.pop("without_cgroups", False):
-    from headrace.fleet.local import process_driver
+    from headrace.fleet.local import process_runtime
     from headrace.fleet.local.cgroups import Cgroups
-    process_driver.find_cgroups = lambda: Cgroups({})
+    process_runtime.find_cgroups = lambda: Cgroups({})
 sys.exit(run_local(LocalSettings(
     Path(sys.argv[1]), int(sys.argv[2]), back_off_seconds=0.2, retry_seconds=0.2, forget_seconds=60.0,
     pod_ports=tuple(json.loads(sys.argv[3])), **more)))

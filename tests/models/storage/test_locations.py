@@ -10,7 +10,15 @@ import pytest
 
 from headrace.core.errors import InvalidArgument, PermissionDenied
 from headrace.models.storage.credentials import CloudCredentials
-from headrace.models.storage.locations import HubLocation, LocalLocation, ObjectLocation, Location, WebLocation, parse_location, public_text
+from headrace.models.storage.locations import (
+    HubLocation,
+    LocalLocation,
+    Location,
+    ObjectLocation,
+    WebLocation,
+    parse_location,
+    public_text,
+)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ def store() -> Iterator[StoreStub]:
 
 def mirror(store: StoreStub, folder: Path, key: str = "models") -> Mirror:
     limits = ObjectLimits(idle_seconds=30, retry_seconds=0.1)
-    return Mirror(ObjectLocation("aws", "bkt", key), folder, CloudCredentials.from_metadata(store.metadata("bkt")), limits)
+    return Mirror(
+        ObjectLocation("aws", "bkt", key), folder, CloudCredentials.from_metadata(store.metadata("bkt")), limits
+    )
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
