@@ -123,7 +123,7 @@ def test_without_shapes_it_goes_as_far_as_it_can(tmp_path: Path) -> None:
     message = caffe2_message("NetDef")(external_input=["gpu_0/data"], external_output=["y"])
     message.op.add(type="Softmax", input=["gpu_0/data"], output=["y"])
     (tmp_path / "model.netdef").write_bytes(message.SerializeToString())
-    with pytest.raises(InvalidArgument, match=r"needs to know the shape.*--input gpu_0/data=-1,3,224,224"):
+    with pytest.raises(InvalidArgument, match=r"needs the shape.*--input gpu_0/data=-1,3,224,224"):
         convert_netdef(tmp_path, tmp_path / "b.onnx")
 
 

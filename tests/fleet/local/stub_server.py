@@ -21,6 +21,7 @@ leaked: list[bytes] = []
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one packet, so that a kill never cuts a short answer in two
 
     def do_GET(self) -> None:
         busy.add(self)
@@ -60,6 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         for number in range(pieces):
             said = f"{options.text} {number}\n".encode()
             self.wfile.write(b"%x\r\n%b\r\n" % (len(said), said))
+            self.wfile.flush()
             time.sleep(0.05)
         self.wfile.write(b"0\r\n\r\n")
 

@@ -133,7 +133,7 @@ def told_by_up(folder: Path, *words: str) -> str:
     """What `headrace up` prints until it is ready."""
     log = folder.with_suffix(".log")
     program = Program("up", "--state-dir", folder, "--port", str(free_port()), *words, log=log).start()
-    eventually(lambda: "is up" in program.log or program.process.poll() is not None)
+    eventually(lambda: "local fleet running" in program.log or program.process.poll() is not None)
     program.stop()
     return program.log
 
