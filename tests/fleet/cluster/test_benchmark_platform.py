@@ -142,6 +142,6 @@ def test_a_job_of_somebody_else_is_left_alone(clean: Any) -> None:
     clean.apply(theirs)
     with Running(clean.server.kubeconfig):
         clean.apply(benchmark("mine", {"endpoint": {"url": "http://elsewhere:80"}}))
-        until(lambda: "there is a Job mine already" in state(clean, "mine").get("failureMessage", ""))
+        until(lambda: "a Job mine exists" in state(clean, "mine").get("failureMessage", ""))
         clean.server.kubectl("delete", "job", "mine")
         until(lambda: (clean.fetch(f"{JOBS}/mine") or {}).get("metadata", {}).get("ownerReferences"))
