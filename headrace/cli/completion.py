@@ -150,7 +150,7 @@ def _callbacks(app: typer.Typer) -> Iterator[Callable[..., Any]]:
 def _parameters(callback: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """Return Typer's metadata of each parameter.
 
-    Annotations are strings that each reader evaluates anew: evaluate them once here, so that Typer finds these objects.
+    Annotations are strings that are evaluated at each use: evaluate them once here, so that Typer finds the same objects.
     """
     from typer.models import ParameterInfo
 

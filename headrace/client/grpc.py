@@ -193,10 +193,10 @@ class GrpcTransport:
             return AttemptFailed(connection_error(self._address, OSError(text)), Failure.LOST)
         after = trailers.get("retry-after", "")
         patience = float(after) if after.isdigit() and len(after) < 8 else None
-        told = grpc_error(code, text or f"the server ends the call with {code}", found_by, patience)
+        failure = grpc_error(code, text or f"the server ends the call with {code}", found_by, patience)
         if code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED") and patience is not None:
-            return AttemptFailed(told, Failure.REFUSED_FOR_NOW)
-        return told
+            return AttemptFailed(failure, Failure.RETRY_LATER)
+        return failure
 
     async def read(self, begun: Any, call: Call) -> bytes | None:
         """Return the next message of a stream; None at its end."""

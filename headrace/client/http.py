@@ -247,7 +247,7 @@ def _refused(head: Head, body: Buffer, call: Call) -> HeadraceError | AttemptFai
     found_by = head.fields.get(REQUEST_ID_FIELD) or call.id
     error = http_error(head.status, text, found_by, patience)
     if head.status in (429, 503) and patience is not None:
-        return AttemptFailed(error, Failure.REFUSED_FOR_NOW)
+        return AttemptFailed(error, Failure.RETRY_LATER)
     return error
 
 

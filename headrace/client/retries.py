@@ -16,7 +16,7 @@ class Failure(Enum):
 
     UNSENT = "unsent"
     """No server received the whole request: nothing was computed."""
-    REFUSED_FOR_NOW = "refused for now"
+    RETRY_LATER = "retry later"
     """The server refused the request for now and said when to retry."""
     LOST = "lost"
     """The request was sent, and the connection broke before the answer: it may have been computed."""
@@ -59,7 +59,7 @@ class Retry:
 
     def should_retry(self, failure: Failure, *, repeatable: bool) -> bool:
         """Return whether to send a request again after this failure."""
-        return failure in (Failure.UNSENT, Failure.REFUSED_FOR_NOW) or (
+        return failure in (Failure.UNSENT, Failure.RETRY_LATER) or (
             failure is Failure.LOST and (repeatable or self.lost_answers)
         )
 

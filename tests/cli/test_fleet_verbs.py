@@ -96,7 +96,7 @@ def test_changes_are_told_line_by_line(fleet: MemoryFleet) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["get", "pods"], "there are isvc, runtimes"),
+        (["get", "pods"], "use one of isvc, runtimes"),
         (["get", "modls"], "did you mean models?"),
         (["get", "isvc", "-o", "xml"], "write one of table, wide, json, yaml, name"),
         (["get", "isvc", "x", "-A"], "-A lists all namespaces"),

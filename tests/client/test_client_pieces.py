@@ -90,7 +90,7 @@ def test_waits_grow_and_are_spread() -> None:
 
 @pytest.mark.parametrize("fate", Failure)
 def test_what_is_sent_again(fate: Failure) -> None:
-    safe = fate in (Failure.UNSENT, Failure.REFUSED_FOR_NOW)
+    safe = fate in (Failure.UNSENT, Failure.RETRY_LATER)
     lost = fate is Failure.LOST
     assert Retry().should_retry(fate, repeatable=False) is safe
     assert Retry().should_retry(fate, repeatable=True) is (safe or lost)

@@ -138,7 +138,7 @@ def kinds_named(word: str) -> tuple[Kind, ...]:
     names = [*SHOWN_KINDS, *_KIND_GROUPS, *(kind.plural for kind in KINDS)]
     near = get_close_matches(asked, names, 1, 0.7)
     meant = f"; did you mean {near[0]}?" if near else ""
-    raise InvalidArgument(f"{word[:64]!a} is no kind that a fleet has: there are {', '.join(SHOWN_KINDS)}{meant}")
+    raise InvalidArgument(f"unknown kind {word[:64]!a}: use one of {', '.join(SHOWN_KINDS)}{meant}")
 
 
 def kind_named(name: str) -> Kind:

@@ -113,7 +113,7 @@ class Reconciler:
         observed = Observed(tuple(objects), tuple(pods))
         advanced, notes = await self._stepper.advance(service, planned, pods)
         await self._write_status(service, build_status(advanced, planned, observed, self._now()))
-        # After the status: a step that could not be stored is decided anew.
+        # After the status: a step that could not be stored is decided again.
         for note in notes:
             await self._recorder.record(service, note.kind, note.reason, note.message)
         if self._add_after is not None and is_in_progress(advanced):

@@ -14,35 +14,34 @@ State = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """See the module."""
+    """The result of one check."""
 
     name: str
-    """What was looked at: `port 8000`, `GPU driver`."""
+    """What was checked: `port 8000`, `GPU driver`."""
     state: State
-    """`problem`: something will not work. `warning`: it may be slow, or fail later. `ok` may have a fix too: how to get
-    what is not there and need not be."""
+    """`problem`: something will not work. `warning`: it may be slow, or fail later. `ok` may have a fix, too."""
     message: str
     fix: str = ""
-    """A line that can be typed; "" where there is nothing to mend, or no line that would."""
+    """A command that fixes it; "" if there is none."""
 
 
 def ok(name: str, message: str, fix: str = "") -> Finding:
-    """All is well."""
+    """Return a finding without a problem."""
     return Finding(name, "ok", message, fix)
 
 
 def warning(name: str, message: str, fix: str = "") -> Finding:
-    """It works, but."""
+    """Return a warning."""
     return Finding(name, "warning", message, fix)
 
 
 def problem(name: str, message: str, fix: str = "") -> Finding:
-    """It does not work."""
+    """Return a problem."""
     return Finding(name, "problem", message, fix)
 
 
 def size(count: float) -> str:
-    """Bytes as people write them."""
+    """Format bytes for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -54,7 +53,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def diagnose(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
-    """The findings of all checks, in the order of the checks; none waits for longer than `seconds` in all."""
+    """Return the findings of all checks, in their order, within `seconds` in all."""
     found: dict[str, list[Finding]] = {}
     threads = {}
     for name, check in checks.items():

@@ -17,19 +17,19 @@ from headrace.programs.doctor.finding import Finding, ok, problem, size, warning
 _MIB = 1024 * 1024
 _LOW, _LEAST = 1024 * _MIB, 64 * _MIB
 _SHM_LOW = 128 * _MIB
-"""Docker's own /dev/shm has 64 MiB."""
+"""Docker's default /dev/shm has 64 MiB."""
 _ENTRIES = 5000
-"""A repository may have a million files; the first ones tell."""
+"""A repository may have a million files; the first ones suffice."""
 _FUTURE_SECONDS = 60.0
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where downloads and mirrors of repositories lie."""
+    """Return the folder of downloads and mirrors."""
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def state_folder(environ: Mapping[str, str]) -> Path:
-    """Where services and the local fleet have their files."""
+    """Return the folders of services and of the local fleet."""
     said = environ.get("HEADRACE_STATE_DIR", "")
     if said:
         return Path(said).expanduser()
@@ -37,7 +37,7 @@ def state_folder(environ: Mapping[str, str]) -> Path:
 
 
 def check_repository(folder: Path) -> Iterator[Finding]:
-    """That there is something to serve, and that this user can read it."""
+    """Check that the repository has models, and that this user can read them."""
     name = "repository"
     quoted = shlex.quote(str(folder))
     if not folder.exists():
@@ -68,7 +68,7 @@ def check_repository(folder: Path) -> Iterator[Finding]:
 
 
 def check_kept(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The folders that are written to."""
+    """Check the folders that are written to."""
     for name, folder in (
         ("cache folder", cache_folder(environ)),
         ("state folder", state_folder(environ)),
@@ -78,7 +78,7 @@ def check_kept(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_room(environ: Mapping[str, str], repository: Path | None, shm: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa: S108
-    """Free bytes and files, once for each disk."""
+    """Check free space and inodes, once for each disk."""
     known: set[int] = set()
     for folder in (repository, cache_folder(environ), state_folder(environ), Path(tempfile.gettempdir())):
         place = _existing(folder) if folder is not None else None
@@ -138,7 +138,7 @@ def _writable(name: str, folder: Path) -> Finding:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or the nearest existing one above it."""
     folder = folder.absolute()
     return next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
 

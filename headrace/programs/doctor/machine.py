@@ -17,7 +17,7 @@ from headrace.programs.doctor.finding import Finding, ok, problem, size, warning
 
 _MIB = 1024 * 1024
 _FILES = 4096
-"""Fewer open files than this are soon used up: one for each connection, and some for each model."""
+"""Each connection needs one, and each model some."""
 _LOCKED = 64 * _MIB
 _MEMORY_LOW, _MEMORY_LEAST = 1024 * _MIB, 128 * _MIB
 _THREADS = "OMP_NUM_THREADS"
@@ -25,7 +25,7 @@ _CGROUP, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
 def check_limits(gpus: int) -> Iterator[Finding]:
-    """Open files, and with GPUs memory that stays where it is."""
+    """Check the limits of open files, and of locked memory if there are GPUs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
     if unlimited or soft >= _FILES:
@@ -45,7 +45,7 @@ def check_limits(gpus: int) -> Iterator[Finding]:
 
 
 def check_memory(proc: Path = _PROC, within: Iterable[Path] | None = None) -> Iterator[Finding]:
-    """What is free of the machine's memory, or of the control group's."""
+    """Check the free memory of the machine or the control group."""
     told = {
         name: rest for name, _, rest in (line.partition(":") for line in (proc / "meminfo").read_text().splitlines())
     }
@@ -65,7 +65,7 @@ def check_memory(proc: Path = _PROC, within: Iterable[Path] | None = None) -> It
 
 
 def check_cores(environ: Mapping[str, str], within: Iterable[Path] | None = None) -> Iterator[Finding]:
-    """Threads of computing libraries are as many as the cores they see; a quota is nothing they look at."""
+    """Check the CPU quota: libraries start as many threads as they see cores, whatever the quota is."""
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota(groups() if within is None else within)
     if quota is None or quota >= cores:
@@ -82,7 +82,7 @@ def check_cores(environ: Mapping[str, str], within: Iterable[Path] | None = None
 
 
 def groups(root: Path = _CGROUP, proc: Path = _PROC) -> list[Path]:
-    """The folders of this process's control group and of those around it; in a container there is one, the root."""
+    """Return the folders of this process's control group and its parents; in a container only the root."""
     found = [root]
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -90,19 +90,19 @@ def groups(root: Path = _CGROUP, proc: Path = _PROC) -> list[Path]:
         return found
     path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
     for part in filter(None, path.split("/")):
-        if part == ".." or not (found[-1] / part).is_dir():  # it is told as another namespace sees it
+        if part == ".." or not (found[-1] / part).is_dir():  # The path is of another namespace.
             break
         found.append(found[-1] / part)
     return found
 
 
 def cpu_quota(within: Iterable[Path]) -> float | None:
-    """Cores' worth of time that control groups give, the least of all; None for as much as there is."""
+    """Return the smallest CPU quota in cores; None if there is none."""
     return min((quota for quota in map(_quota, within) if quota is not None), default=None)
 
 
 def memory_limit(within: Iterable[Path]) -> tuple[int, int] | None:
-    """What control groups may have, and what they have, of the one with the least left; None without a limit."""
+    """Return limit and usage of the control group with the least memory left; None without a limit."""
     limits = [limit for limit in map(_limit, within) if limit is not None]
     return min(limits, key=lambda limit: limit[0] - limit[1], default=None)
 
@@ -143,7 +143,7 @@ Version = tuple[int, ...]
 
 
 def devices(folder: Path = Path("/dev")) -> list[str]:
-    """The device files of this machine's GPUs."""
+    """Return the device files of this machine's GPUs."""
     try:
         return sorted(name for name in os.listdir(folder) if _DEVICE.fullmatch(name))
     except OSError:
@@ -151,7 +151,7 @@ def devices(folder: Path = Path("/dev")) -> list[str]:
 
 
 def on_the_bus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
-    """How many graphics processors of NVIDIA are built in, whether a driver has them or not."""
+    """Return the number of NVIDIA GPUs on the bus, with or without a driver."""
     count = 0
     for device in pci.iterdir() if pci.is_dir() else ():
         try:
@@ -165,7 +165,7 @@ def on_the_bus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
 def check_gpus(
     environ: Mapping[str, str], folder: Path = Path("/dev"), proc: Path = Path("/proc")
 ) -> Iterator[Finding]:
-    """From the cards to the libraries; what cannot be so because of an earlier thing is not told."""
+    """Check the GPUs, from the cards to the libraries; follow-up problems are left out."""
     found, built_in = devices(folder), on_the_bus()
     if not found:
         if built_in:
@@ -206,7 +206,7 @@ def check_gpus(
 
 
 def check_libraries(driver: str, cuda: Version) -> Iterator[Finding]:
-    """The driver against what PyTorch and ONNX Runtime were built for."""
+    """Compare the driver with the CUDA versions of PyTorch and ONNX Runtime."""
     cuda = cuda or cuda_of(driver)
     yield ok("GPU driver", f"{driver or 'of an unknown version'}, for CUDA {'.'.join(map(str, cuda)) or '?'}")
     torch = _version("torch")
@@ -236,7 +236,7 @@ def _torch(torch: str, built: Version | None, cuda: Version) -> Finding:
 
 
 def _asked(library: Any, driver: str) -> tuple[str, Version, str]:
-    """What the driver says of the GPUs, its CUDA and its version. Where it does not answer: why, and no CUDA."""
+    """Return the driver's GPUs, CUDA and version. If it does not answer: the reason, and no CUDA."""
     try:
         library.nvmlInit()
     except library.NVMLError as error:
@@ -262,7 +262,7 @@ def _asked(library: Any, driver: str) -> tuple[str, Version, str]:
 
 
 def driver_version(proc: Path = Path("/proc")) -> str:
-    """The version of the loaded driver; "" where none is loaded, or none tells."""
+    """Return the version of the loaded driver; "" if unknown."""
     try:
         first = (proc / "driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):
@@ -272,14 +272,14 @@ def driver_version(proc: Path = Path("/proc")) -> str:
 
 
 def cuda_of(driver: str) -> Version:
-    """The newest major version of CUDA that a driver runs."""
+    """Return the newest major version of CUDA that a driver supports."""
     numbers = _numbers(driver)
     fit = [major for major, first in _FIRST_DRIVERS.items() if numbers and numbers[0] >= first]
     return (max(fit),) if fit else ()
 
 
 def torch_cuda() -> Version | None:
-    """The CUDA that the installed PyTorch was built for; None for a build without."""
+    """Return the CUDA version of the installed PyTorch; None for a build without CUDA."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         try:

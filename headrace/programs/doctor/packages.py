@@ -20,29 +20,29 @@ _LEAST_PYTHON = (3, 11)
 _REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(\[[^]]*\])?\s*([^;]*)(?:;(.*))?")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
 _NOT_FOR_USERS = frozenset({"all", "formats", "microservice", "test", "check", "gpu"})
-"""Extras of extras, those for developers, and one that is told of beside the GPUs."""
+"""Extras of extras, those for developers, and one that is checked with the GPUs."""
 _SHARED = frozenset({"numpy", "protobuf"})
-"""What many packages use and few agree on."""
+"""Packages that many others need, in conflicting versions."""
 _BOTH = (
     ("onnxruntime", "onnxruntime-gpu"),
     ("opencv-python", "opencv-python-headless"),
     ("psycopg2", "psycopg2-binary"),
 )
-"""Pairs that install the same files, so that the one installed last wins, or half of it."""
+"""Pairs that install the same files: the one installed last overwrites the other."""
 
 
 class Requirement(NamedTuple):
-    """One line of a package's metadata."""
+    """One requirement of a package's metadata."""
 
     name: str
     bounds: str
     extra: str
     conditional: bool
-    """Whether it depends on the platform or Python's version."""
+    """Whether it depends on the platform or on Python's version."""
 
 
 def check_python() -> Iterator[Finding]:
-    """The interpreter, and the two libraries that make it quick."""
+    """Check the interpreter, and the two libraries that make it fast."""
     found = sys.version_info[:3]
     text = ".".join(map(str, found))
     if found < _LEAST_PYTHON:
@@ -60,7 +60,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """What Headrace wants, by extra."""
+    """Check Headrace's requirements, by extra."""
     try:
         lines = requires("headrace") or []
     except PackageNotFoundError:
@@ -106,7 +106,7 @@ def _trouble(wanted: Requirement) -> str:
 
 
 def check_pairs(names: list[str]) -> Iterator[Finding]:
-    """Packages that are here and do not go together."""
+    """Check for conflicting packages."""
     wrong = 0
     for one, other in _BOTH:
         if installed(one) and installed(other):
@@ -130,7 +130,7 @@ def _requirements(name: str) -> list[Requirement]:
 
 
 def read_requirement(line: str) -> Requirement | None:
-    """A line of metadata; None for one in a form that is not read here, such as an address."""
+    """Parse a requirement; None for a form that is not supported, such as a URL."""
     found = _REQUIREMENT.fullmatch(line.strip())
     if found is None or "@" in found[3]:
         return None
@@ -143,7 +143,7 @@ def read_requirement(line: str) -> Requirement | None:
 
 
 def within(found: str, bounds: str) -> bool:
-    """Whether a version is within bounds such as `>=1.20,<3`. What is not read here is taken to be fine."""
+    """Return whether a version is within bounds such as `>=1.20,<3`; True for bounds that are not supported."""
     have = _numbers(found)
     for bound in filter(None, (part.strip() for part in bounds.split(","))):
         sign = re.match(r"[<>=!~]+", bound)
@@ -167,7 +167,7 @@ def within(found: str, bounds: str) -> bool:
 
 
 def installed(name: str) -> str:
-    """The version of a package; "" where it is not installed."""
+    """Return the version of a package; "" if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -175,6 +175,6 @@ def installed(name: str) -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The release alone: 2.13.0 of 2.13.0+cpu."""
+    """Return the release: 2.13.0 of 2.13.0+cpu."""
     found = re.match(r"\s*v?([0-9]+(?:\.[0-9]+)*)", text)
     return tuple(map(int, found[1].split("."))) if found else ()

@@ -32,16 +32,16 @@ _FIXES = {
     "kubeconfig": "export KUBECONFIG=FILE",
     "rights": "kubectl auth can-i --list",
 }
-"""By the name of the check, where there is something better than a look at the platform."""
+"""Fixes by name of the check."""
 
 
 def check_platform(platform: str, environ: Mapping[str, str], *, asked: bool) -> Iterator[Finding]:
-    """What a platform's preflight says. What fails is a problem where the user asked for it, else a warning."""
+    """Run a platform's preflight. A failure is a problem if the user named the platform, else a warning."""
     from headrace.platforms.contract import Check
 
     wrong = problem if asked else warning
     if platform == PROCESS:
-        # Its driver makes its folder when it is made; and it needs nothing that is not looked at anyway.
+        # Its driver makes its folder, and needs nothing that is not checked anyway.
         yield ok(PROCESS, "needs this machine alone")
         return
 
@@ -75,7 +75,7 @@ def _fix(platform: str, name: str) -> str:
 
 
 def check_unasked(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """What can be known without asking another machine: Docker here, and whether there is something to ask elsewhere."""
+    """Check what needs no other machine: Docker here, and whether other platforms are configured."""
     from headrace.platforms.docker.cli import remote_host
 
     if shutil.which("docker") is None:

@@ -30,28 +30,28 @@ _INTERPRETER = re.compile(r"python[0-9.]*$")
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port that a server will want."""
+    """A port that a server needs."""
 
     number: int
     option: str
-    """The option of `headrace serve` that names another one."""
+    """The option of `headrace serve` for another port."""
     optional: bool = False
-    """Whether a server does without it where it is taken."""
+    """Whether a server can run without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who listens on a port."""
+    """The process that listens on a port."""
 
     user: str
     pid: int = 0
-    """0: not to be seen by this user."""
+    """0: not visible to this user."""
     words: tuple[str, ...] = ()
     """Its command line."""
 
     @property
     def is_headrace(self) -> bool:
-        """Whether it is a server of ours."""
+        """Whether it is a Headrace server."""
         return any(Path(word).name == "headrace" or word.startswith("headrace.") for word in self.words[:4])
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Holder:
         return f"{self._program()} (process {self.pid}, user {self.user})"
 
     def _program(self) -> str:
-        """Without its options, which may have secrets among them: findings are shown to others."""
+        """Return the program without its options, which may have secrets: findings are shown to others."""
         words = list(self.words)
         if len(words) > 1 and _INTERPRETER.match(Path(words[0]).name):
             words = words[2:] if words[1] == "-m" else words[1:]
@@ -71,7 +71,7 @@ class Holder:
 
 
 def check_ports(host: str, ports: Iterable[Port]) -> Iterator[Finding]:
-    """One finding for each."""
+    """Check each port."""
     ports = list(ports)
     given = {port.number for port in ports}
     for port in ports:
@@ -100,10 +100,10 @@ def _check(host: str, port: Port, given: set[int]) -> Finding:
 
 
 def bind_error(host: str, port: int) -> int | None:
-    """The error's number; None where the port can be had. Nobody can connect meanwhile: it is bound, not listened on."""
+    """Return the errno of binding a port; None if it is free. It is only bound, so that no client can connect."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
-        # As a server does: connections that have ended do not count, listeners do.
+        # As a server does: ended connections do not count, listeners do.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((host, port))
@@ -115,7 +115,7 @@ def bind_error(host: str, port: int) -> int | None:
 
 
 def free_port(host: str, near: int, given: Iterable[int] = ()) -> int:
-    """A free port above one, and not one that others are to get; 0, which lets the system choose, where none is near."""
+    """Return a free port above one that no other option uses; 0 if there is none nearby."""
     first = max(near + 10, 1034)
     taken = set(given)
     return next(
@@ -129,7 +129,7 @@ def free_port(host: str, near: int, given: Iterable[int] = ()) -> int:
 
 
 def holder_of(port: int, proc: Path = _PROC) -> Holder | None:
-    """Who listens on a port of this machine, on whichever address."""
+    """Find the process that listens on a port of this machine, on any address."""
     inodes: dict[str, int] = {}
     for table in ("tcp", "tcp6"):
         try:
@@ -157,7 +157,7 @@ def _holds(process: Path, inodes: dict[str, int]) -> bool:
         try:
             if os.readlink(entry.path) in inodes:
                 return True
-        except OSError:  # closed meanwhile
+        except OSError:  # Closed meanwhile.
             continue
     return False
 
@@ -185,24 +185,24 @@ def _user(uid: int) -> str:
 
 
 _SECONDS = 4.0
-"""For an answer: who asks a doctor often has a busy machine."""
+"""Time limit for an answer: the machine may be busy."""
 _MOST_BYTES = 4 * 1024 * 1024
 _SKEW_LOW, _SKEW_MOST = 5.0, 60.0
-"""A Date has whole seconds; tokens are refused when clocks differ by a minute."""
+"""A Date has whole seconds; tokens are refused if clocks differ by a minute."""
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """The answer of a server."""
 
     status: int
     document: Any
-    """None for what is not JSON."""
+    """None if it is not JSON."""
     skew: float | None
-    """By how many seconds their clock is ahead of this one."""
+    """Seconds that their clock is ahead of this one."""
 
 
 def check_server(url: str, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """A `headrace serve`, or any other that speaks the v2 protocol."""
+    """Check a `headrace serve`, or another server of the v2 protocol."""
     name = f"server {url}"
     try:
         live = ask(url, "/v2/health/live", environ)
@@ -230,7 +230,7 @@ def check_server(url: str, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_gateway(url: str, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """A `headrace gateway`."""
+    """Check a `headrace gateway`."""
     name = f"gateway {url}"
     try:
         ready = ask(url, "/health/readiness", environ)
@@ -245,7 +245,7 @@ def check_gateway(url: str, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_clock(url: str, answer: Answer) -> Iterator[Finding]:
-    """This machine's clock against theirs."""
+    """Compare their clock with this machine's."""
     if answer.skew is None:
         return
     name = f"clock of {url}"
@@ -257,7 +257,7 @@ def check_clock(url: str, answer: Answer) -> Iterator[Finding]:
 
 
 def ask(url: str, path: str, environ: Mapping[str, str], method: str = "GET", body: bytes | None = None) -> Answer:
-    """One request, without redirects or proxies. Raises OSError where nobody answers, InvalidArgument for no URL."""
+    """Send one request, without redirects or proxies. Raises OSError without an answer, InvalidArgument for a bad URL."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -291,7 +291,7 @@ def _skew(date: str, sent: float, received: float) -> float | None:
         theirs = parsedate_to_datetime(date).timestamp()
     except (TypeError, ValueError):
         return None
-    # A Date is cut to whole seconds: what it says was true at some moment of the second after it.
+    # A Date is cut to whole seconds: it was true at some moment of the following second.
     return theirs - received if theirs > received else min(0.0, theirs + 1 - sent)
 
 

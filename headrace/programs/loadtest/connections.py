@@ -19,7 +19,7 @@ from headrace.client.transport import Options
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 
 Done = Callable[[str, str], None]
-"""Called once for each request: the kind of error and its text, or "" and "" when it was answered well."""
+"""Called once for each request: the kind of error and its text, or "" and "" for success."""
 
 TIMED_OUT = "timeout"
 NO_CONNECTION = "no connection"
@@ -28,37 +28,37 @@ NEVER_SENT = "never sent"
 
 
 class Lane(Protocol):
-    """A connection, or a share of one, with one request at a time. Opens itself, and again when it broke."""
+    """A connection, or a share of one, with one request at a time. Reconnects by itself."""
 
     def ask(self, done: Done) -> None:
         """Send the request. `done` is called later, never from within."""
 
     def expire(self, before: float) -> None:
-        """Give up a request that was sent before this time of `time.perf_counter`."""
+        """Fail a request that was sent before this time of `time.perf_counter`."""
 
     def close(self) -> None:
-        """Let go of what is under way, without a word to anyone."""
+        """Drop the request in flight."""
 
 
 class Target(Protocol):
     """A server, and the one request that is sent to it."""
 
     def lane(self) -> Lane:
-        """Another lane."""
+        """Return another connection."""
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
 
 
 _AGAIN_SECONDS = 0.05
-"""How long to wait after a connection that could not be made: a server that is gone need not be asked in a hurry."""
+"""Wait after a failed connection attempt."""
 _CONNECT_SECONDS = 10.0
 _TEXT_BYTES = 4096
 _CUT = "the connection ended before the answer came"
 
 
 class HttpTarget:
-    """See `lanes.Target`. `message` is a whole request."""
+    """A target over HTTP/1.1. `message` is a whole request."""
 
     def __init__(self, address: Address, message: bytes, tls: ssl.SSLContext | None = None) -> None:
         self.address = address
@@ -67,20 +67,20 @@ class HttpTarget:
         self._lanes: list[HttpLane] = []
 
     def lane(self) -> HttpLane:
-        """See `Target.lane`."""
+        """Return another connection."""
         self._lanes.append(HttpLane(self))
         return self._lanes[-1]
 
     async def close(self) -> None:
-        """See `Target.close`."""
+        """Close all connections."""
         for lane in self._lanes:
             lane.close()
-        # Transports notice that they were aborted in the next round of the loop.
+        # Transports notice an abort in the next turn of the event loop.
         await asyncio.sleep(0)
 
 
 class HttpLane:
-    """See `lanes.Lane`."""
+    """A connection over HTTP/1.1."""
 
     def __init__(self, target: HttpTarget) -> None:
         self._target = target
@@ -91,7 +91,7 @@ class HttpLane:
         self._sent = 0.0
 
     def ask(self, done: Done) -> None:
-        """See `Lane.ask`."""
+        """Send the request."""
         self._done = done
         self._sent = time.perf_counter()
         if self._connection is not None:
@@ -100,24 +100,24 @@ class HttpLane:
             self._opening = self._loop.create_task(self._open())
 
     def expire(self, before: float) -> None:
-        """See `Lane.expire`."""
+        """Fail a request that takes too long."""
         if self._done is not None and self._sent < before:
             self._drop()
             self.tell(TIMED_OUT, "no answer came in time")
 
     def close(self) -> None:
-        """See `Lane.close`."""
+        """Close the connection."""
         self._done = None
         self._drop()
 
     def tell(self, kind: str, text: str) -> None:
-        """How the request under way ended."""
+        """Report the end of the request in flight."""
         done, self._done = self._done, None
         if done is not None:
             done(kind, text)
 
     def ended(self, connection: _Connection, kind: str, text: str) -> None:
-        """A connection is of no use any more; one that was left before is nobody's loss."""
+        """Drop a connection that cannot be used any more."""
         if connection is self._connection:
             self._connection = None
             connection.transport.abort()
@@ -157,7 +157,7 @@ class HttpLane:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection of a lane."""
+    """The asyncio protocol of one connection."""
 
     transport: asyncio.Transport
 
@@ -168,28 +168,28 @@ class _Connection(asyncio.Protocol):
         self.lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
+        """Keep the transport."""
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Report a lost connection."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self._lane.ended(self, "no HTTP", "what answers there does not speak HTTP/1.1")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """Parse received bytes."""
         self.lost = True
         self._lane.ended(self, LOST, _CUT)
 
     def on_body(self, data: bytes) -> None:
-        """See httptools. Kept only where it tells what is wrong."""
+        """Keep the body, only if it explains an error."""
         if self._parser.get_status_code() != 200 and len(self._error) < _TEXT_BYTES:
             self._error += data
 
     def on_message_complete(self) -> None:
-        """See httptools."""
+        """Report the end of the request."""
         status, error = self._parser.get_status_code(), self._error
         if status < 200:
             return
@@ -202,7 +202,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _text(body: bytes) -> str:
-    """What an error of Headrace or of another v2 server says."""
+    """Return the text of an error of Headrace or of another v2 server."""
     try:
         document = orjson.loads(body)
         return str(document["error"])
@@ -215,7 +215,7 @@ _MOST_CHANNELS = 64
 _CHANNEL = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # A connection for each channel, not one for all that are configured alike.
+    # A connection for each channel, not one for all channels with the same options.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -223,7 +223,7 @@ _CHANNEL = (
 
 
 class GrpcTarget:
-    """See `lanes.Target`. `message` is a ModelInferRequest."""
+    """A target over gRPC. `message` is a ModelInferRequest."""
 
     def __init__(self, address: Address, message: bytes, options: Options) -> None:
         try:
@@ -240,7 +240,7 @@ class GrpcTarget:
         self._lanes: list[GrpcLane] = []
 
     def lane(self) -> GrpcLane:
-        """See `Target.lane`."""
+        """Return another connection."""
         if len(self._channels) < _MOST_CHANNELS:
             self._channels.append(self._channel())
         channel = self._channels[len(self._lanes) % len(self._channels)]
@@ -254,7 +254,7 @@ class GrpcTarget:
         return self.grpc.aio.insecure_channel(target, options=options)
 
     async def close(self) -> None:
-        """See `Target.close`."""
+        """Close all channels."""
         tasks = [lane.task for lane in self._lanes if lane.task is not None]
         for lane in self._lanes:
             lane.close()
@@ -264,7 +264,7 @@ class GrpcTarget:
 
 
 class GrpcLane:
-    """See `lanes.Lane`."""
+    """A connection over gRPC."""
 
     def __init__(self, target: GrpcTarget, method: Any) -> None:
         self._target = target
@@ -273,23 +273,23 @@ class GrpcLane:
         self._done: Done | None = None
         self._sent = 0.0
         self.task: asyncio.Task[None] | None = None
-        """The request under way."""
+        """The request in flight."""
 
     def ask(self, done: Done) -> None:
-        """See `Lane.ask`."""
+        """Send the request."""
         self._done = done
         self._sent = time.perf_counter()
         self.task = self._loop.create_task(self._work())
 
     def expire(self, before: float) -> None:
-        """See `Lane.expire`."""
+        """Fail a request that takes too long."""
         if self._done is not None and self._sent < before:
             done = self._done
             self.close()
             done(TIMED_OUT, "no answer came in time")
 
     def close(self) -> None:
-        """See `Lane.close`."""
+        """Cancel the request in flight."""
         self._done = None
         task, self.task = self.task, None
         if task is not None:

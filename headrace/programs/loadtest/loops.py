@@ -22,7 +22,7 @@ _SHORTEST_SECONDS = 1e-6
 
 
 class _Times(ctypes.Structure):
-    """`struct itimerspec`: again every so long, and first after."""
+    """`struct itimerspec`: interval, and first expiry."""
 
     _fields_ = [
         ("every_seconds", ctypes.c_long),
@@ -33,7 +33,7 @@ class _Times(ctypes.Structure):
 
 
 class Alarm:
-    """Calls back once for each `ring_in`. Belongs to the loop it was made in."""
+    """A timer with a precision of a tenth of a millisecond. Belongs to its event loop."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
@@ -47,7 +47,7 @@ class Alarm:
             self._loop.add_reader(self._file, self._rang)
 
     def ring_in(self, seconds: float) -> None:
-        """Ring after so long; replaces what was asked for before."""
+        """Set the timer; replaces an earlier one."""
         wait = max(seconds, _SHORTEST_SECONDS)
         if self._file < 0:
             if self._late is not None:
@@ -59,7 +59,7 @@ class Alarm:
         self._library.timerfd_settime(self._file, 0, ctypes.byref(times), None)
 
     def close(self) -> None:
-        """Ring no more."""
+        """Stop the timer."""
         if self._late is not None:
             self._late.cancel()
         if self._file >= 0:
@@ -74,7 +74,7 @@ class Alarm:
 
 
 class Arrivals:
-    """Due times, one after the other."""
+    """Due times of an open loop."""
 
     def __init__(self, rate: float, *, uniform: bool = False, seed: int = 0) -> None:
         if rate <= 0:
@@ -84,14 +84,14 @@ class Arrivals:
         self._chance = random.Random(seed)  # noqa: S311 - spreads requests, hides nothing
         self._count = 0
         self.next = self._first()
-        """When the next one is due."""
+        """Return when the next request is due."""
 
     def take_until(self, seconds: float) -> Iterator[float]:
-        """Those that are due by now and have not been taken yet."""
+        """Return the number of requests that have become due."""
         while self.next <= seconds:
             due = self.next
             self._count += 1
-            # By multiplication where that is possible: sums of small steps drift.
+            # By multiplication if possible: sums of small steps drift.
             self.next = self._count / self._rate if self._uniform else due + self._gap()
             yield due
 
@@ -103,7 +103,7 @@ class Arrivals:
 
 
 MOST_LANES = 1024
-"""Connections of an open loop; what is due beyond waits, and its waiting counts."""
+"""Maximum connections of an open loop; further due requests wait, and their waiting counts."""
 _SWEEP_SECONDS = 0.1
 _LAST_SECONDS = 0.005
 
@@ -111,7 +111,7 @@ Now = Callable[[], float]
 
 
 class ClosedLoop:
-    """So many workers, each with a lane."""
+    """A closed loop: each worker sends when its answer has come."""
 
     def __init__(self, target: Target, workers: int, recording: Recording, now: Now = time.perf_counter) -> None:
         self._now = now
@@ -139,14 +139,14 @@ class ClosedLoop:
         lane.ask(answered)
 
     def close(self) -> None:
-        """What is still under way has taken too long."""
+        """Fail the requests that are still in flight."""
         for lane in self.lanes:
             lane.expire(math.inf)
             lane.close()
 
 
 class OpenLoop:
-    """Sends what is due, on a lane that is free or a new one. `begun` is when the arrivals count from."""
+    """An open loop: sends due requests on a free or a new connection. `begun` is the start of the arrivals."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class OpenLoop:
         self.under_way = 0
 
     def start(self) -> None:
-        """Ring for the first one."""
+        """Set the timer for the first request."""
         self._alarm = Alarm(self._rang)
         self._rang()
 
@@ -181,7 +181,7 @@ class OpenLoop:
             self._alarm.ring_in(self._begun + self._arrivals.next - self._now())
 
     def send_due(self) -> None:
-        """Send all that is due and does not wait behind others."""
+        """Send all due requests that have a connection."""
         until = min(self._now(), self._recording.ends) - self._begun
         for offset in self._arrivals.take_until(until):
             due = self._begun + offset
@@ -209,7 +209,7 @@ class OpenLoop:
         lane.ask(answered)
 
     def close(self) -> None:
-        """What is still waiting was never sent, and what is under way has taken too long."""
+        """Fail the requests that were never sent, and those in flight."""
         if self._alarm is not None:
             self._alarm.close()
         now = self._now()
@@ -224,7 +224,7 @@ class OpenLoop:
 async def drive(
     loop: ClosedLoop | OpenLoop, recording: Recording, timeout_seconds: float, look: Callable[[float], None]
 ) -> None:
-    """Run a loop to the end of its window, and until the last answer has come or taken too long.
+    """Run a loop to the end of its window, and until the last answer has come or timed out.
 
     `look` is called now and then with the time.
     """
@@ -236,7 +236,7 @@ async def drive(
         look(now)
         for lane in loop.lanes:
             lane.expire(now - timeout_seconds)
-        # Not beyond where the window begins or ends, so that what is noted there is of there.
+        # Not beyond the start or end of the window, so that samples belong to it.
         left = (recording.begins if now < recording.begins else recording.ends) - now
         await asyncio.sleep(min(_SWEEP_SECONDS, left) if left > 0 else _LAST_SECONDS)
     loop.close()

@@ -21,7 +21,7 @@ _CURVE = (0.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.99, 100.0)
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of a share of the width, to the eighth of a letter; what is not nothing shows."""
+    """Return a bar for a share of the width, in eighths of a character; more than zero is always visible."""
     eighths = round(max(0.0, min(share, 1.0)) * width * 8)
     if share > 0:
         eighths = max(eighths, 1)
@@ -30,21 +30,21 @@ def bar(share: float, width: int) -> str:
 
 
 def bins(values: npt.NDArray[np.float64], count: int = _BINS) -> list[tuple[float, float, int]]:
-    """Lower edge, upper edge and count, at even distances on a logarithmic scale, from the smallest to the largest."""
+    """Return lower bound, upper bound and count of buckets on a logarithmic scale."""
     if not len(values):
         return []
     low, high = float(values.min()), float(values.max())
     if low <= 0 or high / low < 1.001:
         return [(low, high, len(values))]
     edges = np.geomspace(low, high, count + 1)
-    # Rounding must not leave the largest outside.
+    # Rounding must not leave the largest value outside.
     edges[0], edges[-1] = low, high
     counts, _ = np.histogram(values, edges)
     return [(float(edges[i]), float(edges[i + 1]), int(counts[i])) for i in range(count)]
 
 
 def histogram(values: npt.NDArray[np.float64], width: int = 48) -> list[str]:
-    """How often requests took how long, in milliseconds."""
+    """Return a histogram of latencies, in milliseconds."""
     found = bins(values)
     most = max((count for _, _, count in found), default=0)
     return [
@@ -54,7 +54,7 @@ def histogram(values: npt.NDArray[np.float64], width: int = 48) -> list[str]:
 
 
 def curve(values: npt.NDArray[np.float64], width: int = 48) -> list[str]:
-    """Percentile by percentile, on a scale on which a tail can be seen beside the rest."""
+    """Return the percentiles, on a scale that shows the tail."""
     if not len(values):
         return []
     reached = [
@@ -65,7 +65,7 @@ def curve(values: npt.NDArray[np.float64], width: int = 48) -> list[str]:
     def place(value: float) -> float:
         if low <= 0 or high / low < 1.001:
             return 1.0
-        # The smallest must be seen, too.
+        # The smallest must be visible, too.
         return 0.05 + 0.95 * math.log(value / low) / math.log(high / low)
 
     named = {0.0: "min", 100.0: "max"}
@@ -76,7 +76,7 @@ def curve(values: npt.NDArray[np.float64], width: int = 48) -> list[str]:
 
 
 def sweep(runs: Sequence[Measured], width: int = 30) -> list[str]:
-    """Throughput and p99 of each run, side by side."""
+    """Return throughput and p99 of each run, side by side."""
     fastest = max((run.throughput for run in runs), default=0.0) or 1.0
     tails = [0.0 if math.isnan(run.at(99)) else run.at(99) for run in runs]
     slowest = max(tails, default=0.0) or 1.0
@@ -88,7 +88,7 @@ def sweep(runs: Sequence[Measured], width: int = 30) -> list[str]:
 
 
 def milliseconds(value: float) -> str:
-    """With as many digits as say something."""
+    """Format milliseconds with significant digits only."""
     if math.isnan(value):
         return "-"
     return (
@@ -103,7 +103,7 @@ def milliseconds(value: float) -> str:
 
 
 def check_picture(path: str) -> None:
-    """Refuse before a long measurement what would fail after it."""
+    """Check the file name before a long measurement."""
     if Path(path).suffix.lower() != ".png":
         raise InvalidArgument(f"--plot {path}: the name must end in .png")
     if not Path(path).absolute().parent.is_dir():
@@ -112,7 +112,7 @@ def check_picture(path: str) -> None:
 
 
 def draw_runs(title: str, runs: Sequence[Measured], path: str) -> None:
-    """Latency of one run, or of several beside their throughput."""
+    """Plot the latency of one run, or throughput and latency of several."""
     figure = _figure(2 if len(runs) == 1 else 3)
     axes = figure.subplots(2 if len(runs) == 1 else 3, 1)
     for run in runs:
@@ -121,7 +121,7 @@ def draw_runs(title: str, runs: Sequence[Measured], path: str) -> None:
         name = f"{run.load:g} {'connections' if run.mode == 'closed' else 'requests/s'}"
         ordered = np.sort(run.latencies_ms)
         axes[0].hist(ordered, bins=_edges(ordered), histtype="step", label=name)
-        # Against 1 / (1 - share): the tail gets as much room as the rest.
+        # Against 1 / (1 - share): the tail gets as much space as the rest.
         beyond = len(ordered) / np.arange(len(ordered), 0, -1)
         axes[1].step(beyond, ordered, where="post", label=name)
     axes[0].set(title=title, xlabel="milliseconds", ylabel="requests", xscale="log")
@@ -135,7 +135,7 @@ def draw_runs(title: str, runs: Sequence[Measured], path: str) -> None:
 
 
 def draw_trials(title: str, trials: Sequence[Trial], target_ms: float, share: float, path: str) -> None:
-    """Every trial of a search: throughput beside the latency that counts, and the line it must not cross."""
+    """Plot every trial of a search: throughput against latency, with the target."""
     figure = _figure(1)
     axis = figure.subplots()
     for kept, colour, name in ((True, "tab:blue", "within the target"), (False, "tab:red", "beyond it")):

@@ -15,32 +15,32 @@ import numpy.typing as npt
 
 
 class Recording:
-    """Times are of `time.perf_counter`."""
+    """The samples of one run. Times are of `time.perf_counter`."""
 
     def __init__(self, begins: float, ends: float) -> None:
         self.begins = begins
         self.ends = ends
         self.latencies = array("d")
-        """Seconds, of requests that were answered well."""
+        """Seconds of successful requests."""
         self.late = array("d")
-        """Seconds from when requests were due to when they were sent: our own fault."""
+        """Seconds between the due time and the sending of requests: delays of the load generator itself."""
         self.failed_after = array("d")
-        """Seconds, of those that failed."""
+        """Seconds of failed requests."""
         self.finished = 0
-        """Answered well within the window."""
+        """Successful requests within the window."""
         self.errors: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
         """The first text of each kind of error."""
         self.most_waiting = 0
-        """The longest queue of requests that were due and found no connection."""
+        """Maximum number of due requests without a free connection."""
 
     @property
     def seconds(self) -> float:
-        """How long the window is."""
+        """Return the length of the window."""
         return self.ends - self.begins
 
     def take(self, began: float, now: float, kind: str, text: str) -> None:
-        """A request ended. `began` is when it was due, or sent."""
+        """Record the end of a request. `began` is when it was due, or sent."""
         if not kind and self.begins <= now < self.ends:
             self.finished += 1
         if not self.begins <= began < self.ends:
@@ -53,22 +53,22 @@ class Recording:
         self.examples.setdefault(kind, text)
 
     def take_late(self, due: float, now: float) -> None:
-        """A request was sent."""
+        """Record that a request was sent."""
         if self.begins <= due < self.ends:
             self.late.append(max(now - due, 0.0))
 
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 BUSY_SHARE = 0.9
-"""A client that uses more of its core than this may be what is slow."""
+"""A load generator that uses more of its core may be the bottleneck."""
 _LATE_MS = 1.0
 
 
 def percentile(values: npt.NDArray[np.float64], share: float) -> float:
-    """The smallest value that so many percent of the values do not exceed: one that was seen. NaN for none."""
+    """Return the smallest observed value that `percent` of the values do not exceed; NaN for none."""
     if not len(values):
         return float("nan")
-    # Rounded first: 99.9 percent of 1000 is 999.0000000000001 to a computer.
+    # Rounded first: 99.9 percent of 1000 is 999.0000000000001 in floating point.
     rank = math.ceil(round(share * len(values) / 100, 9))
     place = min(max(rank, 1), len(values)) - 1
     return float(np.partition(values, place)[place])
@@ -76,26 +76,26 @@ def percentile(values: npt.NDArray[np.float64], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ClientCpu:
-    """What the load generator itself used, in cores."""
+    """CPU use of the load generator, in cores."""
 
     process: float
     thread: float
-    """Of the one thread that sends and receives: at 1.0 it can do no more."""
+    """Of the one thread that sends and receives: at 1.0 it is saturated."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run."""
+    """The results of one run."""
 
     mode: Literal["closed", "open"]
     load: float
-    """Connections of a closed loop, requests per second of an open one."""
+    """Connections of a closed loop, or requests per second of an open one."""
     rows: int
-    """In each request."""
+    """Rows in each request."""
     seconds: float
     finished: int
     latencies_ms: npt.NDArray[np.float64]
-    """Of requests that were answered well."""
+    """Latencies of successful requests."""
     late_ms: npt.NDArray[np.float64]
     """Of an open loop: how much later than due requests were sent."""
     errors: Mapping[str, int]
@@ -103,39 +103,39 @@ class Measured:
     most_waiting: int
     cpu: ClientCpu
     server: ServerView | None = None
-    """What the server says of the same time; None if it does not tell."""
+    """The server's statistics of the same time; None if it has none."""
 
     @property
     def throughput(self) -> float:
-        """Requests per second that were answered well."""
+        """Successful requests per second."""
         return self.finished / self.seconds
 
     @property
     def requests(self) -> int:
-        """All that began in the time that was looked at."""
+        """Requests that began within the window."""
         return len(self.latencies_ms) + self.failed
 
     @property
     def failed(self) -> int:
-        """Those without a good answer."""
+        """Failed requests."""
         return sum(self.errors.values())
 
     def at(self, share: float) -> float:
-        """A percentile of the latency, in milliseconds."""
+        """Return a percentile of the latency, in milliseconds."""
         return percentile(self.latencies_ms, share)
 
     @property
     def mean_ms(self) -> float:
-        """The average latency."""
+        """Mean latency."""
         return float(self.latencies_ms.mean()) if len(self.latencies_ms) else float("nan")
 
     @property
     def max_ms(self) -> float:
-        """The worst latency."""
+        """Maximum latency."""
         return float(self.latencies_ms.max()) if len(self.latencies_ms) else float("nan")
 
     def warnings(self) -> list[str]:
-        """What a reader should know before believing the numbers."""
+        """Return warnings about the validity of the results."""
         found = []
         if self.cpu.thread > BUSY_SHARE:
             found.append(
@@ -162,7 +162,7 @@ class Measured:
         return found
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the results as JSON."""
         named = {f"p{share:g}": _number(self.at(share)) for share in PERCENTILES}
         shown: dict[str, Any] = {
             "mode": self.mode,
@@ -197,7 +197,7 @@ def measured(
     cpu: ClientCpu,
     server: ServerView | None,
 ) -> Measured:
-    """Sum a recording up."""
+    """Compute the results of a recording."""
     return Measured(
         mode=mode,
         load=load,
@@ -215,7 +215,7 @@ def measured(
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Replace NaN, which JSON cannot hold."""
     return None if value != value else round(value, 4)  # noqa: PLR0124 - what NaN is known by
 
 
@@ -227,7 +227,7 @@ _PHASES = ("queue", "compute_input", "compute_infer", "compute_output")
 
 @dataclass(frozen=True)
 class ServerView:
-    """Means over the requests of the run; those of others, if there were any, are among them."""
+    """Server statistics: means over the requests of the run, including those of other clients."""
 
     requests: int
     failed: int
@@ -236,16 +236,16 @@ class ServerView:
     executions: int
     rows: int
     batches: Mapping[int, int]
-    """How often the model computed so many rows at once."""
+    """How often the model ran each batch size."""
     cache_hits: int
 
     @property
     def mean_batch(self) -> float:
-        """Rows per computation."""
+        """Mean batch size."""
         return self.rows / self.executions if self.executions else 0.0
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the statistics as JSON."""
         return {
             "requests": self.requests,
             "failed": self.failed,
@@ -259,7 +259,7 @@ class ServerView:
 
 
 def server_view(before: Statistics, after: Statistics) -> ServerView | None:
-    """The difference, over all versions; None where the server counted nothing, or began anew meanwhile."""
+    """Return the difference over all versions; None if the server counted nothing, or restarted meanwhile."""
     sums = _Sums()
     old = {str(each.get("version", "")): each for each in before}
     for each in after:
@@ -281,7 +281,7 @@ def server_view(before: Statistics, after: Statistics) -> ServerView | None:
 
 
 class _Sums:
-    """Numbers of versions, added up."""
+    """Sums over versions."""
 
     def __init__(self) -> None:
         self.success = self.fail = self.executions = self.rows = self.cache_hits = 0
@@ -289,7 +289,7 @@ class _Sums:
         self.batches: dict[int, int] = {}
 
     def add(self, statistics: Mapping[str, Any], sign: int) -> None:
-        """Take a version's numbers in, or away."""
+        """Add or subtract a version's numbers."""
         inference = statistics.get("inference_stats") or {}
         self.success += sign * _of(inference, "success", "count")
         self.fail += sign * _of(inference, "fail", "count")

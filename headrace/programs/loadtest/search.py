@@ -18,15 +18,15 @@ from headrace.programs.loadtest.results import Measured
 from headrace.programs.loadtest.tuning import Setting, Space
 
 WORTH = 0.05
-"""A setting that is more trouble must give so much more."""
+"""Gain that a costlier setting must bring."""
 NOISE = 0.03
-"""Differences below this mean nothing, whatever the repeats say."""
+"""Smaller differences are noise, whatever the repeats say."""
 _HOPELESS = 0.6
-"""Who gives less than this share of the best, with as many clients, is not looked at further."""
+"""Settings below this share of the best, with as many clients, are dropped."""
 _WITH_FEWER = 0.9
-"""Fewer clients get no more out of a server: who misses the target and gives less than this will not win."""
+"""Fewer clients do not raise throughput: a setting that misses the target below this share cannot win."""
 _NEAR = 0.15
-"""Who is so near to the best by one measurement may be as good."""
+"""Settings this close to the best by one measurement may be as good."""
 _REPEATS = 3
 _PASSES = 2
 _FIRST_CONCURRENCY = 4
@@ -41,11 +41,11 @@ class Trial:
     measured: Measured | None
     """None if the server refused the setting."""
     latency_ms: float
-    """The percentile that counts."""
+    """The percentile to compare."""
     ok: bool
-    """Within the target, and without errors."""
+    """Whether it meets the target without errors."""
     why: str = ""
-    """If it is not."""
+    """Why not."""
 
     @property
     def throughput(self) -> float:
@@ -55,14 +55,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome."""
+    """The result of a search."""
 
     winner: Trial | None
-    """None if no setting keeps the target."""
+    """None if no setting meets the target."""
     throughput: float
-    """Of the winner, the mean of its repeats if it was repeated."""
+    """Throughput of the winner; the mean of its repeats, if it was repeated."""
     start: Trial | None
-    """The best of the setting that the search began with; None if it does not keep the target."""
+    """The best trial of the initial setting; None if it misses the target."""
     notes: Sequence[str]
     trials: Sequence[Trial]
 
@@ -70,8 +70,8 @@ class Found:
 class Search:
     """One search.
 
-    `apply` makes a setting the server's, or raises `HeadraceError`; `measure` runs a closed loop of so many clients;
-    `tell` hears of each trial.
+    `apply` applies a setting to the server, or raises `HeadraceError`; `measure` runs a closed loop of some clients;
+    `tell` is called for each trial.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Search:
         self.trials: list[Trial] = []
 
     async def run(self, start: Setting, space: Space) -> Found:
-        """Search from a setting on."""
+        """Search, beginning with a setting."""
         self._start = start
         self._space = space
         await self._score(start)
@@ -136,18 +136,18 @@ class Search:
             return True
         if self._trouble(candidate.setting) > self._trouble(current):
             return candidate.throughput > now.throughput * (1 + WORTH)
-        # Held against the best there was, so that many small steps down are not one large one.
+        # Compared with the best so far, so that many small losses do not add up.
         peak = max(trial.throughput for trial in self._kept())
         return candidate.throughput >= peak * (1 - NOISE)
 
     def _trouble(self, setting: Setting) -> tuple[int, int, int]:
-        """What a setting costs its owner: instances cost memory, a delay costs everybody, another limit surprises."""
+        """Return the cost of a setting: instances cost memory, a delay costs latency, another limit is a surprise."""
         delay = -1 if setting.delay_microseconds is None else setting.delay_microseconds
         limit = setting.max_batch_size if self._start is None else self._start.max_batch_size
         return setting.instances, delay, abs(setting.max_batch_size - limit)
 
     async def _score(self, setting: Setting) -> Trial | None:
-        """The best trial of a setting within the target, over numbers of clients; measured once."""
+        """Return the best trial of a setting within the target, over numbers of clients; measured once."""
         if setting not in self._best:
             try:
                 await self._apply(setting)
@@ -161,7 +161,7 @@ class Search:
         return self._best[setting]
 
     def _kept(self) -> list[Trial]:
-        """The best of each setting that may win; the present one may lie outside of what is allowed."""
+        """Return the best trial of each allowed setting; the initial one may not be allowed."""
         return [
             trial
             for setting, trial in self._best.items()
@@ -169,7 +169,7 @@ class Search:
         ]
 
     async def _climb(self, setting: Setting) -> Trial | None:
-        """Fewer clients until the target is kept, or more while that pays."""
+        """Reduce the clients until the target is met, or raise them while that pays."""
         first = clients = min(self._concurrency, self._most_concurrency)
         trial = await self._try(setting, clients)
         while not trial.ok and clients > 1:
@@ -186,19 +186,19 @@ class Search:
             clients *= 2
             trial = await self._try(setting, clients)
             gained = trial.throughput > best.throughput * (1 + NOISE)
-            # More clients that get no more only wait longer.
+            # More clients without more throughput only wait longer.
             if not trial.ok or not gained:
                 break
             best = trial
         return best
 
     def _is_behind(self, trial: Trial, share: float) -> bool:
-        """Whether others give so much more with no more clients."""
+        """Return whether other settings reach much more with no more clients."""
         rivals = [each.throughput for each in self._kept() if each.concurrency <= trial.concurrency]
         return bool(rivals) and trial.throughput < max(rivals) * share
 
     async def _try(self, setting: Setting, clients: int) -> Trial:
-        """Measure; once more if a tail alone missed the target, which may have been a hiccup of the machine."""
+        """Measure; once more if only the tail missed the target, which may be a hiccup of the machine."""
         trial = self._take(self._judged(setting, clients, await self._measure(clients)))
         seen = trial.measured
         if not trial.ok and seen is not None and not seen.failed and seen.at(50) <= self._target_ms / 2:
@@ -224,26 +224,26 @@ class Search:
         return trial
 
     async def _decided(self) -> Found:
-        """Measure the best again, by turns, and say who wins."""
+        """Measure the best settings again, in turns, and return the winner."""
         start = self._best.get(self._start) if self._start is not None else None
         ranked = sorted(self._kept(), key=lambda trial: -trial.throughput)
         if not ranked:
             return Found(None, 0.0, start, [self._lowest()], self.trials)
         if len(ranked) == 1:
             return Found(ranked[0], ranked[0].throughput, start, ["only one setting keeps the target"], self.trials)
-        # One measurement may have made a setting look worth its trouble: the simplest of those near it has its say, too.
+        # One lucky measurement may have favoured a costly setting: the cheapest one close to it is measured again, too.
         near = [trial for trial in ranked if trial.throughput >= ranked[0].throughput * (1 - _NEAR)]
         simplest = min(near, key=lambda trial: self._trouble(trial.setting))
         chosen = ranked[:2] if simplest in ranked[:2] else [*ranked[:2], simplest]
         rivals = [(trial.setting, trial.concurrency) for trial in chosen]
         repeats = await self._repeated(rivals)
         if not any(map(_keeps, repeats.values())):
-            # At the edge of the target, where one hiccup decides: a little less is sure.
+            # At the edge of the target one hiccup decides: a slightly lower load is safe.
             repeats = await self._repeated([(setting, max(clients // 2, 1)) for setting, clients in rivals])
         return self._compared(repeats, start)
 
     async def _repeated(self, rivals: Sequence[tuple[Setting, int]]) -> dict[Setting, list[Trial]]:
-        """Measure by turns, so that what changes on the machine meanwhile changes for all."""
+        """Measure in turns, so that changes of the machine affect all settings."""
         repeats: dict[Setting, list[Trial]] = {setting: [] for setting, _ in rivals}
         for _ in range(_REPEATS):
             for setting, clients in rivals:
@@ -287,7 +287,7 @@ class Search:
 
 
 def _nearest(value: int, allowed: Sequence[int]) -> int:
-    """The value, or the largest that is allowed if it is not."""
+    """Return the value, or the largest allowed one."""
     return value if value in allowed else max(allowed)
 
 
@@ -297,5 +297,5 @@ def _range(trials: Sequence[Trial]) -> float:
 
 
 def _keeps(trials: Sequence[Trial]) -> bool:
-    """Whether most of the repeats are within the target."""
+    """Return whether most repeats are within the target."""
     return sum(trial.ok for trial in trials) * 2 > len(trials)

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 
 DELAYS = (0, 100, 250, 500, 1000, 2000, 5000, 10_000, 20_000)
-"""Microseconds that are tried. Between them, nobody could tell the difference from noise."""
+"""Delays to try, in microseconds. Smaller steps are within the noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +19,18 @@ class Setting:
     """One way to schedule a model."""
 
     max_batch_size: int
-    """0 for a model that takes one request at a time."""
+    """0 for a model without batching."""
     delay_microseconds: int | None
-    """How long a request may wait for others; None: requests are not joined."""
+    """How long a request may wait to be batched; None: no dynamic batching."""
     instances: int
 
     @property
     def joins(self) -> bool:
-        """Whether requests are computed together."""
+        """Whether requests are batched."""
         return self.delay_microseconds is not None and self.max_batch_size > 0
 
     def __str__(self) -> str:
-        """For people."""
+        """Describe the setting."""
         count = f"{self.instances} instance{'s' if self.instances != 1 else ''}"
         if not self.max_batch_size:
             return f"no batches, {count}"
@@ -41,14 +41,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The values that are tried, in order; the present ones are among them."""
+    """The values to try, in order, including the current ones."""
 
     batches: tuple[int, ...]
     delays: tuple[int | None, ...]
     instances: tuple[int, ...]
 
     def __contains__(self, setting: Setting) -> bool:
-        """Whether a setting is made of these values."""
+        """Return whether a setting consists of these values."""
         return (
             setting.max_batch_size in self.batches
             and setting.delay_microseconds in self.delays
@@ -57,7 +57,7 @@ class Space:
 
 
 def setting_of(config: Mapping[str, Any]) -> Setting:
-    """How a model is configured now."""
+    """Return a model's current setting."""
     batching = config.get("dynamic_batching")
     delay = None if batching is None else int(batching.get("max_queue_delay_microseconds") or 0)
     groups = config.get("instance_group") or [{}]
@@ -65,7 +65,7 @@ def setting_of(config: Mapping[str, Any]) -> Setting:
 
 
 def with_setting(config: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
-    """The same configuration with another setting. Only what differs is touched."""
+    """Return a configuration with another setting; only what differs is changed."""
     changed = copy.deepcopy(dict(config))
     now = setting_of(config)
     if setting.max_batch_size != now.max_batch_size:
@@ -90,7 +90,7 @@ def with_setting(config: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
 def space_of(
     config: Mapping[str, Any], *, latency_ms: float, rows: int, max_batch: int | None, max_instances: int
 ) -> Space:
-    """What to try. A batch is not larger than the model's own limit unless `max_batch` says so."""
+    """Return the values to try. A batch is not larger than the model's limit unless `max_batch` says so."""
     _check(config, rows)
     now = setting_of(config)
     instances = tuple(count for count in _doubled(now.instances, max_instances) if count <= max_instances)
@@ -102,7 +102,7 @@ def space_of(
     batches = tuple(size for size in _doubled(now.max_batch_size, most) if rows <= size <= most)
     if not batches:
         raise InvalidArgument(f"--max-batch {most} is less than the {rows} rows of a request: give a larger one")
-    # More than half of the target would be spent waiting.
+    # More than half of the target would be waiting.
     allowed: list[int | None] = [delay for delay in DELAYS if delay <= latency_ms * 1000 / 2]
     if now.delay_microseconds not in allowed:
         allowed.append(now.delay_microseconds)
@@ -123,7 +123,7 @@ def _check(config: Mapping[str, Any], rows: int) -> None:
 
 
 def _doubled(now: int, most: int) -> tuple[int, ...]:
-    """Powers of two up to the most, and the value of now."""
+    """Return powers of two up to a maximum, and the current value."""
     sizes = {now, most}
     size = 1
     while size <= most:

@@ -203,7 +203,7 @@ _MIGRATED: tuple[_Path, ...] = (("spec", "engine"), ("spec", "model"), ("spec", 
 
 
 def drop_derived(service: Document, before: Document, facts: ClusterFacts) -> Document:
-    """Remove defaults of the old version from an edited service, so that they are derived anew."""
+    """Remove defaults of the old version from an edited service, so that they are derived again."""
     wanted = _last_applied(service)
     if "predictor" in get_mapping(service, "spec") and DEPRECATION_WARNING in annotations_of(before):
         # A predictor was migrated to these fields before; with them it would not be migrated again.
