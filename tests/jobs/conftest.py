@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`import jobs_tools` works from here: tools of these tests. And databases: SQLite, and PostgreSQL on demand.
+"""Databases for the tests of jobs: SQLite, and PostgreSQL in the platform tier.
 
-A test that asks for `database_url` says itself where it goes. All others that have a folder go through the same twice, with
-their records where `JobSettings` puts them, and in PostgreSQL.
+A test that uses `database_url` chooses its database itself. Every other test of this folder that has a data directory runs
+twice: with its records where `JobSettings` puts them, and in PostgreSQL. The folders below (the gateway, the microservice,
+the job API) choose their databases themselves.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = metafunc.fixturenames
+    if metafunc.definition.path.parent != Path(__file__).parent:
+        return
     if "every_database" in names and "database_url" not in names and {"tmp_path", "folder"} & {*names}:
         metafunc.parametrize("every_database", KINDS, indirect=True)
 

@@ -76,7 +76,7 @@ def test_an_object_of_somebody_else_is_not_taken(clean: Any) -> None:
         running.settle()
         clean.apply(service)
         said = until(lambda: clean.ready("digits"))
-        assert said["reason"] == "ReconcileError" and "modelconfig-digits already" in said["message"], said
+        assert said["reason"] == "ReconcileError" and "modelconfig-digits exists" in said["message"], said
         kept = clean.fetch("/api/v1/namespaces/default/configmaps/modelconfig-digits")
         assert kept["data"] == {"a": "b"}
         clean.server.kubectl("delete", "configmap", "modelconfig-digits")

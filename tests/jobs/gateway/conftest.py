@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`import gateway_process` works from here: tools of these tests. Models and pictures are the microservice's, the
-bucket is that of storage. Every test has its gateway on SQLite, and on PostgreSQL where that is installed on purpose."""
+"""Gateways for these tests: each test has one on SQLite, and one on PostgreSQL in the platform tier."""
 
 from __future__ import annotations
 
@@ -11,12 +10,6 @@ import pytest
 from gateway_process import Gateway, gateway
 from gateway_thread import gateway_in_thread
 from postgresql_servers import PostgresqlServer
-
-
-@pytest.fixture(scope="session")
-def postgresql() -> Iterator[PostgresqlServer]:
-    with PostgresqlServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module", autouse=True, params=["sqlite", pytest.param("postgresql", marks=pytest.mark.platform)])
