@@ -60,6 +60,8 @@ class HttpServer:
         self._timer: asyncio.TimerHandle | None = None
         self._idle = False
         """Whether the next sweep is `IDLE_SWEEP_SECONDS` away, since there are no connections."""
+        self._skipped = False
+        """Whether the last sweep was skipped because the event loop had stalled."""
 
     @property
     def port(self) -> int:
@@ -171,12 +173,15 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         now = loop.time()
         site = self.site
+        # After a stall of this event loop, requests that have arrived are not read yet: clients must not time out for it.
+        stalled = not woken and self._timer is not None and now - self._timer.when() > SWEEP_SECONDS
+        self._skipped = stalled and not self._skipped
         # Certificates are checked every second, idle or not.
         self._idle = not woken and not site.connections and self._tls is None
         self._timer = loop.call_later(IDLE_SWEEP_SECONDS if self._idle else SWEEP_SECONDS, self._tick)
         if now - site.now >= SWEEP_SECONDS / 2:  # else another server of the same site has just done it
             site.tick(now)
-            for connection in tuple(site.connections):
+            for connection in () if self._skipped else tuple(site.connections):
                 _guarded(connection.sweep, now)
         if self._tls is not None and self._asyncio_server is not None and self._renewal is None:
             self._tls.refresh()

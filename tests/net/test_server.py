@@ -228,6 +228,31 @@ def test_the_clock_is_set_before_the_first_connection_and_goes_on() -> None:
     run(main(), virtual=True)
 
 
+def test_a_stall_of_the_event_loop_does_not_time_clients_out() -> None:
+    async def main() -> None:
+        site = Site()
+        server = await started(site)
+        connected(server.address)
+        await eventually_async(lambda: site.connections)
+        (line,) = lines_of(site)
+        await eventually_async(lambda: line.swept)
+        timer = server._timer
+        assert timer is not None
+        timer.cancel()
+        await asyncio.sleep(3 * SWEEP_SECONDS)  # as if the loop had stalled: the timer is late
+        count = len(line.swept)
+        server._tick()
+        assert len(line.swept) == count and site.now == pytest.approx(asyncio.get_running_loop().time(), abs=0.1)
+        # One that is late each time sweeps every other time: a busy server still closes dead connections.
+        assert server._timer is not None
+        server._timer.cancel()
+        await asyncio.sleep(3 * SWEEP_SECONDS)
+        server._tick()
+        assert len(line.swept) == count + 1
+
+    run(main(), virtual=True)
+
+
 def test_a_sweep_that_fails_is_logged_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         site = Site()
