@@ -22,6 +22,8 @@ QUICK = ("--duration", "0.2", "--warm-up", "0.05", "--concurrency", "4")
 
 def runs_of(*arguments: str | Path) -> list[dict[str, Any]]:
     done = run("bench", *arguments, "--json", "-")
+    if done.returncode == 1:  # on a busy machine no request may succeed within a fifth of a second
+        done = run("bench", *arguments, "--duration", "5", "--json", "-")
     assert done.returncode == 0, done.stderr
     runs: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
     return runs
