@@ -198,7 +198,7 @@ def test_the_manifests_are_taken_and_one_of_two_leads(clean: Any) -> None:
 
         def leader(name: str) -> LeaderElector:
             return LeaderElector(
-                api, LeaseSettings("headrace-system", name, lasts_seconds=2, retry_seconds=0.1), utc_now
+                api, LeaseSettings("headrace-system", name, duration_seconds=2, retry_seconds=0.1), utc_now
             )
 
         first, second, third = leader("first"), leader("second"), leader("third")
@@ -214,7 +214,7 @@ def test_the_manifests_are_taken_and_one_of_two_leads(clean: Any) -> None:
         await api.close()
 
     async def leader_kept(leader: LeaderElector) -> None:
-        leader._settings = LeaseSettings("headrace-system", "second", lasts_seconds=2, renew_seconds=0.1)
+        leader._settings = LeaseSettings("headrace-system", "second", duration_seconds=2, renew_seconds=0.1)
         await leader.renew()
 
     asyncio.run(elect())
