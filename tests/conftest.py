@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import gc
 import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -37,6 +41,18 @@ sys.dont_write_bytecode = False
 # One thread for each computation, here and in what tests start: more threads wait for each other, and tiny models take
 # twice as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# pytest parses the source of a failed test, perhaps while a server's thread parses a model; see `core.python_source`.
+_parse, _parsing = ast.parse, threading.Lock()
+
+
+@functools.wraps(_parse)
+def _parse_alone(*args: Any, **options: Any) -> Any:
+    with _parsing:
+        return _parse(*args, **options)
+
+
+ast.parse = _parse_alone
 
 # How quick a machine is decides nothing: neither by the time of one example nor by that of making one.
 _PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
