@@ -56,7 +56,7 @@ def test_a_service_is_started_watched_asked_and_stopped(tab: Tab, used: UsedGate
     page.get_by_label("Idle minutes").fill("45")
     page.get_by_label("Variables").fill("PATH=/elsewhere")
     page.get_by_role("button", name="Start").click()
-    page.get_by_text("'PATH' is not among the variables that a service may be given").wait_for()
+    page.get_by_text("'PATH' is not an allowed variable").wait_for()
     tab.expect(400)
     page.get_by_label("Variables").fill("TAO_LOG_LEVEL=INFO")
     seen = page.evaluate_handle(WATCH)
